@@ -1,0 +1,201 @@
+"""How an option is stated, and how its value is found: flag, then environment, then file, then default.
+
+An option is a field of a frozen `msgspec.Struct` section, annotated with `option(help, ...)`:
+
+    class CacheConfig(Struct, frozen=True):
+        block_size: Annotated[int, option("Tokens per KV cache block.", ge=1)] = 16
+
+Its flag (`--block-size`), environment variable (`LLM_TOOLKIT_BLOCK_SIZE`), key in the YAML file (`block_size`) and Python keyword
+are derived from the field's name, so names are unique over all sections.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from llm_toolkit.errors import ConfigError, nearest
+
+ENV_PREFIX = "LLM_TOOLKIT_"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a field's `Annotated[...]` says of an option: help text and inclusive range."""
+
+    help: str
+    ge: float | None = None
+    le: float | None = None
+
+
+def option(help: str, *, ge: float | None = None, le: float | None = None) -> Statement:
+    """States an option: its help text, and the least and greatest allowed number."""
+    return Statement(help, ge, le)
+
+
+class Option(NamedTuple):
+    """One option as stated in a section."""
+
+    name: str
+    type: Any
+    """The annotated type; `msgspec.convert(value, option.type, strict=False)` checks a value."""
+    default: Any
+    statement: Statement
+
+    @property
+    def help(self) -> str:
+        return self.statement.help
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed values of a `Literal` option, else ()."""
+        bare = get_args(self.type)[0]
+        return get_args(bare) if str(get_origin(bare)) == "typing.Literal" else ()
+
+    @property
+    def is_flag(self) -> bool:
+        return get_args(self.type)[0] is bool
+
+    @property
+    def is_list(self) -> bool:
+        """True where a flag may be given several times."""
+        return any(get_origin(arm) is list for arm in _arms(self.type))
+
+    @property
+    def is_mapping(self) -> bool:
+        """True for an option of the form NAME.KEY=VALUE, whose flag may be given several times."""
+        return get_origin(get_args(self.type)[0]) is dict
+
+    def convert(self, value: Any, source: str) -> Any:
+        """`value` as this option's type. `source` is named in the error (ConfigError)."""
+        try:
+            if isinstance(value, str) or (self.is_mapping and isinstance(value, list)):
+                value = self._from_text(value)
+            value = msgspec.convert(value, self.type, strict=False)
+        except (msgspec.ValidationError, ValueError) as error:
+            raise ConfigError(f"{source}: {value!r} is no value for {self.name!r} ({self.help}): {error}") from None
+        low, high = self.statement.ge, self.statement.le
+        if (low is not None and value is not None and value < low) or (high is not None and value is not None and value > high):
+            raise ConfigError(f"{source}: {self.name!r} must be {_range(low, high)}, not {value!r} ({self.help})")
+        return value
+
+    def _from_text(self, value: str | list[str]) -> Any:
+        # Flags and the environment carry text only: a list is comma-separated, and "none" is None where None is allowed.
+        if self.is_mapping:
+            return _nested(value.split(",") if isinstance(value, str) else value)
+        assert isinstance(value, str)
+        arms = _arms(self.type)
+        if types.NoneType in arms and value.lower() == "none":
+            return None
+        if self.is_list:
+            return [item.strip() for item in value.split(",") if item.strip()]
+        for arm in arms:
+            if arm in (int, float, bool):
+                try:
+                    return msgspec.convert(value, arm, strict=False)
+                except msgspec.ValidationError:
+                    continue
+        return value
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"between {low} and {high}"
+    return f"at least {low}" if low is not None else f"at most {high}"
+
+
+def _nested(items: list[str]) -> dict[str, dict[str, str]]:
+    """["a.b=c"] -> {"a": {"b": "c"}}."""
+    nested: dict[str, dict[str, str]] = {}
+    for item in items:
+        match = re.fullmatch(r"\s*([^.=\s]+)\.([^=\s]+)=(.*)", item, re.DOTALL)
+        if match is None:
+            raise ValueError(f"write NAME.KEY=VALUE, not {item!r}")
+        name, key, value = match.groups()
+        nested.setdefault(name, {})[key.replace("-", "_")] = value
+    return nested
+
+
+def _arms(annotated: Any) -> tuple[Any, ...]:
+    """The members of `Annotated[A | B, ...]`, or (A,) for `Annotated[A, ...]`."""
+    bare = get_args(annotated)[0]
+    return get_args(bare) if get_origin(bare) in (types.UnionType,) or str(get_origin(bare)) == "typing.Union" else (bare,)
+
+
+def options_of(section: type[msgspec.Struct]) -> list[Option]:
+    """The options that a section states, in order. Fields without `option(...)` are derived values, not options."""
+    hints = get_type_hints(section, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(section):
+        hint = hints[field.name]
+        if get_origin(hint) is not Annotated:
+            continue
+        (statement,) = (m for m in get_args(hint)[1:] if isinstance(m, Statement))
+        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        found.append(Option(field.name, hint, default, statement))
+    return found
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Reads a YAML file of options: one mapping, keys with dashes or underscores. Raises ConfigError."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {str(path)!r} must hold a mapping of option names to values, not a {type(data).__name__}.")
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+def load_options(
+    options: Sequence[Option],
+    given: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: str | Path | None = None,
+    foreign: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Merges the sources of options: `given` (flags or keywords) over `environ` over `file`; defaults are left to the sections.
+
+    `foreign` names options of other commands, which a shared file or environment may also hold. Raises ConfigError for an unknown
+    key in `given` or `file`; an unknown `LLM_TOOLKIT_*` variable is a warning, since another program may own it.
+    """
+    known = {o.name: o for o in options}
+    merged: dict[str, Any] = {}
+    for key, value in (read_file(file) if file is not None else {}).items():
+        if key in known:
+            merged[key] = known[key].convert(value, f"config file {str(file)!r}")
+        elif key not in foreign:
+            raise ConfigError(f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}")
+    for variable, text in (environ or {}).items():
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        key = re.sub(f"^{ENV_PREFIX}", "", variable).lower()
+        if key in known:
+            merged[key] = known[key].convert(text, f"environment variable {variable}")
+        elif key not in foreign:
+            warnings.warn(f"environment variable {variable} sets no option. {nearest(key, known)}", stacklevel=3)
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"unknown option {key!r}. {nearest(key, known)}")
+        merged[key] = known[key].convert(value, f"option {key!r}")
+    return merged

@@ -1,0 +1,216 @@
+"""VllmConfig: one frozen object for a whole engine, in sections. Importing it needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from llm_toolkit.config.memory import parse_memory
+from llm_toolkit.config.options import Option, option, options_of
+from llm_toolkit.errors import ConfigError, nearest
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, and how long and in what precision it runs."""
+
+    model: Annotated[str, option("Model: a folder in Hugging Face layout, a hub id, or a name that a plugin registers (such as 'tiny').")] = "tiny"
+    revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
+    served_model_name: Annotated[str | None, option("Name of the model in the HTTP API. Default: the value of --model.")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
+    ] = "auto"
+    max_model_len: Annotated[int | None, option("Most tokens of prompt plus output. Default: the checkpoint's.", ge=1)] = None
+    seed: Annotated[int | None, option("Seed of requests that bring none. Default: fresh randomness for each.", ge=0, le=2**63 - 1)] = None
+    trust_remote_code: Annotated[bool, option("Allow code that a checkpoint brings along to run.")] = False
+
+
+class LoadConfig(Struct, frozen=True, kw_only=True):
+    """Where weights come from."""
+
+    load_format: Annotated[
+        Literal["safetensors", "dummy"], option("safetensors: the checkpoint's files. dummy: random weights, for measurements.")
+    ] = "safetensors"
+
+
+class CacheConfig(Struct, frozen=True, kw_only=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[int, option("Tokens per KV cache block.", ge=1, le=1024)] = 16
+    kv_cache_memory: Annotated[
+        str, option("Memory of the KV cache: bytes ('2GiB') or a fraction of the device's free memory ('0.5'). auto: what the device can spare.")
+    ] = "auto"
+    num_kv_blocks: Annotated[int | None, option("Blocks of the KV cache, instead of an amount of memory.", ge=1)] = None
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_memory != "auto":
+            parse_memory(self.kv_cache_memory)
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """How requests are batched. Prompts longer than what is left of a step's budget are computed in chunks."""
+
+    max_num_seqs: Annotated[int, option("Most sequences in one step.", ge=1, le=65536)] = 256
+    max_num_batched_tokens: Annotated[int, option("Token budget of one step, over all sequences.", ge=1)] = 2048
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], option("Order of admission. priority: the request's number, smaller first; then arrival.")
+    ] = "fcfs"
+
+
+class ParallelConfig(Struct, frozen=True, kw_only=True):
+    """Ranks. tensor x pipeline parallel size = number of workers, one per device."""
+
+    tensor_parallel_size: Annotated[int, option("Ranks that share each layer.", ge=1)] = 1
+    pipeline_parallel_size: Annotated[int, option("Ranks that own a slice of the layers each.", ge=1)] = 1
+    rank: int = 0
+    """Global rank of the worker that holds this config; derived, not an option."""
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+
+class DeviceConfig(Struct, frozen=True, kw_only=True):
+    """Where the model runs."""
+
+    device: Annotated[str, option("Torch device: cpu, cuda, cuda:1, ... auto: cuda where there is one, else cpu.")] = "auto"
+
+
+class AttentionConfig(Struct, frozen=True, kw_only=True):
+    """Which attention backend runs the layers."""
+
+    attention_backend: Annotated[str, option("Attention backend by name. auto: for each layer the best that can run it.")] = "auto"
+
+
+class RendererConfig(Struct, frozen=True, kw_only=True):
+    """How input becomes tokens, and tokens become text."""
+
+    renderer: Annotated[str, option("Renderer by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
+    tokenizer: Annotated[str | None, option("Folder or hub id of the tokenizer. Default: the model's.")] = None
+    chat_template: Annotated[str | None, option("Jinja chat template, or the path of a file with one. Default: the checkpoint's.")] = None
+
+
+class LimitsConfig(Struct, frozen=True, kw_only=True):
+    """Bounds on what a client may ask for."""
+
+    max_n: Annotated[int, option("Most sequences per request (n).", ge=1)] = 128
+    max_logprobs: Annotated[int, option("Most alternatives per token in logprobs.", ge=0)] = 20
+
+
+class PluginsConfig(Struct, frozen=True, kw_only=True):
+    """Which plugins are loaded, and with what options."""
+
+    plugins: Annotated[list[str] | None, option("Load only these plugins; one that fails is fatal. Default: all that are installed.")] = None
+    disable_plugins: Annotated[list[str], option("Plugins not to load.")] = field(default_factory=list)
+    plugin_options: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag, a mapping in the file.")] = field(
+        default_factory=dict
+    )
+
+
+class Checkpoint(Struct, frozen=True, kw_only=True):
+    """What was read from a checkpoint folder; derived, not options."""
+
+    path: str
+    architecture: str
+    """The entry of config.json's `architectures` that names the model class in the registry."""
+    hf_config: dict[str, Any]
+    """config.json; for a multimodal checkpoint the whole of it."""
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmConfig(Struct, frozen=True, kw_only=True):
+    """The configuration of one engine. `VllmConfig.make(model=..., block_size=...)` makes one from flat option names."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    renderer: RendererConfig = field(default_factory=RendererConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    checkpoint: Checkpoint | None = None
+    """Set by `resolve`; None before."""
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """Every option of every section, in order."""
+        return [o for section in cls._sections().values() for o in options_of(section)]
+
+    @classmethod
+    def make(cls, **options: Any) -> VllmConfig:
+        """A config from flat option names, checked. Raises ConfigError for an unknown name or a wrong value."""
+        known = {o.name: o for o in cls.options()}
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}. {nearest(name, known)}")
+        values = {name: known[name].convert(value, f"option {name!r}") for name, value in options.items()}
+        sections = {}
+        for section_name, section in cls._sections().items():
+            sections[section_name] = section(**{o.name: values[o.name] for o in options_of(section) if o.name in values})
+        return cls(**sections)
+
+    @classmethod
+    def default(cls, hf_config: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
+        """A resolved config for unit tests of single components: cpu, float32, and `hf_config` as the checkpoint's config.json."""
+        options = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "attention_backend": "auto", **options}
+        hf_config = hf_config or {}
+        architecture = (hf_config.get("architectures") or ["none"])[0]
+        return msgspec.structs.replace(cls.make(**options), checkpoint=Checkpoint(path="", architecture=architecture, hf_config=hf_config))
+
+    def replace(self, **options: Any) -> VllmConfig:
+        """A copy with some options changed, by flat option name and checked. Raises ConfigError."""
+        known = {o.name: (name, o) for name, section in self._sections().items() for o in options_of(section)}
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}. {nearest(name, known)}")
+            section_name, one = known[name]
+            changed.setdefault(section_name, {})[name] = one.convert(value, f"option {name!r}")
+        sections = {name: msgspec.structs.replace(getattr(self, name), **values) for name, values in changed.items()}
+        return msgspec.structs.replace(self, **sections)
+
+    def with_rank(self, rank: int) -> VllmConfig:
+        """The copy of this config that the worker of `rank` holds."""
+        return msgspec.structs.replace(self, parallel=msgspec.structs.replace(self.parallel, rank=rank))
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The checkpoint's config.json. The config must be resolved."""
+        assert self.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+        return self.checkpoint.hf_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt plus output. The config must be resolved."""
+        assert self.model.max_model_len is not None, "the config is not resolved: max_model_len is unset"
+        return self.model.max_model_len
+
+    @property
+    def served_model_name(self) -> str:
+        return self.model.served_model_name or self.model.model
+
+    @staticmethod
+    def _sections() -> dict[str, type[Struct]]:
+        return _SECTIONS
+
+
+_SECTIONS: dict[str, type[Struct]] = {
+    "model": ModelConfig,
+    "load": LoadConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "parallel": ParallelConfig,
+    "device": DeviceConfig,
+    "attention": AttentionConfig,
+    "renderer": RendererConfig,
+    "limits": LimitsConfig,
+    "plugins": PluginsConfig,
+}

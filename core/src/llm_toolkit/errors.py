@@ -1,0 +1,61 @@
+"""Every error that llm-toolkit raises on purpose. Each message names the culprit and the alternatives.
+
+    ToolkitError
+    ├── ConfigError (ValueError)        an option: unknown, of a wrong type, out of range, in conflict with another
+    ├── PluginError                     a plugin that cannot be found, imported or registered
+    ├── CheckpointError (ValueError)    a checkpoint: missing or broken files, shapes or names that do not fit
+    ├── UnsupportedError                a combination that no registered component can run
+    ├── CapacityError                   not enough memory for what was asked
+    ├── RequestError (ValueError)       one request; the others go on
+    └── EngineDeadError                 the engine has stopped; `__cause__` says why
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ToolkitError(Exception):
+    """Base of all errors meant for users: shown as one message, without a traceback unless asked for."""
+
+
+class ConfigError(ToolkitError, ValueError):
+    """An option is unknown, of a wrong type, out of range, or in conflict with another."""
+
+
+class PluginError(ToolkitError):
+    """A plugin cannot be found, imported or registered."""
+
+
+class CheckpointError(ToolkitError, ValueError):
+    """A checkpoint has missing or broken files, or weights that do not fit the model."""
+
+
+class UnsupportedError(ToolkitError):
+    """No registered component can run what was asked; the message gives each candidate's reason."""
+
+
+class CapacityError(ToolkitError):
+    """There is not enough memory for what was asked."""
+
+
+class RequestError(ToolkitError, ValueError):
+    """One request cannot be served. `param` names the offending parameter, where there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class EngineDeadError(ToolkitError):
+    """The engine has stopped and serves no more requests; `__cause__` is the root cause."""
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
+    """The end of an error sentence: the names closest to `name`, or all of them when none is close."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
+    if close:
+        return f"Did you mean {' or '.join(repr(c) for c in close)}?"
+    return f"Known: {', '.join(known) or 'none'}."

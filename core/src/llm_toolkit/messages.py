@@ -1,0 +1,128 @@
+"""Everything that crosses a process boundary: msgspec structs, never pickle.
+
+front → engine: EngineRequest, abort ids. engine → front: EngineOutput. engine → worker: StepPlan. worker → engine: StepResult.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from llm_toolkit.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class EngineRequest(Struct, kw_only=True):
+    """Tokens in. All preparation of input has ended: no text from here on."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int] = field(default_factory=list)
+    """End a sequence unless params.ignore_eos."""
+    priority: int = 0
+    """Smaller is served first, under the policy 'priority'."""
+    arrival_time: float = 0.0
+    """time.monotonic() of the front."""
+
+
+class TokenLogprobs(Struct):
+    """Log probabilities of one sampled token (natural logarithm, of the model's own distribution before any sampling parameter)."""
+
+    token_ids: list[int]
+    """The sampled token, then the likeliest ones in order."""
+    logprobs: list[float]
+    rank: int
+    """Rank of the sampled token, 1 for the likeliest."""
+
+
+class EngineOutput(Struct, kw_only=True):
+    """Tokens out: what one step gave to one sequence."""
+
+    request_id: str
+    index: int
+    """Which of the request's n sequences."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    """One per token of token_ids, where the request asked for them."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that ended the sequence, when one of params.stop_token_ids did."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the cache."""
+    error: str | None = None
+    """What went wrong, when finish_reason is "error"."""
+
+
+class NewSequence(Struct, kw_only=True):
+    """A sequence that the runner does not hold: admitted now, forked, or back from a preemption."""
+
+    seq_id: int
+    token_ids: list[int]
+    """All known tokens: the prompt, then the output so far."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_tables: list[list[int]]
+    """Per KV group, the ids of its blocks."""
+    params: SamplingParams
+    seed: int
+    """Resolved: the request's own, or one drawn for it."""
+    stop_token_ids: list[int]
+    """All tokens that end it; they are kept from being drawn while fewer than min_tokens are out."""
+
+
+class ScheduledSequence(Struct):
+    """One row of the flat batch."""
+
+    seq_id: int
+    num_tokens: int
+    """Tokens to compute now, from num_computed_tokens on."""
+    new_blocks: list[list[int]]
+    """Per KV group, block ids to append to the table; for a NewSequence of the same plan these are in its block_tables already."""
+    samples: bool
+    """True when the last of these tokens is the sequence's last: a next token is drawn."""
+
+
+class BlockCopy(Struct):
+    """Copy a block's keys and values, in all layers of a KV group, before the step writes (copy on write)."""
+
+    group: int
+    source: int
+    target: int
+
+
+class BlockMove(Struct):
+    """Replace an entry of a sequence's block table: it now owns a copy."""
+
+    seq_id: int
+    group: int
+    index: int
+    block: int
+
+
+class StepPlan(Struct, kw_only=True):
+    """What the scheduler tells the workers to do in one step."""
+
+    new: list[NewSequence] = field(default_factory=list)
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    """Sequences that the runner forgets first: finished, aborted or preempted."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    moves: list[BlockMove] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+class StepResult(Struct, kw_only=True):
+    """What came of a step, in the order of `plan.scheduled`."""
+
+    token_ids: list[list[int]]
+    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, one for a decode."""
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Per row; empty when no row asked for any."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others go on."""

@@ -1,0 +1,87 @@
+"""Renderer: messages or prompts become token ids; token ids become text. Needs no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.prompts import Conversation, Prompt
+
+
+class MultiModalFeatureSpec(Struct, kw_only=True):
+    """One non-text input of a prompt, and where its placeholder tokens stand."""
+
+    modality: str
+    identifier: str
+    """Content hash, the key of caches."""
+    offset: int
+    """Index of the first placeholder token in the prompt."""
+    length: int
+    """Placeholder tokens."""
+
+
+class DecodeStream(ABC):
+    """Turns one sequence's tokens into text, as they come."""
+
+    @abstractmethod
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add. Bytes of an unfinished character are held back."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """What was held back, with U+FFFD for bytes that make no character. Ends the stream."""
+
+
+class Renderer(ABC):
+    """All preparation of input ends here: the engine takes tokens in and gives tokens out.
+
+    One instance serves all requests of an engine, from several threads. Methods raise RequestError for input that cannot be rendered.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+        """Token ids of a conversation, through the chat template.
+
+        `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False), `tools`, `chat_template_kwargs`
+        (a mapping of further names for the template).
+        """
+
+    @abstractmethod
+    def render_prompt(
+        self,
+        prompt: Prompt,
+        multi_modal_data: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+        """Token ids of a prompt. Token ids are passed on as they are, once they are seen to be in the vocabulary."""
+
+    @abstractmethod
+    def decode_stream(self, *, skip_special_tokens: bool = True) -> DecodeStream:
+        """A new stream for one sequence's output."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of these tokens together."""
+
+    @abstractmethod
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's own text (for logprobs), special tokens included."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Token ids below this one can be decoded."""
+
+    @property
+    @abstractmethod
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a sequence: those of the checkpoint's generation config, config and tokenizer."""
