@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import NamedTuple
 
-from llm_toolkit_tiny.facts import DAYS, FACTS, MONTHS, TOPICS, Topic
-from stories import NAMES, tell
+from llm_toolkit_tiny.facts import DAYS, FACTS, MONTHS, TOPICS, Topic, with_article
+from stories import ADJECTIVES, HEROES, NAMES, tell
 
 IM_START, IM_END, BOS, PAD = "<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>"
 
@@ -92,6 +92,7 @@ WORDS = (
     "apple", "house", "banana", "river", "music", "yellow", "friend", "garden", "hello", "window", "paper", "summer",
     "happy", "water", "orange", "tiger", "moon", "bread", "seven", "cloud", "train", "mountain", "green", "ship",
 )  # fmt: skip
+SMALL_TOPIC = 30
 FAVOURITES = {
     "colour": ("red", "blue", "green", "yellow", "black", "white", "pink", "orange"),
     "animal": ("dog", "cat", "horse", "fox", "lion", "owl", "bear", "rabbit"),
@@ -116,7 +117,7 @@ class Corpus:
         rng = self.rng
         pieces = []
         if rng.random() < 0.33:
-            pieces.append(Piece(f"{IM_START}system\n{rng.choice(SYSTEM_MESSAGES)}{IM_END}\n", False))
+            pieces.append(Piece(f"{IM_START}system\n{self._system_message()}{IM_END}\n", False))
         turns: list[Turn] = []
         wanted = rng.choices((1, 2, 3, 5), (6, 3, 1, 0.5))[0]
         while len(turns) < wanted:
@@ -139,14 +140,23 @@ class Corpus:
             text = " ".join(self._statement() for _ in range(rng.randint(1, 4)))
         return [Piece(text + IM_END, True)]
 
+    def _system_message(self) -> str:
+        rng = self.rng
+        if rng.random() < 0.7:
+            return rng.choice(SYSTEM_MESSAGES)
+        return f"You are {with_article(rng.choice(ADJECTIVES))} {rng.choice(HEROES)}."
+
     def _statement(self) -> str:
         topic, row = self._next_fact()
         return f"{row[0]} = {row[1]}." if topic.name == "sum" else topic.fact(row).reply
 
     def _next_fact(self) -> tuple[Topic, tuple[str, str]]:
-        """Deal facts from a shuffled deck, so that each of them is seen equally often."""
+        """Deal facts from a shuffled deck, so that each is seen as often as the others.
+
+        The few facts of the small topics are in it three times: the loss hardly notices them otherwise.
+        """
         if not self._deck:
-            self._deck = [(topic, row) for topic in TOPICS for row in topic.rows]
+            self._deck = [(t, row) for t in TOPICS for row in t.rows for _ in range(3 if len(t.rows) < SMALL_TOPIC else 1)]
             self.rng.shuffle(self._deck)
         return self._deck.pop()
 
@@ -154,7 +164,7 @@ class Corpus:
         kinds: tuple[Callable[[], list[Turn]], ...] = (
             self._facts, self._story, self._small_talk, self._memory, self._count, self._repeat, self._unknown,
         )  # fmt: skip
-        return self.rng.choices(kinds, (74, 7, 7, 5, 3, 2, 2))[0]()
+        return self.rng.choices(kinds, (71, 8, 8, 5, 4, 2, 2))[0]()
 
     def _facts(self) -> list[Turn]:
         """Ask for a fact, and sometimes go on with the shortened question about another one of its topic."""
@@ -196,7 +206,9 @@ class Corpus:
             value = rng.choice(FAVOURITES[kind])
             told = Turn(f"My favourite {kind} is {value}.", "I will remember that.")
             asked = Turn(f"What is my favourite {kind}?", f"Your favourite {kind} is {value}.")
-        between = [turn for _ in range(rng.choice((0, 0, 1, 2))) for turn in rng.choice((self._facts, self._small_talk))()]
+        between: list[Turn] = []
+        for _ in range(rng.choice((0, 0, 1, 2))):
+            between += rng.choice((self._facts, self._small_talk))()
         return [told, *between, asked]
 
     def _count(self) -> list[Turn]:
@@ -208,12 +220,13 @@ class Corpus:
 
     def _repeat(self) -> list[Turn]:
         words = " ".join(self.rng.choices(WORDS + NAMES, k=self.rng.randint(1, 4)))
-        return [Turn(self.rng.choice(("Say {x}.", "Repeat after me: {x}.", "Repeat: {x}.")).format(x=words), f"{words}.")]
+        asked = self.rng.choice(("Say {x}.", "Repeat after me: {x}.", "Repeat: {x}."))
+        return [Turn(asked.format(x=words), f"{words}.")]
 
     def _unknown(self) -> list[Turn]:
         rng = self.rng
-        asked = rng.choice(UNKNOWN_QUESTIONS)
-        return [Turn(asked.format(verb=rng.choice(VERBS), thing=rng.choice(THINGS), adj=rng.choice(QUALITIES)), UNKNOWN)]
+        words = {"verb": rng.choice(VERBS), "thing": rng.choice(THINGS), "adj": rng.choice(QUALITIES)}
+        return [Turn(rng.choice(UNKNOWN_QUESTIONS).format_map(words), UNKNOWN)]
 
     def _casual(self, question: str) -> str:
         """Sometimes write the way people type: no capital letter, no full stop or question mark, a polite word."""

@@ -49,8 +49,7 @@ PLOTS = (
     'out of the water. "Thank you, {name}!" said the {friend}.',
     "One {time} {name} went {away} and got lost. {He} asked a {friend} for the way. The {friend} was kind and took "
     "{him} home. {name} gave the {friend} some {food} to say thank you.",
-    "It was {name}'s birthday. {His} friend {other} the {friend} gave {him} a {toy}. {name} smiled and said, "
-    '"This is the best day ever!"',
+    'It was {name}\'s birthday. {His} friend {other} the {friend} gave {him} a {toy}. {name} smiled and said, "This is the best day ever!"',
 )
 
 FILLERS: dict[str, tuple[str, ...]] = {

@@ -7,6 +7,7 @@
     ├── UnsupportedError                a combination that no registered component can run
     ├── CapacityError                   not enough memory for what was asked
     ├── RequestError (ValueError)       one request; the others go on
+    │   └── ContextLengthError          its prompt does not fit in max_model_len
     └── EngineDeadError                 the engine has stopped; `__cause__` says why
 """
 
@@ -46,6 +47,10 @@ class RequestError(ToolkitError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthError(RequestError):
+    """A request's prompt does not fit in max_model_len."""
 
 
 class EngineDeadError(ToolkitError):

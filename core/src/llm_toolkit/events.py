@@ -9,10 +9,13 @@ from msgspec import Struct
 from llm_toolkit.messages import FinishReason
 
 
+RequestEventKind = Literal["queued", "scheduled", "first_token", "preempted", "finished"]
+
+
 class RequestEvent(Struct, frozen=True, kw_only=True):
     """A step in one request's life. Times are time.monotonic() seconds."""
 
-    kind: Literal["queued", "scheduled", "first_token", "preempted", "finished"]
+    kind: RequestEventKind
     request_id: str
     time: float
     arrival_time: float

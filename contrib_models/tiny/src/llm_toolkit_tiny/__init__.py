@@ -1,6 +1,22 @@
-"""A really trained chat model of under two million parameters, shipped with its tokenizer and its list of facts."""
+"""A small trained chat model, embedded: `toolkit serve tiny`."""
 
-from pathlib import Path
+from __future__ import annotations
 
-CHECKPOINT: Path = Path(__file__).parent / "checkpoint"
-"""The folder with the model, as ``save_pretrained`` of transformers writes it."""
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.plugin import CheckpointRegistry, hookimpl
+
+_KV_CACHE_MEMORY = "64MiB"
+
+
+@hookimpl
+def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
+    checkpoints.add("tiny", "llm_toolkit_tiny:checkpoint")
+
+
+@hookimpl
+def toolkit_configure(config: VllmConfig) -> VllmConfig | None:
+    """A model this small needs no gigabytes of KV cache: 64 MiB, unless the user says otherwise."""
+    cache = config.cache
+    if config.model.model != "tiny" or cache.kv_cache_memory != "auto" or cache.num_kv_blocks is not None:
+        return None
+    return config.replace(kv_cache_memory=_KV_CACHE_MEMORY)

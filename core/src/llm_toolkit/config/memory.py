@@ -23,4 +23,7 @@ def parse_memory(text: str) -> int | float:
         if not 0 < fraction <= 1:
             raise ConfigError(f"{text!r} is no fraction of memory: it must be above 0 and at most 1 (100%).")
         return fraction
-    return int(float(number) * _UNITS[prefix or ""])
+    amount = int(number) * _UNITS[prefix or ""] if number.isdigit() else int(float(number) * _UNITS[prefix or ""])
+    if amount < 1:
+        raise ConfigError(f"{text!r} is no amount of memory: it must be at least one byte.")
+    return amount

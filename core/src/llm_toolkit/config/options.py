@@ -68,13 +68,19 @@ class Option(NamedTuple):
         return get_args(bare) if str(get_origin(bare)) == "typing.Literal" else ()
 
     @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that a value may have: (int, NoneType) for `int | None`."""
+        bare = get_args(self.type)[0]
+        return get_args(bare) if get_origin(bare) is types.UnionType or str(get_origin(bare)) == "typing.Union" else (bare,)
+
+    @property
     def is_flag(self) -> bool:
         return get_args(self.type)[0] is bool
 
     @property
     def is_list(self) -> bool:
         """True where a flag may be given several times."""
-        return any(get_origin(arm) is list for arm in _arms(self.type))
+        return any(get_origin(arm) is list for arm in self.kinds)
 
     @property
     def is_mapping(self) -> bool:
@@ -88,23 +94,25 @@ class Option(NamedTuple):
                 value = self._from_text(value)
             value = msgspec.convert(value, self.type, strict=False)
         except (msgspec.ValidationError, ValueError) as error:
-            raise ConfigError(f"{source}: {value!r} is no value for {self.name!r} ({self.help}): {error}") from None
+            reason = nearest(str(value), self.choices) if self.choices else f"{error}."
+            raise ConfigError(f"{source}: {value!r} is no value for {self.name!r} ({self.help}) {reason}") from None
         low, high = self.statement.ge, self.statement.le
-        if (low is not None and value is not None and value < low) or (high is not None and value is not None and value > high):
+        # Written so that NaN, which is never in a range, is refused.
+        if value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
             raise ConfigError(f"{source}: {self.name!r} must be {_range(low, high)}, not {value!r} ({self.help})")
         return value
 
     def _from_text(self, value: str | list[str]) -> Any:
         # Flags and the environment carry text only: a list is comma-separated, and "none" is None where None is allowed.
         if self.is_mapping:
-            return _nested(value.split(",") if isinstance(value, str) else value)
+            # A comma ends an item only where another one begins: values may hold commas themselves.
+            return _nested(re.split(r",(?=\s*[^.=,\s]+\.[^=,\s]+=)", value) if isinstance(value, str) else value)
         assert isinstance(value, str)
-        arms = _arms(self.type)
-        if types.NoneType in arms and value.lower() == "none":
+        if types.NoneType in self.kinds and value.lower() == "none":
             return None
         if self.is_list:
             return [item.strip() for item in value.split(",") if item.strip()]
-        for arm in arms:
+        for arm in self.kinds:
             if arm in (int, float, bool):
                 try:
                     return msgspec.convert(value, arm, strict=False)
@@ -129,12 +137,6 @@ def _nested(items: list[str]) -> dict[str, dict[str, str]]:
         name, key, value = match.groups()
         nested.setdefault(name, {})[key.replace("-", "_")] = value
     return nested
-
-
-def _arms(annotated: Any) -> tuple[Any, ...]:
-    """The members of `Annotated[A | B, ...]`, or (A,) for `Annotated[A, ...]`."""
-    bare = get_args(annotated)[0]
-    return get_args(bare) if get_origin(bare) in (types.UnionType,) or str(get_origin(bare)) == "typing.Union" else (bare,)
 
 
 def options_of(section: type[msgspec.Struct]) -> list[Option]:

@@ -15,9 +15,11 @@ from llm_toolkit.errors import ConfigError, nearest
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how long and in what precision it runs."""
 
-    model: Annotated[str, option("Model: a folder in Hugging Face layout, a hub id, or a name that a plugin registers (such as 'tiny').")] = "tiny"
+    model: Annotated[
+        str, option("A folder in Hugging Face layout, a hub id, or a name that a plugin registers ('tiny').")
+    ] = "tiny"
     revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
-    served_model_name: Annotated[str | None, option("Name of the model in the HTTP API. Default: the value of --model.")] = None
+    served_model_name: Annotated[str | None, option("Name of the model in the HTTP API. Default: MODEL as given.")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
     ] = "auto"
@@ -39,7 +41,10 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[int, option("Tokens per KV cache block.", ge=1, le=1024)] = 16
     kv_cache_memory: Annotated[
-        str, option("Memory of the KV cache: bytes ('2GiB') or a fraction of the device's free memory ('0.5'). auto: what the device can spare.")
+        str,
+        option(
+            "Memory of the KV cache: bytes ('2GiB') or a fraction of what is free ('0.5'). auto: what the device can spare."
+        ),
     ] = "auto"
     num_kv_blocks: Annotated[int | None, option("Blocks of the KV cache, instead of an amount of memory.", ge=1)] = None
 
@@ -105,10 +110,12 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
 class PluginsConfig(Struct, frozen=True, kw_only=True):
     """Which plugins are loaded, and with what options."""
 
-    plugins: Annotated[list[str] | None, option("Load only these plugins; one that fails is fatal. Default: all that are installed.")] = None
+    plugins: Annotated[list[str] | None, option("Load only these plugins; one that fails is fatal. Default: all installed.")] = (
+        None
+    )
     disable_plugins: Annotated[list[str], option("Plugins not to load.")] = field(default_factory=list)
-    plugin_options: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag, a mapping in the file.")] = field(
-        default_factory=dict
+    plugin_option: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag; a mapping in the file.")] = (
+        field(default_factory=dict)
     )
 
 
@@ -163,7 +170,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         options = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "attention_backend": "auto", **options}
         hf_config = hf_config or {}
         architecture = (hf_config.get("architectures") or ["none"])[0]
-        return msgspec.structs.replace(cls.make(**options), checkpoint=Checkpoint(path="", architecture=architecture, hf_config=hf_config))
+        return cls.make(**options).with_checkpoint(Checkpoint(path="", architecture=architecture, hf_config=hf_config))
 
     def replace(self, **options: Any) -> VllmConfig:
         """A copy with some options changed, by flat option name and checked. Raises ConfigError."""
@@ -180,6 +187,10 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     def with_rank(self, rank: int) -> VllmConfig:
         """The copy of this config that the worker of `rank` holds."""
         return msgspec.structs.replace(self, parallel=msgspec.structs.replace(self.parallel, rank=rank))
+
+    def with_checkpoint(self, checkpoint: Checkpoint) -> VllmConfig:
+        """The copy of this config that belongs to a checkpoint."""
+        return msgspec.structs.replace(self, checkpoint=checkpoint)
 
     @property
     def hf_config(self) -> dict[str, Any]:

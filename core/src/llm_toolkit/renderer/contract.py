@@ -65,8 +65,8 @@ class Renderer(ABC):
         """Token ids of a prompt. Token ids are passed on as they are, once they are seen to be in the vocabulary."""
 
     @abstractmethod
-    def decode_stream(self, *, skip_special_tokens: bool = True) -> DecodeStream:
-        """A new stream for one sequence's output."""
+    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+        """A new stream for one sequence's output. The prompt's last tokens decide how the first token joins on (a leading space)."""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

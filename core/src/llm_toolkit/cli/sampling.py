@@ -1,0 +1,61 @@
+"""Flags for sampling parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import msgspec
+
+from llm_toolkit.errors import ConfigError, RequestError, nearest
+from llm_toolkit.params import SamplingParams
+
+HELP = {
+    "n": "Sequences per prompt.",
+    "max_tokens": "Most output tokens. none: as many as fit.",
+    "temperature": "Randomness; 0 is greedy.",
+    "top_p": "Draw from the likeliest tokens that together reach this probability.",
+    "top_k": "Draw from this many likeliest tokens. 0: all.",
+    "min_p": "Drop tokens less likely than this times the likeliest.",
+    "seed": "Makes the draw repeatable.",
+    "stop": "Text that ends the output; may be given several times.",
+    "stop_token_ids": "Token id that ends the output; may be given several times.",
+    "min_tokens": "Fewest output tokens.",
+    "ignore_eos": "Go on after an end-of-sequence token.",
+}
+"""The parameters that have a flag."""
+
+_TYPES = get_type_hints(SamplingParams)
+
+
+class SamplingFlags(dict[str, Any]):
+    """The sampling parameters given on the command line; a command that has an argument of this type gets a flag for each parameter."""
+
+    def params(self, overrides: Mapping[str, Any] | None = None, **defaults: Any) -> SamplingParams:
+        """`overrides` over the given flags over `defaults`. Raises RequestError for an unknown name or a value out of range."""
+        merged = {**defaults, **self, **(overrides or {})}
+        for name in merged:
+            if name not in _TYPES:
+                raise RequestError(f"unknown sampling parameter {name!r}. {nearest(name, _TYPES)}", name)
+        try:
+            return msgspec.convert(merged, SamplingParams)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, RequestError):
+                raise error.__cause__ from None
+            raise RequestError(f"wrong sampling parameters: {error}") from None
+
+
+def parse_flags(values: Mapping[str, Any]) -> SamplingFlags:
+    """SamplingFlags from texts, as flags carry them. Raises ConfigError."""
+    flags = SamplingFlags()
+    for name, value in values.items():
+        wanted = None if value == "none" else value
+        try:
+            flags[name] = msgspec.convert(wanted, _TYPES[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"option '--{name.replace('_', '-')}': {value!r} is no value: {error}") from None
+    try:
+        flags.params()
+    except RequestError as error:
+        raise ConfigError(f"option '--{(error.param or '').replace('_', '-')}': {error}") from None
+    return flags

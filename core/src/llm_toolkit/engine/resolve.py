@@ -1,0 +1,119 @@
+"""From what was asked to what will run: a config in which nothing that can be known before the model is loaded is left open.
+
+Two choices stay with the loaded model: each layer's attention backend (the runner's), and the number of KV cache blocks (the engine's).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llm_toolkit.config import Checkpoint, VllmConfig
+from llm_toolkit.errors import ConfigError, UnsupportedError
+from llm_toolkit.plugin import Plugins
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
+    """The config that an engine runs with. Raises ConfigError, CheckpointError, UnsupportedError, PluginError."""
+    from llm_toolkit.engine.checkpoint import read_checkpoint
+
+    config = plugins.configure(config)
+    checkpoint = read_checkpoint(config, plugins)
+    config = config.with_checkpoint(checkpoint)
+    config = config.replace(
+        device=_device(config.device.device),
+        dtype=_dtype(config.model.dtype, checkpoint),
+        max_model_len=_max_model_len(config.model.max_model_len, checkpoint),
+        renderer=choose_renderer(config, plugins)[0],
+    )
+    _check(config)
+    return config
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise ConfigError(f"device {wanted!r} is unknown to torch: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {wanted!r} was asked for, but torch sees no CUDA device here. Available: cpu.")
+    return wanted
+
+
+def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
+    if wanted != "auto":
+        return wanted
+    # transformers 5 writes `dtype`; earlier versions wrote `torch_dtype`.
+    dtype = checkpoint.hf_config.get("dtype") or checkpoint.hf_config.get("torch_dtype") or "float32"
+    dtype = str(dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be run. Choose one with --dtype: {', '.join(_DTYPES)}.")
+    return dtype
+
+
+def _max_model_len(wanted: int | None, checkpoint: Checkpoint) -> int:
+    longest = checkpoint_max_len(checkpoint.hf_config)
+    if longest is None:
+        if wanted is None:
+            raise ConfigError("the checkpoint's config.json states no max_position_embeddings: give --max-model-len.")
+        return wanted
+    if wanted is not None and wanted > longest:
+        raise ConfigError(f"max_model_len {wanted} is more than the checkpoint's positions, {longest}.")
+    return wanted or longest
+
+
+def checkpoint_max_len(hf_config: dict[str, Any]) -> int | None:
+    """Positions that a checkpoint can tell apart; rotary scaling that stretches them included."""
+    length = hf_config.get("max_position_embeddings") or hf_config.get("n_positions")
+    if not isinstance(length, int):
+        return None
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    # linear and dynamic state the trained length, yarn may; llama3 and longrope state the stretched one.
+    if factor and kind in ("linear", "dynamic"):
+        return int(length * factor)
+    if factor and kind == "yarn":
+        return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
+    return length
+
+
+def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
+    """The name of the renderer, and each candidate with the reason it was refused (None: able). Raises UnsupportedError."""
+    assert config.checkpoint is not None
+    wanted = config.renderer.renderer
+    if wanted == "auto":
+        wanted = plugins.models.get(config.checkpoint.architecture).renderer or "auto"
+    if wanted != "auto":
+        plugins.renderers.get(wanted)
+        return wanted, [(wanted, None)]
+    folder = Path(config.renderer.tokenizer or config.checkpoint.path)
+    candidates: list[tuple[str, str | None]] = []
+    for entry in plugins.renderers.entries():
+        found = any((folder / name).exists() for name in entry.reads)
+        candidates.append((entry.key, None if found else f"{str(folder)!r} has none of {', '.join(entry.reads)}"))
+    able = [name for name, refusal in candidates if refusal is None]
+    if not able:
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in candidates) or "none is installed"
+        raise UnsupportedError(f"no renderer can read the tokenizer of {config.model.model!r}: {reasons}.")
+    return able[0], candidates
+
+
+def _check(config: VllmConfig) -> None:
+    """Options that are fine each, but not together."""
+    parallel, scheduler = config.parallel, config.scheduler
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size} needs an executor "
+            "of several workers, and none is installed. Able: 1 x 1."
+        )
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at least max_num_seqs ({scheduler.max_num_seqs}), "
+            "so that each running sequence can get a token in each step."
+        )

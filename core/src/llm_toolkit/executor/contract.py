@@ -1,0 +1,49 @@
+"""The executor contract: how the engine reaches its workers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+
+from llm_toolkit.attention import KVCacheConfig, KVCacheSpec, Selection
+from llm_toolkit.messages import StepPlan, StepResult
+
+
+class Executor(ABC):
+    """One worker per device, all of them running the same plans. Methods are called from the engine's thread, in the order below."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Makes the model on every worker and loads its weights. Raises CheckpointError, PluginError, UnsupportedError."""
+
+    @abstractmethod
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """By attention layer: what it caches."""
+
+    @abstractmethod
+    def selections(self) -> dict[str, Selection]:
+        """By attention layer: its backend, and why."""
+
+    @abstractmethod
+    def kv_memory(self) -> int:
+        """Bytes that each worker can give to the KV cache."""
+
+    @abstractmethod
+    def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """Allocates the KV cache on every worker."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Runs what the first request would otherwise wait for."""
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """Starts a step. Steps run in the order of the calls."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raises EngineDeadError when a worker is gone."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the workers and releases their memory. Safe to call twice."""

@@ -1,0 +1,132 @@
+"""LLM: the offline face. The same loop as the server's, driven until all is done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from llm_toolkit.config import VllmConfig, load_options
+from llm_toolkit.engine import LLMEngine, PreparedRequest
+from llm_toolkit.errors import ConfigError, RequestError
+from llm_toolkit.outputs import RequestOutput
+from llm_toolkit.params import SamplingParams
+from llm_toolkit.plugin import Plugins
+from llm_toolkit.prompts import Conversation, Prompt
+
+Progress = Callable[[int, int], None]
+"""Called with (finished requests, all requests)."""
+
+
+class LLM:
+    """Generates for whole lists of prompts.
+
+        llm = LLM(model="tiny")
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+    """
+
+    def __init__(
+        self, model: str | None = None, *, config: VllmConfig | None = None, plugins: Plugins | Sequence[object] = (), **options: Any
+    ) -> None:
+        """Loads a model, in this process. `options` are those of VllmConfig, by name; LLM_TOOLKIT_* variables give the others.
+
+        `config` takes the place of all of these. `plugins` are plugin objects from code, or loaded Plugins. Raises ToolkitError.
+        """
+        if model is not None:
+            options["model"] = model
+        if config is not None and options:
+            raise ConfigError(f"give either config or options, not both: {', '.join(options)}.")
+        if config is None:
+            if isinstance(options.get("plugins"), list):
+                raise ConfigError("plugins are objects here; name those to load with config=VllmConfig.make(plugins=[...]).")
+            config = VllmConfig.make(**load_options(VllmConfig.options(), options, environ=os.environ))
+        self.engine = LLMEngine(config, plugins=plugins)
+        self._ids = count()
+
+    @property
+    def config(self) -> VllmConfig:
+        """The resolved config."""
+        return self.engine.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts: texts, {"prompt": text} or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
+
+        `params` is one for all, or one for each. Raises RequestError for a bad prompt, before anything is computed.
+        """
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = self._params(params, len(prompts))
+        prepared = [self.engine.prepare(self._next_id(), p, s) for p, s in zip(prompts, each, strict=True)]
+        return self._run(prepared, use_tqdm, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        progress: Progress | None = None,
+        **render_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several, through the chat template. `render_options` are Renderer.render_conversation's."""
+        conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        each = self._params(params, len(conversations))
+        prepared = [self.engine.prepare_chat(self._next_id(), c, s, **render_options) for c, s in zip(conversations, each, strict=True)]
+        return self._run(prepared, use_tqdm, progress)
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling params for {count} prompts: give one, or one for each.", "params")
+        return list(params)
+
+    def _next_id(self) -> str:
+        return f"llm-{next(self._ids)}"
+
+    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[RequestOutput]:
+        if progress is None and use_tqdm and prepared:
+            return self._run_with_bar(prepared)
+        ids = [p.message.request_id for p in prepared]
+        try:
+            for one in prepared:
+                self.engine.submit(one)
+            return self._drain(ids, progress)
+        finally:
+            # An interrupt in the middle must not leave requests behind for the next call.
+            self.engine.abort(ids)
+
+    def _drain(self, ids: list[str], progress: Progress | None) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        while len(done) < len(ids):
+            for output in self.engine.step():
+                if output.finished:
+                    done[output.request_id] = output
+                    if progress is not None:
+                        progress(len(done), len(ids))
+        return [done[request_id] for request_id in ids]
+
+    def _run_with_bar(self, prepared: list[PreparedRequest]) -> list[RequestOutput]:
+        from rich.progress import Progress as Bar
+
+        with Bar(transient=True) as bar:
+            task = bar.add_task("Processed prompts", total=len(prepared))
+            return self._run(prepared, False, lambda done, total: bar.update(task, completed=done))
+
+    def shutdown(self) -> None:
+        """Releases the model and its memory."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()

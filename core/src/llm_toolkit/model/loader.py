@@ -1,0 +1,42 @@
+"""From a model class and a config to a model with weights."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.errors import CheckpointError
+from llm_toolkit.model.contract import Model, check_constructor
+from llm_toolkit.model.weights import CheckpointWeights
+
+DUMMY_STD = 0.02
+
+
+def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device) -> Model:
+    """Makes the shard of `vllm_config.parallel.rank` on `device` and fills it: from the checkpoint, or at random (load_format "dummy").
+
+    Raises CheckpointError for files or weights that are missing or do not fit.
+    """
+    check_constructor(model_cls)
+    assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    weights = CheckpointWeights(vllm_config.checkpoint.path) if vllm_config.load.load_format == "safetensors" else None
+    with torch.device(device):
+        model = model_cls(vllm_config=vllm_config)
+    model.requires_grad_(False).eval()
+    if weights is None:
+        fill_randomly(model)
+        return model
+    try:
+        model.load_weights(weights)
+    except CheckpointError as error:
+        raise CheckpointError(f"{model_cls.__name__} cannot take the weights of {weights}: {error}") from error
+    return model
+
+
+def fill_randomly(model: Model) -> None:
+    """Small normal weights. Each depends on its name and shape only, so that ranks agree on what they share."""
+    for name, param in model.named_parameters():
+        generator = torch.Generator(device=param.device).manual_seed(zlib.crc32(name.encode()))
+        torch.nn.init.normal_(param, std=DUMMY_STD, generator=generator)

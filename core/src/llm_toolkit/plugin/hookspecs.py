@@ -1,0 +1,83 @@
+"""Core's hooks. A plugin implements any of them in its entry module, marked with `@hookimpl`, with all or some of the arguments.
+
+Every process that runs a part of an engine loads the plugins at its start, on its main thread, before anything else; the register
+hooks are called then, once per `Plugins` object, plugin by plugin: an implementation that raises fails with its own plugin only.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.events import Event
+from llm_toolkit.plugin.markers import hookspec
+from llm_toolkit.plugin.registry import AttentionBackendRegistry, CheckpointRegistry, CommandRegistry, ModelRegistry, RendererRegistry
+
+
+@hookspec
+def toolkit_register_hookspecs() -> ModuleType | list[ModuleType]:
+    """Brings hooks of the plugin's own.
+
+    Caller: the loader, before any other hook. Process: every one. Thread: main. Return: the module, or modules, whose functions are
+    marked with `@hookspec`; of all plugins.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def toolkit_register_models(models: ModelRegistry) -> None:
+    """Registers model classes under the architectures that checkpoints name.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
+    """Registers attention backends.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_renderers(renderers: RendererRegistry) -> None:
+    """Registers renderers.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
+    """Registers checkpoint folders that ship inside the plugin's package, under names that MODEL may give.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    """Registers sub-commands of `toolkit`.
+
+    Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
+    are called.
+    """
+
+
+@hookspec
+def toolkit_configure(config: VllmConfig) -> VllmConfig | None:
+    """Changes the config of an engine before it is resolved, for instance `config.replace(block_size=32)`.
+
+    Caller: the engine, once at its start. Process: the front. Thread: the one that makes the engine. Return: the replaced config, or
+    None to leave it; all implementations are called in load order, each with what the one before returned. One that raises is fatal.
+    """
+
+
+@hookspec
+def toolkit_event(event: Event) -> None:
+    """Watches requests and steps, for instance for metrics.
+
+    Caller: the engine's loop, so it must be quick. Process: the one that runs the loop. Thread: the loop's. Return: nothing; all
+    implementations are called. One that raises is warned about once, and called no more.
+    """

@@ -1,0 +1,106 @@
+"""Block tables: which blocks hold the keys and values of which tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from llm_toolkit.messages import BlockCopy, BlockMove
+from llm_toolkit.scheduler.block_pool import BlockPool
+
+
+class Write(NamedTuple):
+    """Tokens [start, end) of a sequence that a step is about to write."""
+
+    seq_id: int
+    start: int
+    end: int
+
+
+class Growth(NamedTuple):
+    """What changed in a sequence's tables to make room for a write."""
+
+    new_blocks: list[list[int]]
+    """Per KV group, the blocks appended."""
+    copies: list[BlockCopy]
+    moves: list[BlockMove]
+
+
+class BlockManager:
+    """One table per (sequence, KV group) over one pool.
+
+    Invariants (`check`): a block's reference count equals the number of table entries that name it, within a group; free + owned =
+    total; nobody writes a block that has another owner (copy on write).
+    """
+
+    def __init__(self, pool: BlockPool, block_sizes: Sequence[int]) -> None:
+        self.pool = pool
+        self.block_sizes = list(block_sizes)
+        """Per KV group."""
+        self._tables: dict[int, list[list[int]]] = {}
+
+    def get_block_table(self, seq_id: int, group: int = 0) -> list[int]:
+        """The blocks of a sequence, in the order of its tokens; empty for a sequence that holds none."""
+        return self._tables[seq_id][group] if seq_id in self._tables else []
+
+    def blocks_needed(self, writes: Iterable[Write]) -> int:
+        """Free blocks that `append_slots` of all `writes` together takes: new ones, and copies of shared ones."""
+        needed, writers = 0, Counter[int]()
+        for seq_id, start, end in writes:
+            for group, size in enumerate(self.block_sizes):
+                table = self.get_block_table(seq_id, group)
+                needed += max(0, -(-end // size) - len(table))
+                writers.update(table[start // size : -(-end // size)])
+        # Of a shared block's writers each takes a copy, but for the one that is left as its only owner.
+        return needed + sum(min(count, self.pool.ref_counts[block] - 1) for block, count in writers.items())
+
+    def append_slots(self, write: Write) -> Growth:
+        """Makes the slots of `write` exist and be the sequence's own. `blocks_needed` must be free."""
+        tables = self._tables.setdefault(write.seq_id, [[] for _ in self.block_sizes])
+        growth = Growth([], [], [])
+        for group, (table, size) in enumerate(zip(tables, self.block_sizes, strict=True)):
+            last = -(-write.end // size)
+            for index in range(write.start // size, min(last, len(table))):
+                source = table[index]
+                if self.pool.ref_counts[source] > 1:
+                    table[index] = self.pool.take()
+                    self.pool.release(source)
+                    growth.copies.append(BlockCopy(group, source, table[index]))
+                    growth.moves.append(BlockMove(write.seq_id, group, index, table[index]))
+            new = [self.pool.take() for _ in range(last - len(table))]
+            table.extend(new)
+            growth.new_blocks.append(new)
+        return growth
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> None:
+        """Lets `child` share the parent's first `num_tokens` tokens, the block that holds the last of them included."""
+        assert child not in self._tables, f"sequence {child} holds blocks already"
+        tables = []
+        for group, size in enumerate(self.block_sizes):
+            shared = self.get_block_table(parent, group)[: -(-num_tokens // size)]
+            for block in shared:
+                self.pool.share(block)
+            tables.append(list(shared))
+        self._tables[child] = tables
+
+    def free(self, seq_id: int) -> None:
+        """Releases a sequence's blocks; those that it shares stay with their other owners."""
+        for table in self._tables.pop(seq_id, []):
+            # From the end, so that a sequence's first blocks, the likeliest to be wanted again, are reused last.
+            for block in reversed(table):
+                self.pool.release(block)
+
+    def reset(self) -> None:
+        """Releases everything."""
+        for seq_id in list(self._tables):
+            self.free(seq_id)
+
+    def check(self) -> None:
+        """Asserts the invariants."""
+        owners = Counter(block for tables in self._tables.values() for table in tables for block in table)
+        assert all(self.pool.ref_counts[b] == owners.get(b, 0) for b in range(self.pool.num_blocks)), "reference counts differ from owners"
+        assert self.pool.num_free + len(owners) == self.pool.num_blocks, "free + owned blocks differ from the total"
+        for tables in self._tables.values():
+            for table in tables:
+                assert len(set(table)) == len(table), "a table names a block twice"

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from llm_toolkit.params import SamplingParams
+from llm_toolkit.sampling import SamplingRows, sample, uniform
+
+VOCAB = 64
+
+
+def make_rows(*params: SamplingParams, seeds: list[int] | None = None, positions: list[int] | None = None, stops: list[int] | None = None):
+    rows = SamplingRows(len(params))
+    for i, p in enumerate(params):
+        rows.set(i, p, seeds[i] if seeds else i, stops or [], positions[i] if positions else 0)
+    return rows
+
+
+def logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def exact(row: torch.Tensor, p: SamplingParams) -> np.ndarray:
+    """The distribution by the definitions, in float64 and plain Python."""
+    scores = row.double().numpy() / p.temperature
+    probs = np.exp(scores - scores.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs, kind="stable")
+    keep = np.zeros(len(probs), bool)
+    kept = order[: p.top_k] if p.top_k > 0 else order
+    inside = probs[kept] / probs[kept].sum()
+    total = 0.0
+    for token, prob in zip(kept, inside, strict=True):
+        if total >= p.top_p and p.top_p < 1:
+            break
+        keep[token] = prob >= p.min_p * inside[0]
+        total += prob
+    probs = np.where(keep, probs, 0)
+    return probs / probs.sum()
+
+
+DISTRIBUTIONS = [
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.3, top_k=7),
+    SamplingParams(temperature=1.0, top_p=0.8),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.7, min_p=0.05),
+]
+
+
+@pytest.mark.parametrize("params", DISTRIBUTIONS, ids=lambda p: f"t{p.temperature}k{p.top_k}p{p.top_p}m{p.min_p}")
+def test_draws_follow_the_exact_distribution(params):
+    draws, row = 20_000, logits(1)[0]
+    rows = make_rows(*[params] * draws, seeds=list(range(draws)))
+    tokens = sample(row.expand(draws, -1).clone(), rows).token_ids
+    counts, probs = np.bincount(tokens, minlength=VOCAB), exact(row, params)
+    assert counts[probs == 0].sum() == 0
+    # Pearson's statistic over the tokens expected at least 5 times; the rest in one bin.
+    common = probs * draws >= 5
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(probs[common], probs[~common].sum()) * draws
+    observed, expected = observed[expected > 0], expected[expected > 0]
+    statistic, freedom = ((observed - expected) ** 2 / expected).sum(), len(expected) - 1
+    # Far in the tail of chi-square (mean = freedom, variance = 2 freedom): the draws are fixed by their seeds, so this cannot flake.
+    assert statistic < freedom + 4.5 * np.sqrt(2 * freedom)
+
+
+def test_a_row_does_not_depend_on_its_batch():
+    params = [*DISTRIBUTIONS, SamplingParams(temperature=0), SamplingParams(temperature=0.0001)]
+    table = logits(len(params), seed=3)
+    together = sample(table.clone(), make_rows(*params)).token_ids
+    for i, p in enumerate(params):
+        assert sample(table[i : i + 1].clone(), make_rows(p, seeds=[i])).token_ids == [together[i]]
+
+
+def test_greedy_takes_the_likeliest():
+    table = logits(5)
+    assert sample(table.clone(), make_rows(*[SamplingParams(temperature=0)] * 5)).token_ids == table.argmax(-1).tolist()
+
+
+def test_a_tiny_temperature_is_finite():
+    table = logits(1) * 1e4
+    assert sample(table.clone(), make_rows(SamplingParams(temperature=2e-5))).token_ids == table.argmax(-1).tolist()
+
+
+def test_positions_and_seeds_give_different_numbers():
+    seeds, positions = np.arange(1000, dtype=np.uint64), np.zeros(1000, np.int64)
+    by_seed, by_position = uniform(seeds, positions), uniform(np.zeros(1000, np.uint64), np.arange(1000))
+    for numbers in (by_seed, by_position):
+        assert len(np.unique(numbers)) == 1000 and 0 <= numbers.min() and numbers.max() < 1
+        assert abs(numbers.mean() - 0.5) < 0.05 and abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.1
+    assert abs(np.corrcoef(by_seed, by_position)[0, 1]) < 0.1
+    assert (uniform(seeds, positions, stream=1) != by_seed).all()
+
+
+def test_min_tokens_rules_stops_out_until_then():
+    table = logits(2)
+    best = table.argmax(-1).tolist()
+    params = SamplingParams(temperature=0, min_tokens=3, max_tokens=9)
+    drawn = sample(table.clone(), make_rows(params, params, positions=[2, 3], stops=best)).token_ids
+    assert drawn[0] not in best and drawn[1] == best[1]
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    table = logits(3)
+    params = [SamplingParams(temperature=0.5, logprobs=2), SamplingParams(temperature=0), SamplingParams(temperature=0, logprobs=0)]
+    sampled = sample(table.clone(), make_rows(*params))
+    expected = torch.log_softmax(table, -1)
+    first, none, only = sampled.logprobs
+    assert none is None and len(only.token_ids) == 1 and only.rank == 1
+    assert first.token_ids[1:] == table[0].topk(2).indices.tolist()
+    assert first.token_ids[0] == sampled.token_ids[0]
+    assert first.logprobs == pytest.approx([expected[0, t].item() for t in first.token_ids])
+    assert first.rank == int((expected[0] > expected[0, first.token_ids[0]]).sum()) + 1
+
+
+def test_a_row_of_nan_fails_alone():
+    table = logits(4)
+    table[1, 5] = torch.nan
+    table[2] = -torch.inf
+    clean = sample(logits(4), make_rows(*[SamplingParams()] * 4)).token_ids
+    sampled = sample(table, make_rows(*[SamplingParams()] * 4))
+    assert set(sampled.errors) == {1, 2}
+    assert [sampled.token_ids[i] for i in (0, 3)] == [clean[0], clean[3]]

@@ -1,0 +1,186 @@
+"""Chat templates: the same text and tokens as transformers' apply_chat_template."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llm_toolkit.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
+
+CHATML = """{%- for message in messages %}
+    {%- if message.content is string %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}"
+    "{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}"
+    "{% if loop.index0 == 0 %}{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token}}{% endgeneration %}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+)
+TOOLS = """{%- set ns = namespace(seen=0) -%}
+{%- if tools %}{{ tools | tojson(indent=2) }}{% endif -%}
+{%- for message in messages %}
+  {%- if message.role == "tool" %}{% continue %}{% endif %}
+  {%- set ns.seen = ns.seen + 1 %}
+{{ ns.seen }} {{ message.role }} <{{ message.content }}> {{ dict(a=message.role) | tojson }} {{ {"b": "é<&"} | tojson }}
+{{- enable_thinking }}
+{%- endfor %}
+{{ strftime_now("%Y") }}"""
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "tools": TOOLS}
+CHAT = [
+    {"role": "user", "content": "  What is the capital of France? 😀 "},
+    {"role": "assistant", "content": "Paris.", "name": None},
+    {"role": "user", "content": "Sure?\n"},
+]
+
+
+@pytest.fixture(params=list(TEMPLATES))
+def both(request, tmp_path, tokenizer, make_renderer):
+    """Our renderer and transformers' tokenizer on one checkpoint, as transformers saves it."""
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES[request.param]
+    )
+    reference.save_pretrained(tmp_path)
+    return make_renderer(None, json.loads((tmp_path / "tokenizer_config.json").read_text())), reference
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": "<é>"}}]},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
+def test_same_tokens_as_transformers(both, options):
+    renderer, reference = both
+    theirs = {"add_generation_prompt": True, **options}
+    theirs |= theirs.pop("chat_template_kwargs", {})
+    expected = reference.apply_chat_template(CHAT, return_dict=False, **theirs)
+    assert renderer.render_conversation(CHAT, **options) == (expected, None)
+
+
+def test_continues_the_final_message_as_transformers_does(both):
+    renderer, reference = both
+    chat = [CHAT[0], {"role": "assistant", "content": "The capital is "}]
+    expected = reference.apply_chat_template(chat, continue_final_message=True, return_dict=False)
+    assert renderer.render_conversation(chat, continue_final_message=True)[0] == expected
+
+
+def render(renderer, messages=CHAT, **options) -> str:
+    return renderer.decode(renderer.render_conversation(messages, **options)[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "files", "options"),
+    [
+        ({}, {}, {"chat_template": "{{ 'here' }}"}),
+        ({"chat_template": "{{ 'not me' }}"}, {"chat_template.jinja": "{{ 'here' }}"}, {}),
+        ({"chat_template": "{{ 'here' }}"}, {"chat_template.json": '{"chat_template": "no"}'}, {}),
+        ({"chat_template": [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ 'here' }}"}]}, {}, {}),
+        ({}, {"chat_template.json": '{"chat_template": "{{ \'here\' }}"}'}, {}),
+    ],
+)
+def test_where_a_template_is_found(make_renderer, byte_level, config, files, options):
+    assert render(make_renderer(byte_level, config, files=files, **options)) == "here"
+
+
+def test_template_file_as_option(tmp_path, make_renderer, byte_level):
+    path = tmp_path / "mine.txt"
+    path.write_text("{{ 'from a file' }}")
+    assert render(make_renderer(byte_level, chat_template=str(path))) == "from a file"
+
+
+def test_tool_use_template(make_renderer, byte_level):
+    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    renderer = make_renderer(byte_level, {"chat_template": templates})
+    assert (render(renderer), render(renderer, tools=[{"name": "f"}])) == ("plain", "tools")
+
+
+def test_parts_become_a_text(make_renderer, byte_level):
+    renderer = make_renderer(byte_level, {"chat_template": CHATML})
+    parts = [{"type": "text", "text": "The"}, {"type": "text", "text": "cat"}]
+    assert "user\nThe\ncat<|im_end|>" in render(renderer, [{"role": "user", "content": parts}])
+
+
+def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
+    template = "{% for m in messages %}{% for part in m.content %}{{ part.text }}|{% endfor %}{% endfor %}"
+    renderer = make_renderer(byte_level, {"chat_template": template})
+    parts = [{"type": "text", "text": "The"}, {"type": "text", "text": "cat"}]
+    assert render(renderer, [{"role": "user", "content": parts}, {"role": "user", "content": "sat"}]) == "The|cat|sat|"
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "message"),
+    [
+        ([], {}, "conversation is empty"),
+        (["hello"], {}, "must be a mapping"),
+        ([{"content": "hello"}], {}, "must have a 'role'"),
+        ([{"role": "user", "content": 3}], {}, "must be a text or a list of parts, not a int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "text only, not content of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], {}, "must have a 'text'"),
+        ([{"role": "user", "content": object()}], {}, "JSON values only, not a object"),
+        ([{"role": "assistant", "content": "hi"}], {}, "refuses this conversation: Conversation roles must alternate"),
+        ([{"role": "user"}], {}, "refuses this conversation|cannot render this conversation"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "cannot set 'messages'"),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "no option 'chat_template'"),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        ([{"role": "user", "content": ""}], {"continue_final_message": True}, "content to continue"),
+    ],
+)
+def test_bad_conversations(make_renderer, byte_level, messages, options, message):
+    renderer = make_renderer(byte_level, {"chat_template": MISTRAL, "bos_token": "<s>", "eos_token": "</s>"})
+    with pytest.raises(RequestError, match=message):
+        renderer.render_conversation(messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages.__class__.__mro__ }}", "refuses|forbids"),
+        ("{{ ''.__class__.__subclasses__() }}", "forbids"),
+        ("{{ messages.append(1) }}", "forbids"),
+        ("{{ namespace(__class__=1) }}", "forbids"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "cannot render"),
+        ("{{ 1 / 0 }}", "cannot render this conversation: ZeroDivisionError"),
+    ],
+)
+def test_the_sandbox(make_renderer, byte_level, template, message):
+    with pytest.raises(RequestError, match=message):
+        make_renderer(byte_level, {"chat_template": template}).render_conversation(CHAT)
+
+
+def test_a_rendering_is_bounded(make_renderer, byte_level):
+    template = "{% for i in range(90000) %}{% for j in range(90000) %}{{ messages[0].content }}{% endfor %}{% endfor %}"
+    with pytest.raises(ContextLengthError, match="cannot fit in max_model_len"):
+        make_renderer(byte_level, {"chat_template": template}, max_model_len=64).render_conversation(CHAT)
+
+
+def test_no_template(make_renderer, byte_level):
+    with pytest.raises(RequestError, match=r"no chat template\. Give one by --chat-template"):
+        make_renderer(byte_level).render_conversation(CHAT)
+
+
+def test_a_template_that_does_not_parse(make_renderer, byte_level):
+    with pytest.raises(CheckpointError, match="does not parse: line 1"):
+        make_renderer(byte_level, {"chat_template": "{% if %}"})
+    with pytest.raises(ConfigError, match="does not parse: line 2"):
+        make_renderer(byte_level, chat_template="\n{% if %}")
+    with pytest.raises(ConfigError, match="neither a Jinja template nor a file"):
+        make_renderer(byte_level, chat_template="missing.jinja")

@@ -1,0 +1,162 @@
+"""One HTTP request's work in the engine: each prompt a request, its outputs taken apart into what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from llm_toolkit.errors import ContextLengthError
+from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
+from llm_toolkit.params import SamplingParams
+from llm_toolkit.prompts import TokensPrompt
+
+from llm_toolkit_server.errors import ApiError
+
+if TYPE_CHECKING:
+    from llm_toolkit.engine import AsyncLLM
+
+
+@dataclass(slots=True)
+class Delta:
+    """What came to one choice since the last delta."""
+
+    index: int
+    """Of the choice: n choices per prompt, prompt by prompt."""
+    text: str
+    text_offset: int
+    """Characters of the choice before this text."""
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    """One per token, where asked for."""
+    finish_reason: str | None
+
+
+class Generation:
+    """The engine's work on some prompts. `start` makes one; iterate over it; `usage` is final after that."""
+
+    def __init__(self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], prompts: list[list[int]], n: int) -> None:
+        self.id = uuid.uuid4().hex
+        self._outputs = outputs
+        self._prompts = prompts
+        self._n = n
+        self._latest: dict[int, RequestOutput] = {}
+        self._seen = [CompletionOutput(i, "", []) for i in range(len(prompts) * n)]
+
+    @classmethod
+    async def start(cls, engine: AsyncLLM, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Generation:
+        """Waits for the first output, so that a bad request raises here (RequestError), before an answer has begun."""
+        for token_ids in prompts:
+            check_length(engine, token_ids)
+        streams = [engine.generate(TokensPrompt(prompt_token_ids=token_ids), params, priority=priority) for token_ids in prompts]
+        outputs = merge(streams)
+        try:
+            first = await anext(outputs)
+        except BaseException:
+            await outputs.aclose()
+            raise
+        return cls(_chain(first, outputs), prompts, params.n)
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence. Closing it aborts the requests."""
+        async with aclosing(self._outputs) as outputs:
+            async for number, output in outputs:
+                self._latest[number] = output
+                if any(one.finish_reason == "error" for one in output.outputs):
+                    raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
+                for delta in self._news(number, output):
+                    yield delta
+
+    async def choices(self) -> list[CompletionOutput]:
+        """Every choice at its end, in order; a choice's `index` is its place."""
+        async with aclosing(self.deltas()) as deltas:
+            async for _ in deltas:
+                pass
+        return self._seen
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts, so far."""
+        prompt = sum(map(len, self._prompts))
+        completion = sum(len(choice.token_ids) for choice in self._seen)
+        cached = sum(output.num_cached_tokens for output in self._latest.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _news(self, number: int, output: RequestOutput) -> Iterator[Delta]:
+        for new in output.outputs:
+            index = number * self._n + new.index
+            old = self._seen[index]
+            if old.finished:
+                continue
+            new.index = index
+            self._seen[index] = new
+            delta = Delta(
+                index=index,
+                text=new.text[len(old.text) :],
+                text_offset=len(old.text),
+                token_ids=new.token_ids[len(old.token_ids) :],
+                logprobs=(new.logprobs or [])[len(old.token_ids) :],
+                finish_reason=new.finish_reason,
+            )
+            if delta.text or delta.token_ids or delta.finish_reason:
+                yield delta
+
+
+def check_length(engine: AsyncLLM, token_ids: Sequence[int]) -> None:
+    """Raises ContextLengthError where no token of output fits after these."""
+    most = engine.config.max_model_len
+    if len(token_ids) >= most:
+        raise ContextLengthError(
+            f"This model's maximum context length is {most} tokens, output included. However, your prompt has {len(token_ids)} tokens.", "prompt"
+        )
+
+
+def check_model(engine: AsyncLLM, name: str | None) -> None:
+    """Raises ApiError (404) for a model that is not served."""
+    served = engine.config.served_model_name
+    if name is not None and name != served:
+        raise ApiError(404, f"The model {name!r} does not exist. This server has {served!r}.", param="model", code="model_not_found")
+
+
+async def merge(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """The items of all streams as they come, each with its stream's number. Closing it closes them all, and so does an error in one."""
+    generators = [cast(AsyncGenerator[RequestOutput, None], stream) for stream in streams]
+    pending = {_next(generator): number for number, generator in enumerate(generators)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = pending.pop(task)
+                if (item := task.result()) is not None:
+                    yield number, item
+                    pending[_next(generators[number])] = number
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for generator in generators:
+            await generator.aclose()
+
+
+def _next(generator: AsyncGenerator[RequestOutput, None]) -> asyncio.Future[RequestOutput | None]:
+    return asyncio.ensure_future(_item(generator))
+
+
+async def _item(generator: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
+    return await anext(generator, None)
+
+
+async def _chain(
+    first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async with aclosing(rest):
+        yield first
+        async for item in rest:
+            yield item

@@ -1,0 +1,174 @@
+"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown fields are refused, as OpenAI does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llm_toolkit.errors import RequestError
+from llm_toolkit.params import SamplingParams
+from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic_core import PydanticCustomError
+
+_NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Fields that say something to OpenAI's accounting, and nothing to a model."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields of OpenAI that are not implemented, each with the values (beside null) that change nothing."""
+
+
+class Body(BaseModel):
+    """A JSON object. Values are taken as they are: "1" is no number, and true is no integer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str | None = None
+    """None: the model that is served."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in _NEUTRAL and value is not None and not any(value == one for one in _NEUTRAL[name]):
+                raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
+            elif name not in _NEUTRAL and name not in _NOTES:
+                kept[name] = value
+        return kept
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """What chat and plain completions share. None: not given."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: int = 0
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """Raises RequestError for a value out of range."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
+        if abs(self.priority) >= 2**63:
+            raise RequestError("priority must fit in 64 bits.", "priority")
+        names = set(SamplingParams.__struct_fields__) & set(SamplingBody.model_fields) - {"max_tokens"}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return SamplingParams(**given, **more)
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class RenderBody(Body):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def render_options(self) -> dict[str, Any]:
+        """Keywords of Renderer.render_conversation."""
+        options: dict[str, Any] = {"continue_final_message": self.continue_final_message, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        return options
+
+
+class ChatBody(SamplingBody, RenderBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is allowed only when logprobs is true.", "top_logprobs")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        if self.echo and self.logprobs is not None:
+            raise RequestError("echo together with logprobs is not supported: no log probabilities are computed for the prompt.", "echo")
+        return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs)
+
+    def prompts(self, most: int) -> list[str] | list[list[int]]:
+        """Each prompt. Raises RequestError where there is none, or more than `most`."""
+        prompts: Any = self.prompt
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not prompts:
+            raise RequestError("prompt is an empty list: give at least one prompt.", "prompt")
+        if len(prompts) > most:
+            raise RequestError(f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request (max_prompts).", "prompt")
+        return list(prompts)
+
+
+class TokenizeBody(RenderBody):
+    """POST /tokenize, of a text or a conversation."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    """Of a text; a conversation's are the chat template's."""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[int]
+

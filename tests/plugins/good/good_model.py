@@ -1,0 +1,19 @@
+"""A third party's plugin as it should be: one light module, with its targets in another."""
+
+from llm_toolkit.plugin import CommandRegistry, ModelRegistry, hookimpl
+from msgspec import Struct
+
+
+class Options(Struct):
+    greeting: str = "hello"
+    times: int = 1
+
+
+@hookimpl
+def toolkit_register_models(models: ModelRegistry) -> None:
+    models.add("GoodForCausalLM", "good_model_target:GoodForCausalLM")
+
+
+@hookimpl
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    commands.add("greet", "good_model_target:greet", help="Greet somebody.")

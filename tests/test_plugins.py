@@ -1,0 +1,207 @@
+"""Installed plugins: really built, pip-installed into folders of their own, and loaded by `toolkit` in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parent / "plugins"
+SHIPPED = ["core", "decoder", "renderer_hf", "sdpa", "server", "tiny"]
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory):
+    """Folder -> where its distribution is installed. All are built at once."""
+    home, names = tmp_path_factory.mktemp("installed"), sorted(path.name for path in SOURCES.iterdir() if path.is_dir())
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheels = home / "wheels"
+    sources = [str(SOURCES / name) for name in names]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, *sources], check=True)
+    for name in names:
+        distribution = re.search('^name = "(.*)"', (SOURCES / name / "pyproject.toml").read_text(), re.MULTILINE)[1]
+        (wheel,) = wheels.glob(f"{distribution.replace('-', '_')}-*.whl")
+        subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", home / name, wheel], check=True)
+    return {name: home / name for name in names}
+
+
+@pytest.fixture
+def toolkit(installed):
+    """Runs `toolkit` with some of the distributions installed."""
+
+    def run(*arguments, plugins=(), **environ):
+        path = os.pathsep.join(str(installed[name]) for name in plugins)
+        environ = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environ}
+        code = "from llm_toolkit.cli import main; main()"
+        return subprocess.run([sys.executable, "-c", code, *arguments], env=environ, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+def rows(done):
+    assert done.returncode == 0, done.stderr
+    return {row["name"]: row for row in json.loads(done.stdout)}
+
+
+def test_what_is_shipped_works(toolkit):
+    done = toolkit("plugins", "list", "--json")
+    assert {name: row["status"] for name, row in rows(done).items()} == dict.fromkeys(SHIPPED, "ok")
+    assert done.stderr == ""
+
+
+def test_a_good_plugin_of_a_third_party(toolkit, installed):
+    row = rows(toolkit("plugins", "list", "--json", plugins=["good"]))["good"]
+    assert (row["status"], row["distribution"], row["version"]) == ("ok", "good-model", "1.2.3")
+    assert row["file"] == str(installed["good"] / "good_model.py")
+    assert sorted(row["hooks"]) == ["toolkit_register_commands", "toolkit_register_models"]
+    shown = json.loads(toolkit("plugins", "show", "good", "--json", plugins=["good"]).stdout)
+    assert shown["entries"] == {
+        "models": {"GoodForCausalLM": "good_model_target:GoodForCausalLM"},
+        "commands": {"greet": "good_model_target:greet"},
+    }
+    assert shown["options"] == {"greeting": "str", "times": "int"}
+
+
+def test_its_command_is_listed_and_runs(toolkit):
+    assert "Greet somebody." in toolkit("--help", plugins=["good"]).stdout
+    done = toolkit("greet", "you", "--plugin-option", "good.greeting=hi", "--plugin-option", "good.times=2", plugins=["good"])
+    assert (done.stdout, done.stderr, done.returncode) == ("hi you\nhi you\n", "", 0)
+
+
+def test_its_options_come_from_the_config_file_too(toolkit, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("plugin_option:\n  good:\n    greeting: good day,\n")
+    assert toolkit("greet", "you", "--config", str(file), plugins=["good"]).stdout == "good day, you\n"
+    environ = {"LLM_TOOLKIT_PLUGIN_OPTION": "good.greeting=welcome"}
+    assert toolkit("greet", "you", "--config", str(file), plugins=["good"], **environ).stdout == "welcome you\n"
+    done = toolkit("greet", "you", "--plugin-option", "good.greting=x", plugins=["good"])
+    assert (done.returncode, "has no option 'greting'. Did you mean 'greeting'?" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("way", ["flag", "flag before the command", "environment", "file"])
+def test_the_allow_list_holds_before_commands_are_known(toolkit, tmp_path, way):
+    file = tmp_path / "options.yaml"
+    file.write_text("disable_plugins: [good]\n")
+    arguments = {
+        "flag": ["greet", "you", "--disable-plugins", "good"],
+        "flag before the command": ["--disable-plugins=good", "greet", "you"],
+    }
+    environ = {"LLM_TOOLKIT_DISABLE_PLUGINS": "good"} if way == "environment" else {}
+    given = flags.get(way, ["greet", "you"]) + (["--config", str(file)] if way == "file" else [])
+    done = toolkit(*given, plugins=["good"], **environ)
+    assert done.returncode == 2
+    assert "No such command 'greet'" in done.stderr
+
+
+def test_only_the_allowed_are_imported(toolkit):
+    done = toolkit("plugins", "list", "--json", "--plugins", "good,tiny", plugins=["good", "raising"])
+    assert {name: row["status"] for name, row in rows(done).items() if row["status"] != "disabled"} == dict.fromkeys(
+        ["core", "good", "tiny"], "ok"
+    )
+    assert done.stderr == ""
+
+
+def broken(toolkit, name, *, error):
+    """Asserts that a plugin is left out loudly when it is merely installed, and that it is fatal when it is asked for by name."""
+    done = toolkit("plugins", "list", "--json", plugins=[name])
+    row = rows(done)[name]
+    assert row["status"] == "broken"
+    assert error in row["error"]
+    assert done.stderr.count("warning: ") == 1
+    for part in (f"plugin {name!r} ({row['distribution']} {row['version']}", error, f"--disable-plugins {name}"):
+        assert part in done.stderr
+    assert all(rows(done)[other]["status"] == "ok" for other in SHIPPED)
+    return row, toolkit("plugins", "list", "--plugins", name, plugins=[name])
+
+
+def assert_fatal(done, *parts):
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+def test_a_raising_plugin(toolkit, installed):
+    row, asked = broken(toolkit, "raising", error="OSError: no such accelerator")
+    place = f"{installed['raising'] / 'raising_plugin.py'}:3"
+    assert "raising_plugin.py" in row["traceback"]
+    assert_fatal(asked, "plugin 'raising' (raising-plugin 0.5", "OSError: no such accelerator", place)
+    traced = toolkit("plugins", "list", "--plugins", "raising", "--traceback", plugins=["raising"])
+    assert traced.returncode == 1
+    assert 'raise OSError("no such accelerator")' in traced.stderr
+    shown = toolkit("plugins", "show", "raising", plugins=["raising"])
+    assert 'raise OSError("no such accelerator")' in shown.stdout
+
+
+def test_a_duplicate_key(toolkit):
+    done = toolkit("plugins", "list", "--json", plugins=["good", "duplicate_key"])
+    found = rows(done)
+    assert (found["good"]["status"], found["later"]["status"]) == ("ok", "broken")
+    for part in ("'GoodForCausalLM' is registered by plugin 'good' (good-model 1.2.3", "and by plugin 'later' (duplicate-key 2.0"):
+        assert part in done.stderr
+    assert found["later"]["entries"] == {}, "a plugin that fails leaves nothing behind"
+    assert_fatal(
+        toolkit("plugins", "list", "--plugins", "good,later", plugins=["good", "duplicate_key"]), "good-model 1.2.3", "duplicate-key 2.0"
+    )
+
+
+def test_a_duplicate_name(toolkit):
+    done = toolkit("plugins", "list", plugins=["good", "duplicate_name"])
+    assert_fatal(done, "two installed plugins have the name 'good'", "good-model 1.2.3", "duplicate-name 3.1")
+    assert toolkit("plugins", "list", "--disable-plugins", "good", plugins=["good", "duplicate_name"]).returncode == 0
+
+
+def test_copies_of_one_distribution_are_one_plugin(toolkit, installed, tmp_path):
+    copy = tmp_path / "copy"
+    (metadata,) = installed["good"].glob("*.dist-info")
+    (copy / metadata.name).mkdir(parents=True)
+    for name in ("METADATA", "entry_points.txt"):
+        (copy / metadata.name / name).write_text((metadata / name).read_text())
+    path = f"{installed['good']}{os.pathsep}{copy}"
+    assert rows(toolkit("plugins", "list", "--json", PYTHONPATH=path))["good"]["status"] == "ok"
+    stale = copy / metadata.name / "METADATA"
+    stale.write_text(stale.read_text().replace("Version: 1.2.3", "Version: 1.0.0"))
+    assert_fatal(toolkit("plugins", "list", PYTHONPATH=path), "good-model 1.2.3", "good-model 1.0.0")
+
+
+def test_a_misspelt_hook(toolkit):
+    error = "there is no hook 'toolkit_register_model'. Did you mean 'toolkit_register_models'"
+    _, asked = broken(toolkit, "misspelt", error=error)
+    assert_fatal(asked, "misspelt-hook 0.1", error)
+
+
+def test_a_wrong_api_version(toolkit):
+    error = "it requires llm-toolkit-core<0.1, and this is llm-toolkit-core 0.1"
+    _, asked = broken(toolkit, "old_api", error=error)
+    assert_fatal(asked, "old-api 0.0.9", error)
+
+
+def test_an_entry_module_that_imports_torch(toolkit):
+    done = toolkit("plugins", "list", "--json", plugins=["imports_torch"])
+    row = rows(done)["imports_torch"]
+    assert (row["status"], list(row["entries"]["models"])) == ("ok", ["HeavyForCausalLM"])
+    assert row["import_seconds"] > 0.1
+    assert re.search(r"warning: plugin 'imports_torch' \(imports-torch 1.0, .*\): its entry module imports torch: \d+\.\d\d s", done.stderr)
+    assert any("requires no version of llm-toolkit-core" in note for note in row["notes"])
+
+
+def test_an_unknown_name_in_a_list(toolkit):
+    for flag in ("--plugins", "--disable-plugins"):
+        assert_fatal(toolkit("plugins", "list", flag, "serber"), "'serber', which is not installed. Did you mean 'server'")
+
+
+def test_processes_with_the_same_plugins_have_one_fingerprint(installed):
+    code = "from llm_toolkit.plugin import Plugins; print(Plugins.load().fingerprint().digest)"
+
+    def digest(*plugins):
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(str(installed[name]) for name in plugins)}
+        return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
+
+    assert digest("good") == digest("good") != digest()
