@@ -87,7 +87,7 @@ def test_its_options_come_from_the_config_file_too(toolkit, tmp_path):
 def test_the_allow_list_holds_before_commands_are_known(toolkit, tmp_path, way):
     file = tmp_path / "options.yaml"
     file.write_text("disable_plugins: [good]\n")
-    arguments = {
+    flags = {
         "flag": ["greet", "you", "--disable-plugins", "good"],
         "flag before the command": ["--disable-plugins=good", "greet", "you"],
     }

@@ -60,8 +60,9 @@ def torch_sdpa(step: Step) -> torch.Tensor:
     for q, k, v in zip(step.q, step.k, step.v, strict=True):
         visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
         repeats = q.shape[1] // k.shape[1]
-        q, k, v = q.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(repeats, 0) for x in (k, v))
-        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=step.layer.scale).transpose(0, 1))
+        # Four axes, as models call it: with three, torch's CPU kernel is another one.
+        q, k, v = (x[None].transpose(1, 2) for x in (q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)))
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=step.layer.scale)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -75,9 +76,8 @@ def test_half_precision_is_as_exact_as_torch(dtype, sharpness, batch, explicit) 
     if explicit:
         step.layer.bias = lambda q, k: torch.zeros(6, len(q), len(k))
     truth = step.naive()
-    ours, theirs = (np.linalg.norm(out.double().numpy() - truth, axis=-1) for out in (step.run(), torch_sdpa(step)))
-    assert ours.mean() <= 1.5 * theirs.mean()
-    assert ours.max() <= 1.5 * theirs.max()
+    ours, theirs = (np.linalg.norm(out.double().numpy() - truth) for out in (step.run(), torch_sdpa(step)))
+    assert ours <= 1.5 * theirs
 
 
 @pytest.mark.parametrize("kind", ["decoder", "uncached", "encoder"])

@@ -15,7 +15,7 @@ def main(checkpoint: str, rank: int, ranks: int, sync_file: str, out: str) -> No
     model = load(LlamaForCausalLM, Path(checkpoint), rank=rank, tensor_parallel_size=ranks)
     parallel = VllmConfig.default(tensor_parallel_size=ranks).with_rank(rank).parallel
     initialize(parallel, init_method=f"file://{sync_file}", backend="gloo")
-    save_file({"logits": logits_of([model], torch.arange(3, 40))}, out)
+    save_file({"logits": logits_of([model], torch.arange(3, 40)).contiguous()}, out)
     destroy()
 
 

@@ -126,7 +126,8 @@ def test_a_duplicate_name_is_an_error():
             "@hookimpl\ndef toolkit_register_models(registry): ...",
             "hook '.*' has no argument 'registry'. Known: models",
         ),
-        ("@hookimpl(wrapper=True)\ndef toolkit_event(event): yield", "is a hook wrapper"),
+        ("@hookimpl(wrapper=True)\ndef toolkit_event(event): yield", "says wrapper=True"),
+        ("@hookimpl(tryfirst=True)\ndef toolkit_event(event): ...", "says tryfirst=True"),
         ("@hookimpl(specname='toolkit_evnt')\ndef watch(event): ...", "no hook 'toolkit_evnt'. Did you mean 'toolkit_event'"),
     ],
 )
@@ -306,6 +307,7 @@ def test_a_fingerprint_tells_what_differs():
     assert one.difference(other).splitlines() == ["plugin 'a': only here", "plugin 'c': only there"]
     assert "load order: core, a, b here, core, b, a there" in one.difference(load(Base("b"), Base("a")).fingerprint())
     assert msgspec.json.decode(msgspec.json.encode(one), type=type(one)) == one
+    assert load(types.ModuleType("not_in_sys_modules")).fingerprint().plugins[-1].name == "not_in_sys_modules"
 
 
 def test_a_fingerprint_sees_content(tmp_path, monkeypatch):

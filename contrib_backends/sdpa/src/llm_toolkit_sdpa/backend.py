@@ -56,33 +56,33 @@ class SdpaBackend(AttentionBackend):
                 keys, values = k[row.tokens].transpose(0, 1), v[row.tokens].transpose(0, 1)
             else:
                 assert kv_cache is not None
-                keys, values = _gather(layer, kv_cache, row.index, layer.num_kv_heads)
+                keys, values = (_gather(half, row.index) for half in kv_cache)
             if layer.soft_cap is None and layer.sinks is None and layer.bias is None:
                 _attend_fast(layer, q, keys, values, row, out)
             else:
                 _attend_explicit(layer, q, keys, values, row, out)
 
 
-def _gather(layer: Attention, kv_cache: Tensor, index: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [batch, L, head_size] out of the cache."""
-    keys, values = kv_cache.view(2, -1, layer.head_size).unbind()
-    shape = (batch, -1, layer.head_size)
-    return keys.index_select(0, index).view(shape), values.index_select(0, index).view(shape)
+def _gather(half: Tensor, index: Tensor) -> Tensor:
+    """Keys (or values) [*index.shape, head_size] out of their half of the cache."""
+    head_size = half.shape[-1]
+    return half.view(-1, head_size).index_select(0, index.view(-1)).view(*index.shape, head_size)
 
 
 def _decode(layer: Attention, q: Tensor, kv_cache: Tensor, bucket: Bucket, out: Tensor) -> None:
     """The query heads that share a KV head are the rows of one small matrix product, so keys are read once for all of them."""
     num_rows, kv_heads, group = len(bucket.mask), layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
-    keys, values = _gather(layer, kv_cache, bucket.index, num_rows * kv_heads)
     queries = q if bucket.tokens is None else q[bucket.tokens]
     bias = None
     if layer.bias is not None:
         assert bucket.k_positions is not None
         bias = layer.bias(bucket.q_positions, bucket.k_positions).reshape(kv_heads, group, num_rows, -1).permute(2, 0, 1, 3)
-    raw = scores(queries.reshape(num_rows * kv_heads, group, layer.head_size), keys).view(num_rows, kv_heads, group, -1)
+    queries = queries.reshape(num_rows * kv_heads, group, layer.head_size)
+    raw = scores(queries, _gather(kv_cache[0], bucket.index)).view(num_rows, kv_heads, group, -1)
     sinks = None if layer.sinks is None else layer.sinks.view(kv_heads, group, 1)
     weights = probabilities(raw, layer.scale, layer.soft_cap, bias, bucket.mask, sinks)
-    result = torch.bmm(weights.to(values.dtype).flatten(0, 1), values).view(num_rows, layer.num_heads, layer.head_size)
+    weights = weights.to(q.dtype).flatten(0, 1)
+    result = torch.bmm(weights, _gather(kv_cache[1], bucket.index)).view(num_rows, layer.num_heads, layer.head_size)
     if bucket.tokens is None:
         out.copy_(result)
     else:

@@ -42,7 +42,7 @@ class Bucket:
     tokens: Tensor | None
     """[N] int64: their queries; None: the whole batch, in order."""
     index: Tensor
-    """[N * num_kv_heads * L] int64: their keys in the cache, seen as vectors [num_blocks * block_size * num_kv_heads, head_size]."""
+    """[N * num_kv_heads, L] int64: their keys in the cache, seen as vectors [num_blocks * block_size * num_kv_heads, head_size]."""
     mask: Tensor
     """[N, 1, 1, L] fp32, 0 or -inf."""
     q_positions: Tensor
@@ -57,7 +57,7 @@ class Row:
 
     tokens: slice
     index: Tensor | None
-    """[num_kv_heads * Tk] int64, as a bucket's; None: the keys are the step's own, at `tokens`."""
+    """[num_kv_heads, Tk] int64, as a bucket's; None: the keys are the step's own, at `tokens`."""
     causal: bool
     """Queries see themselves and what came before; Tq = Tk."""
     visible: Tensor | None
@@ -152,17 +152,15 @@ class _Planner:
 
     def _visibility(self, row: int, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
         """`causal` and `visible` of a Row with queries and keys at these positions."""
-        causal, window = self.ask.type is AttentionType.DECODER, self.ask.window
-        spans = self._spans(row)
-        window = window if window is not None and window < int(self.batch.seq_lens[row]) else None
-        if self.ask.type is AttentionType.CROSS or (not causal and window is None):
+        causal, spans = self.ask.type is AttentionType.DECODER, self._spans(row)
+        length = int(self.batch.seq_lens[row])
+        window = length if self.ask.window is None else min(self.ask.window, length)
+        if self.ask.type is AttentionType.CROSS or (not causal and window == length):
             return False, None
-        if causal and window is None and not spans and not self.ask.explicit and len(q) == len(k):
+        if causal and window == length and not spans and not self.ask.explicit and len(q) == len(k):
             return True, None
         q, k = q[:, None], k[None]
-        visible = k <= q if causal else (k < q + window if window is not None else k >= 0)
-        if window is not None:
-            visible &= k > q - window
+        visible = (k > q - window) & (k < q + (1 if causal else window))
         for start, end in spans:
             visible |= (q >= start) & (q < end) & (k >= start) & (k < end)
         return False, visible
@@ -178,14 +176,14 @@ class _Planner:
         return list(self.batch.spans[row]) if self.ask.spans and self.batch.spans is not None else []
 
     def _cache_index(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
-        """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads * L]."""
+        """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads, L]."""
         block_size, num_kv_heads = self.ask.block_size, self.ask.num_kv_heads
         assert self.batch.block_table is not None and block_size is not None
         table = self.batch.block_table[self._device(rows)]
         blocks = table.gather(1, self._device(positions // block_size)).long()
         slots = blocks * block_size + self._device(positions % block_size)
         heads = torch.arange(num_kv_heads, device=self.device)
-        return (slots[:, None] * num_kv_heads + heads[:, None]).view(-1)
+        return (slots[:, None] * num_kv_heads + heads[:, None]).flatten(0, 1)
 
     def _device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import re
@@ -16,6 +17,7 @@ from llm_toolkit.cli.prescan import flag_value
 from llm_toolkit.cli.sampling import SamplingFlags
 from llm_toolkit.config import Option, VllmConfig, load_options, options_of, read_file
 from llm_toolkit.config.options import ENV_PREFIX
+from llm_toolkit.errors import PluginError
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.plugin import Plugins
 
@@ -66,9 +68,7 @@ def _parameters(function: Callable[..., Any], wanted: Mapping[str, Any], section
     yield _parameter("ctx", typer.Context, inspect.Parameter.empty)
     if VllmConfig in wanted.values():
         model, *_ = options_of(_core_sections()[0])
-        yield _parameter(
-            "model", Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{model.help} Default: {model.default}.")]
-        )
+        yield _parameter("model", Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{model.help} Default: {model.default}.")])
         sections = [*sections, *_core_sections()]
     own = inspect.signature(function).parameters.values()
     made = {VllmConfig, Plugins, typer.Context, SamplingFlags, *sections}
@@ -87,7 +87,7 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
 
 def _flag(o: Option, panel: str) -> inspect.Parameter:
     # The type is text for all but booleans: `Option.convert` checks values, whichever source they come from.
-    default = "" if o.default in (None, [], {}) else f" Default: {('off', 'on')[o.default] if o.is_flag else o.default}."
+    default = "" if o.default in (None, "", [], {}) else f" Default: {('off', 'on')[o.default] if o.is_flag else o.default}."
     if o.is_flag:
         flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=o.help + default, rich_help_panel=panel)
         return _parameter(o.name, Annotated[bool | None, flag])
@@ -143,7 +143,12 @@ def _foreign_names(plugins: Plugins, file: str | None, known: set[str]) -> list[
     variables = {name[len(ENV_PREFIX) :].lower() for name in os.environ if name.startswith(ENV_PREFIX)}
     if not (set(read_file(file) if file else ()) | variables) - known:
         return []
-    return [name for command in plugins.commands for name in getattr(plugins.commands.load(command), "option_names", ())]
+    names: list[str] = []
+    for command in plugins.commands:
+        # A command that cannot be imported is an error when it is invoked, not when another one is.
+        with contextlib.suppress(PluginError):
+            names += getattr(plugins.commands.load(command), "option_names", ())
+    return names
 
 
 def _disguise(command: Any, function: Callable[..., Any], parameters: list[inspect.Parameter], option_names: list[str]) -> None:

@@ -15,9 +15,7 @@ from llm_toolkit.errors import ConfigError, nearest
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how long and in what precision it runs."""
 
-    model: Annotated[
-        str, option("A folder in Hugging Face layout, a hub id, or a name that a plugin registers ('tiny').")
-    ] = "tiny"
+    model: Annotated[str, option("A folder in Hugging Face layout, a hub id, or a name that a plugin registers ('tiny').")] = "tiny"
     revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
     served_model_name: Annotated[str | None, option("Name of the model in the HTTP API. Default: MODEL as given.")] = None
     dtype: Annotated[
@@ -42,9 +40,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, option("Tokens per KV cache block.", ge=1, le=1024)] = 16
     kv_cache_memory: Annotated[
         str,
-        option(
-            "Memory of the KV cache: bytes ('2GiB') or a fraction of what is free ('0.5'). auto: what the device can spare."
-        ),
+        option("Memory of the KV cache: bytes ('2GiB') or a fraction of what is free ('0.5'). auto: what the device can spare."),
     ] = "auto"
     num_kv_blocks: Annotated[int | None, option("Blocks of the KV cache, instead of an amount of memory.", ge=1)] = None
 
@@ -110,9 +106,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
 class PluginsConfig(Struct, frozen=True, kw_only=True):
     """Which plugins are loaded, and with what options."""
 
-    plugins: Annotated[list[str] | None, option("Load only these plugins; one that fails is fatal. Default: all installed.")] = (
-        None
-    )
+    plugins: Annotated[list[str] | None, option("Load only these plugins; one that fails is fatal. Default: all installed.")] = None
     disable_plugins: Annotated[list[str], option("Plugins not to load.")] = field(default_factory=list)
     plugin_option: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag; a mapping in the file.")] = (
         field(default_factory=dict)
@@ -159,7 +153,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}. {nearest(name, known)}")
         values = {name: known[name].convert(value, f"option {name!r}") for name, value in options.items()}
-        sections = {}
+        sections: dict[str, Any] = {}
         for section_name, section in cls._sections().items():
             sections[section_name] = section(**{o.name: values[o.name] for o in options_of(section) if o.name in values})
         return cls(**sections)

@@ -15,6 +15,7 @@ from llm_toolkit.model.linear import (
 from llm_toolkit.model.loader import load_model
 from llm_toolkit.model.norm import RMSNorm
 from llm_toolkit.model.parameters import Part, ShardLoader, WeightLoader, new_parameter, torch_dtype
+from llm_toolkit.model.projection import Projection
 from llm_toolkit.model.rope_scaling import RopeParameters
 from llm_toolkit.model.rotary import RotaryEmbedding, Rotation
 from llm_toolkit.model.weights import CheckpointWeights
@@ -31,6 +32,7 @@ __all__ = [
     "Model",
     "ParallelLMHead",
     "Part",
+    "Projection",
     "QKVParallelLinear",
     "RMSNorm",
     "ReplicatedLinear",

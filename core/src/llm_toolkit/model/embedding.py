@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.distributed import tensor_parallel_group
 from llm_toolkit.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
+from llm_toolkit.model.projection import Projection
 
 
 def _vocab_part(vocab_size: int, vllm_config: VllmConfig) -> Part:
@@ -37,7 +38,7 @@ class VocabParallelEmbedding(nn.Module):
         return tensor_parallel_group(self.parallel).all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
-class ParallelLMHead(nn.Module):
+class ParallelLMHead(Projection):
     """Hidden states [R, hidden_size] -> logits [R, vocab_size], gathered from all ranks.
 
     With `tied_to` the weight is the embedding's own.
@@ -64,7 +65,7 @@ class ParallelLMHead(nn.Module):
         self.bias = new_parameter((part.size,), dtype, loader) if bias else None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = F.linear(hidden_states, self.weight, self.bias)
+        logits = self.project(hidden_states, self.bias)
         if not self.is_sharded:
             return logits
         return tensor_parallel_group(self.parallel).all_gather(logits, -1)[..., : self.vocab_size]

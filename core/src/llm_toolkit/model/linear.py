@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from llm_toolkit.config import ParallelConfig, VllmConfig
 from llm_toolkit.distributed import tensor_parallel_group
 from llm_toolkit.errors import ConfigError
 from llm_toolkit.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
+from llm_toolkit.model.projection import Projection
 
 
-class _Linear(nn.Module):
+class _Linear(Projection):
     """y = x W^T + b with this rank's rows of W: `outputs`, one after the other."""
 
     def __init__(self, input_size: int, outputs: Sequence[Part], *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
@@ -27,7 +27,7 @@ class _Linear(nn.Module):
         self.bias = new_parameter((self.output_size,), dtype, loader) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.project(x, self.bias)
 
     def extra_repr(self) -> str:
         return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}"
@@ -93,7 +93,7 @@ def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Part:
     return Part(num_kv_heads, parallel.tensor_parallel_rank // (ranks // num_kv_heads), 1)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(Projection):
     """Split by its inputs; the ranks' results are summed: x [T, input_size / ranks] -> [T, output_size]."""
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
@@ -109,10 +109,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_sharded:
-            return F.linear(x, self.weight, self.bias)
+            return self.project(x, self.bias)
         # One rank adds the bias, so that the sum holds it once.
         bias = self.bias if self.parallel.tensor_parallel_rank == 0 else None
-        return tensor_parallel_group(self.parallel).all_reduce(F.linear(x, self.weight, bias))
+        return tensor_parallel_group(self.parallel).all_reduce(self.project(x, bias))
 
     def extra_repr(self) -> str:
         return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}"

@@ -17,6 +17,7 @@ DUMMY_STD = 0.02
 def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device) -> Model:
     """Makes the shard of `vllm_config.parallel.rank` on `device` and fills it: from the checkpoint, or at random (load_format "dummy").
 
+    Then every module that has a method `process_weights_after_loading` is given the chance to rearrange its weights.
     Raises CheckpointError for files or weights that are missing or do not fit.
     """
     check_constructor(model_cls)
@@ -27,11 +28,14 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
     model.requires_grad_(False).eval()
     if weights is None:
         fill_randomly(model)
-        return model
-    try:
-        model.load_weights(weights)
-    except CheckpointError as error:
-        raise CheckpointError(f"{model_cls.__name__} cannot take the weights of {weights}: {error}") from error
+    else:
+        try:
+            model.load_weights(weights)
+        except CheckpointError as error:
+            raise CheckpointError(f"{model_cls.__name__} cannot take the weights of {weights}: {error}") from error
+    for module in model.modules():
+        if process := getattr(module, "process_weights_after_loading", None):
+            process()
     return model
 
 

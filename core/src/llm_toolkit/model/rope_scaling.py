@@ -1,6 +1,7 @@
 """Inverse frequencies of rotary position embeddings (Su et al. 2021), for every way of stretching them to longer contexts.
 
-Formulas and names are those of `rope_parameters` in a checkpoint's config.json, as transformers reads them.
+Names are those of `rope_parameters` in a checkpoint's config.json. Results are those of transformers to the last bit, which is why
+expressions are not simplified: far into a context, the last bit of a frequency is a visible angle.
 """
 
 from __future__ import annotations
@@ -83,8 +84,13 @@ class RopeParameters:
         return _SCALINGS[self.rope_type](self, max_len)
 
 
+def _radii(theta: float, size: int) -> Tensor:
+    """Positions per radian."""
+    return theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+
+
 def _frequencies(theta: float, size: int) -> Tensor:
-    return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
+    return 1.0 / _radii(theta, size)
 
 
 def _default(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
@@ -105,8 +111,8 @@ def _proportional(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
 def _dynamic(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     """NTK-aware: the base grows with the length."""
     factor, size = rope.values.require("factor", float), rope.rotary_size
-    ratio = max(max_len, rope.max_position_embeddings) / rope.max_position_embeddings
-    return _frequencies(rope.theta * (factor * ratio - (factor - 1)) ** (size / (size - 2)), size), 1.0
+    length, trained = max(max_len, rope.max_position_embeddings), rope.max_position_embeddings
+    return _frequencies(rope.theta * (factor * length / trained - (factor - 1)) ** (size / (size - 2)), size), 1.0
 
 
 def _llama3(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
@@ -114,7 +120,7 @@ def _llama3(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     factor = rope.values.require("factor", float)
     low, high = rope.values.require("low_freq_factor", float), rope.values.require("high_freq_factor", float)
     frequencies = _frequencies(rope.theta, rope.rotary_size)
-    rotations = rope.original_max_positions * frequencies / (2 * math.pi)
+    rotations = rope.original_max_positions / (2 * math.pi / frequencies)
     blend = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * frequencies / factor + blend * frequencies, 1.0
 
@@ -132,9 +138,9 @@ def _yarn(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     span = high - low or 0.001
-    interpolated = ((torch.arange(-(-size // 2), dtype=torch.float32) - low) / span).clamp(0, 1)
-    frequencies = _frequencies(rope.theta, size)
-    return frequencies / rope.stretch * interpolated + frequencies * (1 - interpolated), _yarn_attention_factor(rope)
+    kept = 1 - ((torch.arange(size // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    radii = _radii(rope.theta, size)
+    return 1.0 / (rope.stretch * radii) * (1 - kept) + 1.0 / radii * kept, _yarn_attention_factor(rope)
 
 
 def _yarn_attention_factor(rope: RopeParameters) -> float:
@@ -153,13 +159,13 @@ def _longrope(rope: RopeParameters, max_len: int) -> tuple[Tensor, float]:
     values, original = rope.values, rope.original_max_positions
     key = "long_factor" if max_len > original else "short_factor"
     factors = torch.tensor(values.require(key, list), dtype=torch.float32)
-    frequencies = _frequencies(rope.theta, rope.rotary_size)
-    if factors.shape != frequencies.shape:
-        raise CheckpointError(f"config.json: {key!r} must have {len(frequencies)} entries, not {len(factors)}.")
+    radii = _radii(rope.theta, rope.rotary_size)
+    if factors.shape != radii.shape:
+        raise CheckpointError(f"config.json: {key!r} must have {len(radii)} entries, not {len(factors)}.")
     attention_factor = values.get("attention_factor", float)
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(rope.stretch) / math.log(original)) if rope.stretch > 1 else 1.0
-    return frequencies / factors, attention_factor
+    return 1.0 / (factors * radii), attention_factor
 
 
 _SCALINGS: Mapping[str, Callable[[RopeParameters, int], tuple[Tensor, float]]] = MappingProxyType(

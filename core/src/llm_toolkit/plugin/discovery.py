@@ -58,8 +58,7 @@ def from_objects(objects: Sequence[object]) -> list[Candidate]:
     """Plugins given from code, as modules or objects. An object may have a `name`; a failure of one is fatal."""
     found = []
     for plugin in objects:
-        home = plugin if isinstance(plugin, ModuleType) else type(plugin)
-        name = getattr(plugin, "name", None) or home.__name__
+        name = plugin.__name__ if isinstance(plugin, ModuleType) else getattr(plugin, "name", type(plugin).__name__)
         file = getattr(plugin, "__file__", None)
         found.append(Candidate(PluginInfo(str(name), file=file), plugin=plugin, required=True))
     return found

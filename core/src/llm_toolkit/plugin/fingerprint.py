@@ -61,11 +61,12 @@ def _state(plugin: PluginPrint) -> str:
 
 def _content(plugin: object) -> str:
     module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
-    package = sys.modules[module.partition(".")[0]]
+    package = sys.modules.get(module.partition(".")[0])
     digest = hashlib.sha256()
-    for root in getattr(package, "__path__", None) or []:
+    roots, file = getattr(package, "__path__", None), getattr(package, "__file__", None)
+    for root in roots or []:
         for path in sorted(Path(root).rglob("*.py")):
             digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    if not hasattr(package, "__path__") and getattr(package, "__file__", None):
-        digest.update(Path(str(package.__file__)).read_bytes())
+    if roots is None and file:
+        digest.update(Path(file).read_bytes())
     return digest.hexdigest()

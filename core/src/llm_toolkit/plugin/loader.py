@@ -121,8 +121,9 @@ class Loader:
             hook = options.get("specname") or name
             if hook not in known:
                 raise PluginError(f"there is no hook {hook!r}. {nearest(hook, known)}")
-            if options.get("wrapper") or options.get("hookwrapper"):
-                raise PluginError(f"{name!r} is a hook wrapper: hooks of llm-toolkit take plain implementations only")
+            for refused in ("wrapper", "hookwrapper", "tryfirst", "trylast"):
+                if options.get(refused):
+                    raise PluginError(f"{name!r} says {refused}=True: implementations are plain functions here, called in load order")
             self._check_arguments(hook, function)
             info.hooks.append(hook)
         self.manager.register(plugin, name=info.name)

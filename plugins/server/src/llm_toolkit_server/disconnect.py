@@ -6,17 +6,14 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 Result = TypeVar("Result")
 
 
-class ClientGone(Exception):
-    """The client has closed the connection before the answer was complete."""
-
-
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """What `work` returns. It is cancelled, and has ended, when the client disconnects (ClientGone) or the caller is cancelled.
+    """What `work` returns. It is cancelled, and has ended, when the client disconnects (ClientDisconnect) or the caller is cancelled.
 
     The request's body must have been read: `receive` then tells of the disconnect only.
     """
@@ -25,7 +22,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()

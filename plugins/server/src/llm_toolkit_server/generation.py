@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
@@ -36,11 +37,15 @@ class Delta:
 
 
 class Generation:
-    """The engine's work on some prompts. `start` makes one; iterate over it; `usage` is final after that."""
+    """The engine's work on some prompts. `start` makes one; take its `deltas` or its `choices`; `usage` is final after that."""
 
-    def __init__(self, outputs: AsyncGenerator[tuple[int, RequestOutput], None], prompts: list[list[int]], n: int) -> None:
+    def __init__(
+        self, first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None], prompts: list[list[int]], n: int
+    ) -> None:
         self.id = uuid.uuid4().hex
-        self._outputs = outputs
+        self.created = int(time.time())
+        self._first = first
+        self._rest = rest
         self._prompts = prompts
         self._n = n
         self._latest: dict[int, RequestOutput] = {}
@@ -58,22 +63,24 @@ class Generation:
         except BaseException:
             await outputs.aclose()
             raise
-        return cls(_chain(first, outputs), prompts, params.n)
+        return cls(first, outputs, prompts, params.n)
+
+    async def aclose(self) -> None:
+        """Aborts what is not finished."""
+        await self._rest.aclose()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence. Closing it aborts the requests."""
-        async with aclosing(self._outputs) as outputs:
-            async for number, output in outputs:
-                self._latest[number] = output
-                if any(one.finish_reason == "error" for one in output.outputs):
-                    raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
-                for delta in self._news(number, output):
-                    yield delta
+        """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence."""
+        for delta in self._news(*self._first):
+            yield delta
+        async for item in self._rest:
+            for delta in self._news(*item):
+                yield delta
 
     async def choices(self) -> list[CompletionOutput]:
-        """Every choice at its end, in order; a choice's `index` is its place."""
-        async with aclosing(self.deltas()) as deltas:
-            async for _ in deltas:
+        """Every choice at its end, in order; a choice's `index` is its place. Aborts the requests when it is cancelled."""
+        async with aclosing(self):
+            async for _ in self.deltas():
                 pass
         return self._seen
 
@@ -90,6 +97,9 @@ class Generation:
         }
 
     def _news(self, number: int, output: RequestOutput) -> Iterator[Delta]:
+        self._latest[number] = output
+        if any(one.finish_reason == "error" for one in output.outputs):
+            raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
         for new in output.outputs:
             index = number * self._n + new.index
             old = self._seen[index]
@@ -114,7 +124,8 @@ def check_length(engine: AsyncLLM, token_ids: Sequence[int]) -> None:
     most = engine.config.max_model_len
     if len(token_ids) >= most:
         raise ContextLengthError(
-            f"This model's maximum context length is {most} tokens, output included. However, your prompt has {len(token_ids)} tokens.", "prompt"
+            f"This model's maximum context length is {most} tokens, output included. However, your prompt has {len(token_ids)} tokens.",
+            "prompt",
         )
 
 
@@ -151,12 +162,3 @@ def _next(generator: AsyncGenerator[RequestOutput, None]) -> asyncio.Future[Requ
 
 async def _item(generator: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
     return await anext(generator, None)
-
-
-async def _chain(
-    first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None]
-) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    async with aclosing(rest):
-        yield first
-        async for item in rest:
-            yield item

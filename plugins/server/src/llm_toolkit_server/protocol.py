@@ -153,7 +153,9 @@ class CompletionBody(SamplingBody):
         if not prompts:
             raise RequestError("prompt is an empty list: give at least one prompt.", "prompt")
         if len(prompts) > most:
-            raise RequestError(f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request (max_prompts).", "prompt")
+            raise RequestError(
+                f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request (max_prompts).", "prompt"
+            )
         return list(prompts)
 
 
@@ -171,4 +173,3 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: list[int]
-

@@ -8,9 +8,10 @@ from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from llm_toolkit_server.disconnect import ClientGone, unless_disconnected
+from llm_toolkit_server.disconnect import unless_disconnected
 from llm_toolkit_server.errors import ApiError, as_api_error
 from llm_toolkit_server.options import ServerOptions
 
@@ -31,7 +32,7 @@ class ServerRoute(APIRoute):
                 check_key(request, self.options.api_key)
                 body = await read_body(request, self.options.max_body_bytes)
                 return await unless_disconnected(request.receive, handle(Request(request.scope, _replay(body))))
-            except ClientGone:
+            except ClientDisconnect:
                 return Response(status_code=499)
             except Exception as error:
                 return as_api_error(error).response()
@@ -55,20 +56,21 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The body. Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientGone when it breaks off."""
-    chunks, size = [], 0
-    declared = request.headers.get("content-length", "0")
-    more = True
+    """The body. Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientDisconnect when it breaks off."""
+    too_large = ApiError(413, f"The body is larger than {most} bytes (max_body_size).", code="request_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > most:
+        raise too_large
+    body, more = bytearray(), True
     while more:
-        if size > most or (declared.isdecimal() and int(declared[:20]) > most):
-            raise ApiError(413, f"The body is larger than {most} bytes (max_body_size).", code="request_too_large")
         message = await request.receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        more = message.get("more_body", False) or size > most
-    return b"".join(chunks)
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise too_large
+        more = message.get("more_body", False)
+    return bytes(body)
 
 
 def _replay(body: bytes) -> Receive:

@@ -1,0 +1,65 @@
+"""`toolkit` in this process, and a small checkpoint without weights for it."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import pytest
+from llm_toolkit.cli.app import run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+
+class Done(NamedTuple):
+    """What a run of `toolkit` left."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def toolkit(capsys, monkeypatch):
+    """Runs `toolkit` with arguments."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+
+    def call(*arguments) -> Done:
+        code = run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Done(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A two-layer Llama in Hugging Face layout, with a byte-level tokenizer and a chat template: for --load-format dummy."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {"<eos>": 0} | {letter: number for number, letter in enumerate(letters, 1)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": template}))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": len(vocab),
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+        "dtype": "float32",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,156 @@
+"""`engine_command`: flags from where options are stated, and their precedence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Annotated
+
+import pytest
+import typer
+from llm_toolkit.cli import SamplingFlags, engine_command
+from llm_toolkit.cli.app import LazyGroup
+from llm_toolkit.cli.prescan import plugins_config
+from llm_toolkit.config import PluginsConfig, VllmConfig, option
+from llm_toolkit.errors import ConfigError
+from llm_toolkit.plugin import Plugins, hookimpl
+from msgspec import Struct
+
+
+class PortOptions(Struct, frozen=True, kw_only=True):
+    port: Annotated[int, option("A port.", ge=1)] = 80
+    quiet: Annotated[bool, option("Say nothing.")] = False
+    origins: Annotated[list[str], option("Origins.")] = []
+
+
+seen = {}
+
+
+@engine_command(PortOptions)
+def probe(config: VllmConfig, ports: PortOptions, plugins: Plugins, flags: SamplingFlags, extra: str = "none") -> None:
+    """Probe the options."""
+    seen.update(config=config, ports=ports, plugins=plugins, flags=flags, extra=extra)
+
+
+class ProbePlugin:
+    name = "probe"
+
+    @hookimpl
+    def toolkit_register_commands(self, commands):
+        commands.add("probe", "probe_module:probe", help="Probe the options.")
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """Runs the command `probe` through the group, and returns what the function was given."""
+    module = type(sys)("probe_module")
+    module.probe = probe
+    monkeypatch.setitem(sys.modules, "probe_module", module)
+    app = typer.Typer(cls=LazyGroup)
+
+    @app.callback()
+    def root(config: str | None = None, disable_plugins: list[str] | None = None) -> None: ...
+
+    def call(*arguments):
+        seen.clear()
+        plugins = Plugins.load(PluginsConfig(plugins=[]), extra=[ProbePlugin()])
+        monkeypatch.setattr(plugins, "config", plugins_config(arguments, os.environ))
+        typer.main.get_command(app).main(list(arguments), obj=plugins, standalone_mode=False)
+        return dict(seen)
+
+    return call
+
+
+def test_defaults(invoke):
+    found = invoke("probe")
+    assert found["config"] == VllmConfig.make()
+    assert found["ports"] == PortOptions()
+    assert (found["flags"], found["extra"]) == ({}, "none")
+
+
+def test_every_kind_of_flag(invoke):
+    arguments = ["probe", "some/model", "--block-size", "32", "--port=81", "--quiet", "--origins", "a", "--origins", "b,c", "--extra", "x"]
+    arguments += ["--max-model-len", "none", "--max-tokens", "none", "--top-k", "5", "--stop", "a", "--stop", "b,c", "--seed", "7"]
+    found = invoke(*arguments)
+    config = found["config"]
+    assert (config.model.model, config.cache.block_size, config.model.max_model_len, config.model.seed) == ("some/model", 32, None, 7)
+    assert found["ports"] == PortOptions(port=81, quiet=True, origins=["a", "b", "c"])
+    assert found["flags"] == {"max_tokens": None, "top_k": 5, "stop": ["a", "b,c"], "seed": 7}
+    assert found["flags"].params(temperature=0).top_k == 5
+    assert found["extra"] == "x"
+
+
+def test_a_flag_wins_over_environment_over_file(invoke, tmp_path, monkeypatch):
+    file = tmp_path / "options.yaml"
+    file.write_text("block-size: 8\nport: 82\nmax_num_seqs: 3\nquiet: true\n")
+    monkeypatch.setenv("LLM_TOOLKIT_BLOCK_SIZE", "16")
+    monkeypatch.setenv("LLM_TOOLKIT_PORT", "83")
+    found = invoke("probe", "--config", file.as_posix(), "--block-size", "32", "--no-quiet")
+    assert (found["config"].cache.block_size, found["ports"].port, found["config"].scheduler.max_num_seqs) == (32, 83, 3)
+    assert found["ports"].quiet is False
+    assert invoke("--config", file.as_posix(), "probe")["config"].scheduler.max_num_seqs == 3
+
+
+def test_wrong_values_name_their_option(invoke):
+    with pytest.raises(ConfigError, match=r"'block_size' must be between 1 and 1024, not 0"):
+        invoke("probe", "--block-size", "0")
+    with pytest.raises(ConfigError, match=r"'dtype'.*Did you mean 'float16'"):
+        invoke("probe", "--dtype", "flot16")
+
+
+def test_no_abbreviations(invoke):
+    with pytest.raises(Exception, match=r"No such option: --block-siz"):
+        invoke("probe", "--block-siz", "8")
+
+
+def test_options_of_other_commands_are_known_and_typos_are_not(invoke, tmp_path, monkeypatch):
+    file = tmp_path / "options.yaml"
+    file.write_text("url: http://x\n")
+    monkeypatch.setenv("LLM_TOOLKIT_API_KEY", "k")
+    assert invoke("probe", "--config", file.as_posix())["config"] == VllmConfig.make()
+    file.write_text("prot: 3\n")
+    with pytest.raises(ConfigError, match=r"unknown option 'prot'. Did you mean 'port'"):
+        invoke("probe", "--config", file.as_posix())
+
+
+def test_the_help_shows_every_option(toolkit):
+    shown = toolkit("complete", "--help").out
+    for o in VllmConfig.options():
+        assert o.name == "model" or o.flag in shown
+    assert "MODEL" in shown and "Default: 16." in shown and "--no-trust-remote-code" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "wanted"),
+    [
+        ([], {}, PluginsConfig()),
+        (["serve", "--plugins", "a", "--plugins=b,c"], {}, PluginsConfig(plugins=["a", "b", "c"])),
+        (["serve", "--plugins", "a"], {"LLM_TOOLKIT_PLUGINS": "b"}, PluginsConfig(plugins=["a"])),
+        (["--", "--plugins", "a"], {"LLM_TOOLKIT_DISABLE_PLUGINS": "b"}, PluginsConfig(disable_plugins=["b"])),
+        (["--plugin-option", "a.b=1", "--plugin-option=a.c=2"], {}, PluginsConfig(plugin_option={"a": {"b": "1", "c": "2"}})),
+        (["--plugins"], {}, PluginsConfig()),
+    ],
+)
+def test_which_plugins_to_load_is_found_before_commands_are_known(arguments, environ, wanted):
+    assert plugins_config(arguments, environ) == wanted
+
+
+def test_and_in_the_config_file(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("plugins: [a]\nsome_command_option: 3\n")
+    assert plugins_config(["x", "--config", str(file)], {}) == PluginsConfig(plugins=["a"])
+    with pytest.raises(ConfigError, match=r"absent.yaml"):
+        plugins_config([f"--config={tmp_path / 'absent.yaml'}"], {})
+
+
+def test_the_help_imports_no_torch_and_is_quick():
+    code = (
+        "import sys, time\nfrom llm_toolkit.cli.app import run\nassert run(['--help']) == 0\n"
+        "heavy = [m for m in ('torch', 'transformers', 'numpy', 'pydantic', 'fastapi', 'httpx') if m in sys.modules]\n"
+        "print(heavy, time.process_time(), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy, seconds = done.stderr.rsplit(maxsplit=1)
+    assert heavy == "[]"
+    assert float(seconds) < 0.5

@@ -1,0 +1,134 @@
+"""`toolkit chat` and `complete` against a server: a scripted one, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+
+class Scripted(BaseHTTPRequestHandler):
+    """Serves one model, which answers with the words that it was asked, one event each; some words make it fail."""
+
+    asked: list = []
+
+    def do_GET(self):
+        if self.headers.get("Authorization") == "Bearer wrong":
+            self._error(401, "Invalid API key.")
+        elif self.path == "/v1/models":
+            self._json(200, {"data": [{"id": "scripted"}]})
+        else:
+            self._json(404, {})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        if text == "refuse":
+            self._error(400, "That is too long.")
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        events = [{"delta": {"role": "assistant"}}, *({"delta": {"content": word}, "text": word} for word in text.split())]
+        for choice in events:
+            self._event({"choices": [choice]})
+        if text == "fail":
+            self._event({"error": {"message": "The engine has stopped."}})
+        if text != "break":
+            self._event({"choices": [], "usage": {}})
+            self.wfile.write(b": a comment\n\ndata: [DONE]\n\n")
+
+    def _event(self, event):
+        self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+    def _error(self, status, message):
+        self._json(status, {"error": {"message": message}})
+
+    def _json(self, status, body):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url():
+    Scripted.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Scripted) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_chat_sends_what_was_given_and_prints_the_stream(toolkit, url):
+    done = toolkit("chat", "--url", url + "/v1/", "--message", "good day", "--system", "Be brief.", "--temperature", "0.5", "--seed", "3")
+    assert done == (0, "goodday\n", "")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "good day"}]
+    assert Scripted.asked == [{"model": "scripted", "stream": True, "messages": messages, "temperature": 0.5, "seed": 3}]
+
+
+def test_complete_names_the_model_that_was_given(toolkit, url):
+    assert toolkit("complete", "other", "--url", url, "--prompt", "a b", "--max-tokens", "5") == (0, "ab\n", "")
+    assert Scripted.asked == [{"model": "other", "stream": True, "prompt": "a b", "max_tokens": 5}]
+
+
+def test_a_conversation_holds_what_was_said(toolkit, url, monkeypatch):
+    monkeypatch.setattr("sys.stdin", iter_lines("one two\n", "\n", "three\n"))
+    assert toolkit("chat", "--url", url).out == "onetwo\nthree\n"
+    assert [m["content"] for m in Scripted.asked[-1]["messages"]] == ["one two", "onetwo", "three"]
+
+
+def iter_lines(*lines):
+    import io
+
+    return io.StringIO("".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--prompt", "refuse"], "the server refused the request (400): That is too long."),
+        (["--prompt", "fail"], "the server failed on the request: The engine has stopped."),
+        (["--prompt", "break"], "the server's answer broke off before its end."),
+        (["--prompt", "x", "--api-key", "wrong"], "the server refused the request (401): Invalid API key."),
+    ],
+)
+def test_an_error_of_the_server_is_one_error(toolkit, url, arguments, error):
+    done = toolkit("complete", "--url", url, *arguments)
+    assert (done.code, done.err) == (1, f"error: {error}\n")
+
+
+def test_where_no_server_answers(toolkit):
+    done = toolkit("complete", "--url", "http://127.0.0.1:1", "--prompt", "x")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith("error: no answer from the server at http://127.0.0.1:1: ")
+    done = toolkit("complete", "--url", "nonsense", "--prompt", "x")
+    assert (done.code, done.err.startswith("error: option 'url': 'nonsense' is no address of a server: ")) == (2, True)
+    assert toolkit("complete", "given", "--url", "nonsense", "--prompt", "x").code == 2
+
+
+def test_an_interrupt_ends_it_quietly_and_no_torch_is_imported(url):
+    code = (
+        "import sys, atexit\nfrom llm_toolkit.cli import main\n"
+        "atexit.register(lambda: sys.stderr.write(str('torch' in sys.modules)))\nmain()"
+    )
+    arguments = [sys.executable, "-c", code, "chat", "--url", url]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        while not Scripted.asked and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+        assert process.stderr.read() == b"False"

@@ -1,0 +1,25 @@
+"""One of four ranks, two tensor parallel by two pipeline parallel: `group_rank.py RANK SYNC_FILE`. Fails where a collective is wrong."""
+
+import sys
+
+import torch
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
+
+
+def main(rank: int, sync_file: str) -> None:
+    parallel = VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank).parallel
+    initialize(parallel, init_method=f"file://{sync_file}", backend="gloo")
+    tensor, pipeline = tensor_parallel_group(parallel), pipeline_parallel_group(parallel)
+    assert (tensor.rank, tensor.size, pipeline.rank, pipeline.size) == (rank % 2, 2, rank // 2, 2)
+    mine = torch.full((2, 3), float(rank))
+    first = rank // 2 * 2
+    assert tensor.all_reduce(mine.clone()).tolist() == [[2.0 * first + 1] * 3] * 2
+    assert tensor.all_gather(mine, 1).tolist() == [[first] * 3 + [first + 1] * 3] * 2
+    assert tensor.all_gather(mine.t(), 0)[:, 0].tolist() == [first] * 3 + [first + 1] * 3
+    assert pipeline.all_reduce(mine.clone())[0, 0] == 2 * (rank % 2) + 2
+    destroy()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,153 @@
+"""Rotary tables are those of transformers, for every rope_type; and rotating by them is its formula."""
+
+import pytest
+import torch
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.errors import CheckpointError, UnsupportedError
+from llm_toolkit.model import HFConfig, RopeParameters, RotaryEmbedding
+from llm_toolkit.model.rope_scaling import _SCALINGS
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
+
+HEADS, HEAD_SIZE, MAX_POSITIONS = 4, 32, 256
+BASE = {"hidden_size": HEADS * HEAD_SIZE, "num_attention_heads": HEADS, "max_position_embeddings": MAX_POSITIONS}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "short_factor": [1.0 + i / 16 for i in range(16)],
+    "long_factor": [2.0 + i for i in range(16)],
+    "original_max_position_embeddings": 64,
+}
+SCALINGS = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", **LLAMA3},
+    "llama3 partial": {"rope_type": "llama3", "partial_rotary_factor": 0.5, **LLAMA3},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn partial": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5, "original_max_position_embeddings": 64},
+    "yarn not truncated": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 64},
+    "yarn attention factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7, "original_max_position_embeddings": 64},
+    "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.5, "original_max_position_embeddings": 64},
+    "yarn betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8.0, "beta_slow": 2.0, "original_max_position_embeddings": 64},
+    "longrope": {"rope_type": "longrope", **LONGROPE},
+    "longrope factor": {"rope_type": "longrope", "factor": 8.0, **LONGROPE},
+    "longrope attention factor": {"rope_type": "longrope", "attention_factor": 1.25, **LONGROPE},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+    "proportional factor": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "factor": 2.0},
+}
+
+
+def parameters(config):
+    return RopeParameters.read(HFConfig(config), HEAD_SIZE)
+
+
+def frequencies_by_transformers(rope, max_len):
+    config = LlamaConfig(**BASE, rope_parameters={"rope_theta": 10000.0, **rope})
+    if rope["rope_type"] == "default":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=max_len)
+
+
+def test_every_rope_type_of_transformers_is_known():
+    assert set(_SCALINGS) == {"default", *ROPE_INIT_FUNCTIONS}
+    assert set(_SCALINGS) == {rope["rope_type"] for rope in SCALINGS.values()}
+
+
+@pytest.mark.parametrize("max_len", [48, MAX_POSITIONS, 700])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_those_of_transformers(name, max_len):
+    expected, expected_factor = frequencies_by_transformers(dict(SCALINGS[name]), max_len)
+    given, factor = parameters({**BASE, "rope_parameters": {"rope_theta": 10000.0, **SCALINGS[name]}}).inverse_frequencies(max_len)
+    assert torch.equal(given, expected)
+    assert factor == expected_factor
+
+
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_the_older_way_of_stating_it(key):
+    scaling = {name: value for name, value in SCALINGS["yarn partial"].items() if name != "rope_type"}
+    old = {**BASE, "rope_theta": 500000.0, "rope_scaling": {key: "yarn", **scaling}}
+    new = {**BASE, "rope_parameters": {"rope_theta": 500000, "rope_type": "yarn", **scaling}}
+    given, expected = (parameters(config).inverse_frequencies(512) for config in (old, new))
+    assert torch.equal(given[0], expected[0])
+    assert given[1] == expected[1]
+
+
+def test_nothing_stated_is_the_default_with_theta_10000():
+    given, _ = parameters({**BASE, "rope_parameters": None, "rope_scaling": None}).inverse_frequencies(512)
+    torch.testing.assert_close(given, 10000.0 ** -(torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE))
+
+
+def test_layers_can_differ():
+    config = HFConfig({**BASE, "rope_parameters": {"full": SCALINGS["linear"], "window": {"rope_type": "default", "rope_theta": 100.0}}})
+    full, window = (RopeParameters.read(config, HEAD_SIZE, layer_type=kind) for kind in ("full", "window"))
+    assert (full.rope_type, full.theta, window.rope_type, window.theta) == ("linear", 10000.0, "default", 100.0)
+
+
+def test_the_first_training_length_stated_beside_wins():
+    rope = parameters({**BASE, "original_max_position_embeddings": 32, "rope_parameters": SCALINGS["longrope"]})
+    assert rope.original_max_positions == 32
+    assert rope.stretch == 8
+
+
+def test_what_does_not_do_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"unknown rope_type 'mystery'. Known: default, dynamic, linear, llama3, longrope, .*"):
+        parameters({**BASE, "rope_scaling": {"type": "mystery"}})
+    with pytest.raises(CheckpointError, match="'low_freq_factor'"):
+        parameters({**BASE, "rope_scaling": {"type": "llama3", "factor": 2.0}}).inverse_frequencies(512)
+    with pytest.raises(CheckpointError, match="'short_factor' must have 16 entries, not 15"):
+        rope = {**SCALINGS["longrope"], "short_factor": [1.0] * 15}
+        parameters({**BASE, "rope_parameters": rope}).inverse_frequencies(64)
+    with pytest.raises(CheckpointError, match="cannot rotate 64 dimensions of heads of size 32"):
+        rotary({"rope_type": "default", "partial_rotary_factor": 2.0})
+
+
+def rotary(rope, **options):
+    config = VllmConfig.default(max_model_len=300, **options)
+    return RotaryEmbedding(parameters({**BASE, "rope_parameters": rope}), vllm_config=config)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["default", "yarn"])
+def test_rotating_halves_is_the_formula_of_llama(name, dtype):
+    torch_dtype = getattr(torch, dtype)
+    x = torch.randn(5, HEADS, HEAD_SIZE, dtype=torch_dtype)
+    positions = torch.tensor([0, 7, 1, 250, 299])
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**BASE, rope_parameters={"rope_theta": 10000.0, **SCALINGS[name]}))
+    cos, sin = theirs(x, positions[None])
+    expected, _ = rotate_halves(x.transpose(0, 1)[None], x.transpose(0, 1)[None], cos, sin)
+    given = rotary(SCALINGS[name], dtype=dtype)(positions).rotate(x.clone())
+    assert given.dtype == torch_dtype
+    tolerance = {"float32": 1e-5, "bfloat16": 2e-2}[dtype]
+    torch.testing.assert_close(given, expected[0].transpose(0, 1), atol=tolerance, rtol=tolerance)
+
+
+def test_rotating_neighbours_is_the_formula_of_glm_and_leaves_the_rest():
+    x = torch.randn(5, HEADS, HEAD_SIZE)
+    positions = torch.tensor([0, 7, 1, 250, 299])
+    rope = parameters({**BASE, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
+    frequencies, _ = rope.inverse_frequencies(300)
+    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)[None]
+    heads = x.transpose(0, 1)[None]
+    expected, _ = rotate_interleaved(heads, heads, angles.cos(), angles.sin())
+    embedding = RotaryEmbedding(rope, interleaved=True, vllm_config=VllmConfig.default(max_model_len=300))
+    given = embedding(positions).rotate(x.clone())
+    torch.testing.assert_close(given, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    assert torch.equal(given[..., HEAD_SIZE // 2 :], x[..., HEAD_SIZE // 2 :])
+
+
+def test_a_view_is_rotated_in_place_and_its_neighbours_stay():
+    packed = torch.randn(6, 3 * HEADS * HEAD_SIZE)
+    before = packed.clone()
+    queries = packed[:, : HEADS * HEAD_SIZE].view(6, HEADS, HEAD_SIZE)
+    rotation = rotary(SCALINGS["default"])(torch.arange(6) + 9)
+    expected = rotation.rotate(queries.clone())
+    rotation.rotate(queries)
+    assert torch.equal(packed[:, : HEADS * HEAD_SIZE].view_as(expected), expected)
+    assert torch.equal(packed[:, HEADS * HEAD_SIZE :], before[:, HEADS * HEAD_SIZE :])
+
+
+def test_the_table_is_not_part_of_a_checkpoint():
+    assert rotary(SCALINGS["default"]).state_dict() == {}

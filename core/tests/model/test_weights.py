@@ -1,0 +1,184 @@
+"""Checkpoint folders: what is read, and what is said of a broken one. Names of weights are matched by a small model."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.errors import CheckpointError, PluginError
+from llm_toolkit.model import (
+    CheckpointWeights,
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    Model,
+    check_constructor,
+    load_model,
+)
+from safetensors.torch import save_file
+from torch import nn
+
+
+class TwoLayers(Model):
+    packed = {"pair": ("left", "right")}
+    renames = ((r"^transformer\.", ""), (r"\.gamma$", ".weight"))
+    ignored = (r"\.cached$",)
+
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.pair = MergedColumnParallelLinear(4, [2, 3], vllm_config=vllm_config, prefix="pair")
+        self.out = ColumnParallelLinear(4, 6, vllm_config=vllm_config, prefix="out")
+        self.norm = nn.LayerNorm(4, bias=False)
+        self.register_buffer("scale", torch.zeros(2))
+
+
+WEIGHTS = {
+    "left.weight": torch.randn(2, 4),
+    "right.weight": torch.randn(3, 4),
+    "out.weight": torch.randn(6, 4),
+    "norm.weight": torch.randn(4),
+    "scale": torch.randn(2),
+}
+
+
+def config_for(folder, **options):
+    config = VllmConfig.default({"architectures": ["TwoLayers"]}, **options)
+    return msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(folder)))
+
+
+def load(folder, **options):
+    return load_model(TwoLayers, config_for(folder, **options), torch.device("cpu"))
+
+
+def write_sharded(folder):
+    names = list(WEIGHTS)
+    files = {name: f"model-{1 + i % 2:05}-of-00002.safetensors" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({name: WEIGHTS[name] for name in names if files[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+
+
+def assert_loaded(model):
+    # Projections may have packed their weights: multiplying by the identity brings them back.
+    assert torch.equal(model.pair(torch.eye(4)).T, torch.cat((WEIGHTS["left.weight"], WEIGHTS["right.weight"])))
+    assert torch.equal(model.out(torch.eye(4)).T, WEIGHTS["out.weight"])
+    assert torch.equal(model.norm.weight, WEIGHTS["norm.weight"])
+    assert torch.equal(model.scale, WEIGHTS["scale"])
+
+
+def test_a_single_file(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    model = load(tmp_path)
+    assert_loaded(model)
+    assert not model.training
+    assert not any(param.requires_grad for param in model.parameters())
+
+
+def test_several_files_with_an_index(tmp_path):
+    write_sharded(tmp_path)
+    assert_loaded(load(tmp_path))
+
+
+def test_names_are_translated_and_some_passed_over(tmp_path):
+    renamed = {f"transformer.{name}".replace("norm.weight", "norm.gamma"): tensor for name, tensor in WEIGHTS.items()}
+    save_file({**renamed, "transformer.out.cached": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert_loaded(load(tmp_path))
+
+
+def test_the_names_filled_are_returned():
+    model = TwoLayers(vllm_config=VllmConfig.default())
+    assert model.load_weights(WEIGHTS.items()) == {"pair.weight", "out.weight", "norm.weight", "scale"}
+
+
+def test_weights_take_the_dtype_of_the_model(tmp_path):
+    save_file({name: tensor.bfloat16() for name, tensor in WEIGHTS.items()}, tmp_path / "model.safetensors")
+    model = load(tmp_path)
+    assert model.norm.weight.dtype == model.out(torch.eye(4)).dtype == torch.float32
+
+
+def test_half_of_a_packed_weight_is_not_enough():
+    model = TwoLayers(vllm_config=VllmConfig.default())
+    with pytest.raises(CheckpointError, match=r"^1 missing: right\.weight\.$"):
+        model.load_weights((name, tensor) for name, tensor in WEIGHTS.items() if name != "right.weight")
+
+
+def test_a_missing_file_of_an_index_is_named(tmp_path):
+    write_sharded(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"index\.json names files that are missing: model-00002-of-00002\.safetensors"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_broken_index_is_named(tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is no index of weights"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/model.safetensors", "sub/model.safetensors", 3])
+def test_an_index_cannot_name_files_of_other_folders(tmp_path, file):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(CheckpointError, match="which is no file of its own folder"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_named(tmp_path, keep):
+    file = tmp_path / "model.safetensors"
+    save_file(WEIGHTS, file)
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no readable safetensors file; it may be truncated"):
+        load(tmp_path)
+
+
+def test_garbage_is_named(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 200)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no readable safetensors file"):
+        load(tmp_path)
+
+
+def test_pickles_are_not_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pickles only \(pytorch_model\.bin\).*Convert to safetensors"):
+        load(tmp_path)
+
+
+def test_a_folder_without_weights_or_none_at_all(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds neither model\.safetensors nor .* It holds: config\.json"):
+        load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint folder .*absent"):
+        load(tmp_path / "absent")
+
+
+def test_weights_are_mapped_and_not_copied(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    first = dict(CheckpointWeights(tmp_path))
+    assert {name: tensor.tolist() for name, tensor in first.items()} == {name: tensor.tolist() for name, tensor in WEIGHTS.items()}
+    ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    for tensor in first.values():
+        assert any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in ranges)
+
+
+class Positional(nn.Module):
+    def __init__(self, vllm_config, prefix, quant_config):
+        super().__init__()
+
+
+class Extra(nn.Module):
+    def __init__(self, *, vllm_config, prefix="", cache_config):
+        super().__init__()
+
+
+@pytest.mark.parametrize("cls", [Positional, Extra])
+def test_an_old_constructor_is_refused_and_the_shim_shown(cls):
+    with pytest.raises(PluginError) as caught:
+        check_constructor(cls)
+    assert cls.__qualname__ in str(caught.value)
+    assert f"class {cls.__name__}Shim({cls.__name__}):\n    def __init__(self, *, vllm_config, prefix=" in str(caught.value)
+
+
+def test_the_contract_of_constructors():
+    check_constructor(TwoLayers)

@@ -1,0 +1,81 @@
+"""Every hook of core does what its page says: the pages' own examples are the plugins."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from llm_toolkit.config import PluginsConfig, VllmConfig
+from llm_toolkit.events import StepEvent
+from llm_toolkit.plugin import Plugins, hookimpl
+
+PAGES = Path(__file__).parents[3] / "docs" / "hooks"
+
+
+def page_example(page: Path) -> str:
+    """The second Python block of a hook's page."""
+    return page.read_text(encoding="utf-8").split("```python\n")[2].split("```")[0]
+
+
+@pytest.fixture
+def example(request, monkeypatch):
+    """The example on the page of the hook that the test is named after, as a module."""
+    hook = request.function.__name__.removeprefix("test_")
+    module = types.ModuleType(f"{hook}_example")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(page_example(PAGES / f"{hook}.md"), module.__dict__)
+    return module
+
+
+def load(*plugins):
+    return Plugins.load(PluginsConfig(plugins=[]), extra=plugins)
+
+
+def test_toolkit_register_hookspecs(example):
+    class Greets:
+        name = "greets"
+
+        @hookimpl
+        def toolkit_greeting(self, name):
+            return f"hello {name}"
+
+    assert load(Greets(), example).hook.toolkit_greeting(name="you") == ["hello you"]
+
+
+def test_toolkit_register_models(example):
+    entry = load(example).models.get("MyForCausalLM")
+    assert (entry.target, entry.plugin, entry.runner) == ("llm_toolkit_mine.model:MyForCausalLM", example.__name__, "generate")
+
+
+def test_toolkit_register_attention_backends(example):
+    assert load(example).attention_backends.get("mine").priority == 50
+
+
+def test_toolkit_register_renderers(example):
+    assert load(example).renderers.get("mine").reads == ("my_vocab.txt",)
+
+
+def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):
+    folder = tmp_path / "llm_toolkit_mine" / "checkpoint"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load(example).checkpoints.path("mine") == folder
+
+
+def test_toolkit_register_commands(example):
+    assert load(example).commands.get("measure").help == "Measure a model."
+
+
+def test_toolkit_configure(example):
+    plugins = load(example)
+    assert plugins.configure(VllmConfig.make(device="cpu")).cache.block_size == 32
+    assert plugins.configure(VllmConfig.make(device="cuda")) == VllmConfig.make(device="cuda")
+
+
+def test_toolkit_event(example):
+    event = StepEvent(time=0, duration=1, num_tokens=1, num_running=1, num_waiting=0, num_used_blocks=1, num_total_blocks=2)
+    load(example).event(event)
+    assert example.steps == [event]

@@ -1,0 +1,109 @@
+"""The routes, as a router for any FastAPI app and as an app of their own."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.routing import APIRoute
+from llm_toolkit import __version__
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from llm_toolkit_server.chat import Chat
+from llm_toolkit_server.completions import Completions
+from llm_toolkit_server.errors import as_api_error
+from llm_toolkit_server.generation import check_model
+from llm_toolkit_server.metrics import Metrics
+from llm_toolkit_server.options import ServerOptions
+from llm_toolkit_server.plugin_routes import add_plugin_routes
+from llm_toolkit_server.route import route_class
+from llm_toolkit_server.tokens import Tokens
+
+if TYPE_CHECKING:
+    from llm_toolkit.engine import AsyncLLM
+
+
+class About:
+    """What the server says of itself."""
+
+    def __init__(self, engine: AsyncLLM, metrics: Metrics | None) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def health(self) -> Response:
+        """200 while the engine lives, else 503 with the reason."""
+        error = self._engine.error
+        if error is None:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "dead", "reason": f"{type(error).__name__}: {error}"}, 503)
+
+    async def version(self) -> dict[str, str]:
+        """The version of llm-toolkit."""
+        return {"version": __version__}
+
+    async def metrics(self) -> Response:
+        """Figures for Prometheus."""
+        assert self._metrics is not None
+        return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def models(self) -> dict[str, Any]:
+        """The models that are served."""
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, model: str) -> dict[str, Any]:
+        """One model."""
+        check_model(self._engine, model)
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        config = self._engine.config
+        return {
+            "id": config.served_model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "llm-toolkit",
+            "max_model_len": config.max_model_len,
+        }
+
+
+def create_router(engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> APIRouter:
+    """The server's routes, to be mounted in any FastAPI app. They need no lifespan; the caller owns the engine.
+
+    /metrics is there when `metrics` is given. Raises ConfigError for an unknown name in `options.routes`, PluginError when a plugin's
+    routes fail.
+    """
+    options = options or ServerOptions()
+    kind = route_class(options)
+    router = APIRouter(route_class=kind)
+    about, tokens = About(engine, metrics), Tokens(engine)
+    router.add_api_route("/v1/chat/completions", Chat(engine).create, methods=["POST"], response_model=None)
+    router.add_api_route("/v1/completions", Completions(engine, options).create, methods=["POST"], response_model=None)
+    router.add_api_route("/v1/models", about.models)
+    router.add_api_route("/v1/models/{model:path}", about.model)
+    router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"])
+    router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"])
+    router.add_api_route("/version", about.version)
+    if metrics is not None:
+        router.add_api_route("/metrics", about.metrics, response_model=None)
+    # Health is open to all, so it is no ServerRoute.
+    router.add_api_route("/health", about.health, response_model=None, route_class_override=APIRoute)
+    add_plugin_routes(router, engine, options.routes, kind)
+    return router
+
+
+def create_app(engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
+    """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
+    options = options or ServerOptions()
+    # The generated pages describe the API to anyone, so they are on only where anyone may use it.
+    openapi_url = None if options.api_key else "/openapi.json"
+    app = FastAPI(title="llm-toolkit", version=__version__, openapi_url=openapi_url, exception_handlers={HTTPException: _answer_error})
+    app.include_router(create_router(engine, options, metrics=metrics))
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return as_api_error(error).response()

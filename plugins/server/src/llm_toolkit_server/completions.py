@@ -1,0 +1,102 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Response
+from fastapi.responses import JSONResponse
+from llm_toolkit.outputs import Logprob
+from llm_toolkit.prompts import TokensPrompt
+
+from llm_toolkit_server.event_stream import EventStream
+from llm_toolkit_server.generation import Generation, check_model
+from llm_toolkit_server.logprobs import completion_logprobs
+from llm_toolkit_server.options import ServerOptions
+from llm_toolkit_server.protocol import CompletionBody
+
+if TYPE_CHECKING:
+    from llm_toolkit.engine import AsyncLLM
+
+
+class Completions:
+    """Texts that the engine's model goes on with."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        self._engine = engine
+        self._options = options
+
+    async def create(self, body: CompletionBody) -> Response:
+        """Completes one or several prompts."""
+        check_model(self._engine, body.model)
+        params = body.params()
+        prompts = body.prompts(self._options.max_prompts)
+        # The tokenizer may take long: not on the event loop.
+        token_ids = await asyncio.to_thread(self._render, prompts)
+        echoes = await asyncio.to_thread(self._echoes, prompts) if body.echo else [""] * len(prompts)
+        generation = await Generation.start(self._engine, token_ids, params, body.priority)
+        if body.stream:
+            return EventStream(self._chunks(body, generation, echoes, params.n), generation)
+        choices = [
+            self._choice(
+                body,
+                one.index,
+                echoes[one.index // params.n] + one.text,
+                one.token_ids,
+                one.logprobs or [],
+                0,
+                one.finish_reason,
+                one.stop_reason,
+            )
+            for one in await generation.choices()
+        ]
+        return JSONResponse({**self._head(generation), "choices": choices, "usage": generation.usage()})
+
+    async def _chunks(
+        self, body: CompletionBody, generation: Generation, echoes: list[str], n: int
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        head = self._head(generation) | ({"usage": None} if body.include_usage else {})
+        for index, echo in enumerate(echo for echo in echoes for _ in range(n) if body.echo):
+            yield {**head, "choices": [self._choice(body, index, echo)]}
+        async for one in generation.deltas():
+            if one.text or one.logprobs or one.finish_reason is not None:
+                choice = self._choice(body, one.index, one.text, one.token_ids, one.logprobs, one.text_offset, one.finish_reason)
+                yield {**head, "choices": [choice]}
+        if body.include_usage:
+            yield {**head, "choices": [], "usage": generation.usage()}
+
+    def _choice(
+        self,
+        body: CompletionBody,
+        index: int,
+        text: str,
+        token_ids: Sequence[int] = (),
+        logprobs: Sequence[dict[int, Logprob]] = (),
+        text_offset: int = 0,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": None if body.logprobs is None else completion_logprobs(token_ids, logprobs, body.logprobs, text_offset),
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+        }
+
+    def _render(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
+        render = self._engine.renderer.render_prompt
+        return [render(one if isinstance(one, str) else TokensPrompt(prompt_token_ids=one))[0] for one in prompts]
+
+    def _echoes(self, prompts: list[str] | list[list[int]]) -> list[str]:
+        return [one if isinstance(one, str) else self._engine.renderer.decode(one) for one in prompts]
+
+    def _head(self, generation: Generation) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{generation.id}",
+            "object": "text_completion",
+            "created": generation.created,
+            "model": self._engine.config.served_model_name,
+        }

@@ -1,0 +1,115 @@
+"""A fake engine for unit tests, and a small random checkpoint with a real server process for the tests from end to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import httpx
+import pytest
+from llm_toolkit.config import PluginsConfig, VllmConfig
+from llm_toolkit.errors import RequestError
+from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
+from llm_toolkit.plugin import Plugins
+from llm_toolkit.renderer import Renderer
+from llm_toolkit_server.app import create_app
+
+
+class CharRenderer(Renderer):
+    """One token per character."""
+
+    vocab_size = 128
+    eos_token_ids = [0]
+
+    def render_conversation(self, messages, **kwargs):
+        self.kwargs = kwargs
+        if messages[0].get("role") == "bad":
+            raise RequestError("the chat template refuses this conversation", "messages")
+        return self.render_prompt("".join(f"{m['role']}:{m['content']};" for m in messages))
+
+    def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
+        if isinstance(prompt, str):
+            prompt = {"prompt_token_ids": [ord(char) for char in prompt]}
+        token_ids = prompt["prompt_token_ids"]
+        if not token_ids:
+            raise RequestError("the prompt is empty.", "prompt")
+        if max(token_ids) >= 128:
+            raise RequestError(f"token id {max(token_ids)} is not in the vocabulary.", "prompt_token_ids")
+        return token_ids, None
+
+    def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
+        raise NotImplementedError
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens=False):
+        return "".join(map(chr, token_ids))
+
+    def token_texts(self, token_ids):
+        return [chr(token_id) for token_id in token_ids]
+
+
+class FakeEngine:
+    """Answers with the prompt in capitals, one character at a time. A prompt with "hang" waits for ever after its second character."""
+
+    def __init__(self, plugins: Sequence[object] = (), **options) -> None:
+        self.config = VllmConfig.default(model="fake", **{"max_model_len": 64, **options})
+        self.renderer = CharRenderer(self.config)
+        self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
+        self.error = None
+        self.asked = []
+        self.num_open = 0
+        self.failure: Exception | None = None
+
+    async def generate(self, prompt, params, *, request_id=None, priority=0):
+        self.asked.append((prompt, params, priority))
+        text = self.renderer.decode(prompt["prompt_token_ids"])
+        answer = text.upper()[: params.max_tokens]
+        if "refuse" in text:
+            raise RequestError("n is too high", "n")
+        self.num_open += 1
+        try:
+            for size in range(1, len(answer) + 1):
+                await asyncio.sleep(0)
+                if self.failure and size == 2:
+                    raise self.failure
+                if "hang" in text and size == 3:
+                    await asyncio.Event().wait()
+                done = size == len(answer)
+                reason = ("error" if "broken" in text else "stop") if done else None
+                outputs = [self._sequence(i, answer[:size], params, reason) for i in range(params.n)]
+                yield RequestOutput("id", text, prompt["prompt_token_ids"], outputs, done, num_cached_tokens=1, error="NaN logits")
+        finally:
+            self.num_open -= 1
+
+    def _sequence(self, index, text, params, reason):
+        table = None
+        if params.logprobs is not None:
+            # The chosen token is the second likeliest.
+            table = [{ord(c): Logprob(-1.5, 2, c), ord("~"): Logprob(-0.5, 1, "~"), ord("!"): Logprob(float("-inf"), 3, "!")} for c in text]
+        return CompletionOutput(index, text, [ord(c) for c in text], table, finish_reason=reason)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def make_engine() -> type[FakeEngine]:
+    return FakeEngine
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def client_of():
+    """client_of(app): an HTTP client of an app in this process."""
+    return lambda app: httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+@pytest.fixture
+async def client(engine, client_of):
+    async with client_of(create_app(engine)) as one:
+        yield one

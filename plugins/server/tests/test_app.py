@@ -1,0 +1,500 @@
+"""The routes over a fake engine: shapes, streams, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
+from llm_toolkit.config import PluginsConfig
+from llm_toolkit.errors import ConfigError, EngineDeadError, PluginError
+from llm_toolkit.events import RequestEvent, StepEvent
+from llm_toolkit.plugin import Plugins, hookimpl
+from llm_toolkit_server.app import create_app, create_router
+from llm_toolkit_server.metrics import Metrics
+from llm_toolkit_server.options import ServerOptions
+
+pytestmark = pytest.mark.anyio
+CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def events_of(response) -> list:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+async def test_chat(client, engine):
+    reply = (await client.post(CHAT, json={**HI, "model": "fake", "n": 2, "seed": 3, "top_k": 5, "user": "me", "priority": -1})).json()
+    assert reply["id"].startswith("chatcmpl-")
+    assert reply["object"] == "chat.completion"
+    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in reply["choices"]] == [
+        (0, "USER:HI;", "stop"),
+        (1, "USER:HI;", "stop"),
+    ]
+    assert reply["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 16,
+        "total_tokens": 24,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    [(_, params, priority)] = engine.asked
+    assert (params.n, params.seed, params.top_k, params.max_tokens, params.temperature, priority) == (2, 3, 5, None, 1.0, -1)
+
+
+async def test_chat_stream(client):
+    body = {**HI, "stream": True, "stream_options": {"include_usage": True}, "max_completion_tokens": 3}
+    response = await client.post(CHAT, json=body)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *chunks, usage = events_of(response)
+    assert [chunk["choices"][0]["delta"] for chunk in chunks] == [
+        {"role": "assistant", "content": ""},
+        {"content": "U"},
+        {"content": "S"},
+        {"content": "E"},
+        {},
+    ]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+    assert {chunk["usage"] for chunk in chunks} == {None}
+    assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
+    assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
+
+
+async def test_chat_logprobs(client):
+    reply = (await client.post(CHAT, json={**HI, "logprobs": True, "top_logprobs": 3, "max_tokens": 1})).json()
+    assert reply["choices"][0]["logprobs"]["content"] == [
+        {
+            "token": "U",
+            "logprob": -1.5,
+            "bytes": [85],
+            "top_logprobs": [
+                {"token": "~", "logprob": -0.5, "bytes": [126]},
+                {"token": "U", "logprob": -1.5, "bytes": [85]},
+                {"token": "!", "logprob": -9999.0, "bytes": [33]},
+            ],
+        }
+    ]
+    chunks = events_of(await client.post(CHAT, json={**HI, "logprobs": True, "max_tokens": 2, "stream": True}))
+    found = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [[(one["token"], one["top_logprobs"]) for one in f["content"]] for f in found if f] == [[("U", [])], [("S", [])]]
+
+
+async def test_render_options(client, engine):
+    await client.post(CHAT, json={**HI, "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}})
+    assert engine.renderer.kwargs == {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("abc", ["ABC"]),
+        (["abc", "de"], ["ABC", "DE"]),
+        ([97, 98], ["AB"]),
+        ([[97], [98, 99]], ["A", "BC"]),
+    ],
+)
+async def test_completion_prompts(client, prompt, texts):
+    reply = (await client.post(COMPLETE, json={"prompt": prompt})).json()
+    assert [choice["text"] for choice in reply["choices"]] == texts
+    echoed = (await client.post(COMPLETE, json={"prompt": prompt, "echo": True, "n": 2})).json()
+    assert [choice["text"] for choice in echoed["choices"]] == [text.lower() + text for text in texts for _ in range(2)]
+    assert [choice["index"] for choice in echoed["choices"]] == list(range(2 * len(texts)))
+    chunks = events_of(await client.post(COMPLETE, json={"prompt": prompt, "echo": True, "stream": True}))
+    streamed = [""] * len(texts)
+    for chunk in chunks:
+        streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert streamed == [text.lower() + text for text in texts]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks].count("stop") == len(texts)
+
+
+async def test_completion_logprobs(client, engine):
+    reply = (await client.post(COMPLETE, json={"prompt": "ab", "logprobs": 1})).json()
+    assert reply["choices"][0]["logprobs"] == {
+        "tokens": ["A", "B"],
+        "token_logprobs": [-1.5, -1.5],
+        "top_logprobs": [{"A": -1.5, "~": -0.5}, {"B": -1.5, "~": -0.5}],
+        "text_offset": [0, 1],
+    }
+    chunks = events_of(await client.post(COMPLETE, json={"prompt": "ab", "logprobs": 0, "stream": True}))
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0], [1]]
+    assert engine.asked[-1][1].max_tokens == 16
+
+
+async def test_models_version_and_health(client, engine):
+    [card] = (await client.get("/v1/models")).json()["data"]
+    assert (card["id"], card["max_model_len"]) == ("fake", 64)
+    assert (await client.get("/v1/models/fake")).json() == card
+    assert (await client.get("/v1/models/some/other")).status_code == 404
+    assert set((await client.get("/version")).json()) == {"version"}
+    assert (await client.get("/health")).status_code == 200
+    engine.error = RuntimeError("out of luck")
+    dead = await client.get("/health")
+    assert (dead.status_code, dead.json()["reason"]) == (503, "RuntimeError: out of luck")
+
+
+async def test_tokenize_and_detokenize(client):
+    reply = (await client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})).json()
+    assert reply == {"count": 2, "max_model_len": 64, "tokens": [97, 98], "token_strs": ["a", "b"]}
+    assert (await client.post("/tokenize", json=HI)).json()["count"] == 8
+    assert (await client.post("/detokenize", json={"tokens": [97, 98]})).json() == {"prompt": "ab"}
+
+
+BAD = [
+    (CHAT, {**HI, "model": "other"}, 404, "model", "model_not_found"),
+    (CHAT, {}, 400, "messages", "missing_required_parameter"),
+    (CHAT, {"messages": "hi"}, 400, "messages", None),
+    (CHAT, {"messages": ["hi"]}, 400, "messages", None),
+    (CHAT, {"messages": [{"role": "bad"}]}, 400, "messages", None),
+    (CHAT, {**HI, "temprature": 1}, 400, "temprature", None),
+    (CHAT, {**HI, "stream": False, "stream_options": {"include_usage": True}}, 400, "stream_options", None),
+    (CHAT, {**HI, "stream": True, "stream_options": {"usage": True}}, 400, "stream_options", None),
+    (CHAT, {**HI, "top_logprobs": 2}, 400, "top_logprobs", None),
+    (CHAT, {**HI, "tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
+    (CHAT, {**HI, "response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
+    (CHAT, {**HI, "logit_bias": {"5": 1}}, 400, "logit_bias", "unsupported_parameter"),
+    (CHAT, {**HI, "presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
+    (CHAT, {**HI, "messages": [{"role": "user", "content": "x" * 100}]}, 400, "prompt", "context_length_exceeded"),
+    (COMPLETE, {"prompt": ""}, 400, "prompt", None),
+    (COMPLETE, {"prompt": []}, 400, "prompt", None),
+    (COMPLETE, {"prompt": [[]]}, 400, "prompt", None),
+    (COMPLETE, {"prompt": [1, "a"]}, 400, "prompt", None),
+    (COMPLETE, {"prompt": [500]}, 400, "prompt", None),
+    (COMPLETE, {"prompt": ["a"] * 257}, 400, "prompt", None),
+    (COMPLETE, {"prompt": "x" * 64}, 400, "prompt", "context_length_exceeded"),
+    (COMPLETE, {"prompt": "refuse"}, 400, "n", None),
+    (COMPLETE, {"prompt": ["a", "refuse"]}, 400, "n", None),
+    (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", None),
+    (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature", None),
+    (COMPLETE, {"prompt": "a", "temperature": "1"}, 400, "temperature", None),
+    (COMPLETE, {"prompt": "a", "temperature": 1e300}, 400, "temperature", None),
+    (COMPLETE, {"prompt": "a", "top_p": 0}, 400, "top_p", None),
+    (COMPLETE, {"prompt": "a", "n": 0}, 400, "n", None),
+    (COMPLETE, {"prompt": "a", "n": True}, 400, "n", None),
+    (COMPLETE, {"prompt": "a", "n": 1.5}, 400, "n", None),
+    (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", None),
+    (COMPLETE, {"prompt": "a", "seed": 2**70}, 400, "seed", None),
+    (COMPLETE, {"prompt": "a", "priority": 2**70}, 400, "priority", None),
+    (COMPLETE, {"prompt": "a", "stop": [""]}, 400, "stop", None),
+    (COMPLETE, {"prompt": "a", "stop": ["x"] * 100}, 400, "stop", None),
+    (COMPLETE, {"prompt": "a", "best_of": 3}, 400, "best_of", "unsupported_parameter"),
+    ("/tokenize", {}, 400, "prompt", None),
+    ("/tokenize", {"prompt": "a", **HI}, 400, "prompt", None),
+    ("/detokenize", {"tokens": [500]}, 400, "prompt", None),
+    ("/detokenize", {"tokens": ["a"]}, 400, "tokens", None),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "code"), BAD)
+async def test_bad_fields(client, engine, path, body, status, param, code):
+    for stream in (False, True) if "/v1" in path else (None,):
+        response = await client.post(path, json=body if stream is None else {"stream": stream, **body})
+        error = response.json()["error"]
+        assert response.status_code == status, error
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, code), error
+        assert error["message"]
+    assert engine.num_open == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "n": NaN}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ],
+)
+async def test_bad_json(client, content):
+    response = await client.post(COMPLETE, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_unknown_field_message(client):
+    response = await client.post(COMPLETE, json={"prompt": "a", "foo": 1})
+    assert response.json()["error"]["message"] == "Unrecognized request argument supplied: foo"
+
+
+async def test_neutral_fields_are_accepted(client):
+    neutral = {
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "tools": None,
+        "response_format": {"type": "text"},
+        "store": False,
+        "metadata": {"a": "b"},
+    }
+    assert (await client.post(CHAT, json={**HI, **neutral})).status_code == 200
+
+
+async def test_a_body_that_is_not_json_or_too_large(engine, client_of):
+    async with client_of(create_app(engine, ServerOptions(max_body_size="100"))) as client:
+        assert (await client.post(COMPLETE, content=b"prompt=a")).status_code == 400
+        large = b'{"prompt": "%s"}' % (b"x" * 100)
+        headers = {"content-type": "application/json"}
+        declared = await client.post(COMPLETE, content=large, headers=headers)
+
+        async def pieces():
+            yield large[:60]
+            yield large[60:]
+
+        chunked = await client.post(COMPLETE, content=pieces(), headers=headers)
+        for response in (declared, chunked):
+            assert response.status_code == 413
+            assert response.json()["error"]["code"] == "request_too_large"
+
+
+async def test_unknown_paths_and_methods(client):
+    for response, status in ((await client.get("/nothing"), 404), (await client.get(CHAT), 405)):
+        assert response.status_code == status
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("header", [None, "Bearer wrong", "Bearer", "Basic secret", "Bearer sécret".encode("latin-1")])
+async def test_api_key(engine, client_of, header):
+    app = create_app(engine, ServerOptions(api_key="secret"), metrics=Metrics())
+    async with client_of(app) as client:
+        for path in ("/v1/models", "/version", "/metrics", "/v1/models/x"):
+            response = await client.get(path, headers={} if header is None else {"authorization": header})
+            assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert (await client.post(CHAT, json=HI)).status_code == 401
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/openapi.json")).status_code == 404
+        assert (await client.post(CHAT, json=HI, headers={"authorization": "Bearer secret"})).status_code == 200
+
+
+@pytest.mark.parametrize(("failure", "status"), [(RuntimeError("password is hunter2"), 500), (EngineDeadError("dead: hunter2"), 503)])
+async def test_internal_errors_tell_nothing(client, engine, caplog, failure, status):
+    engine.failure = failure
+    with caplog.at_level(logging.CRITICAL, "llm_toolkit_server"):
+        response = await client.post(CHAT, json=HI)
+        streamed = events_of(await client.post(CHAT, json={**HI, "stream": True}))
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == streamed[-1]["error"]["type"] == "server_error"
+    assert "hunter2" not in response.text + json.dumps(streamed)
+
+
+async def test_a_sequence_that_fails(client, engine):
+    response = await client.post(COMPLETE, json={"prompt": "broken"})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "model_error")
+    assert engine.num_open == 0
+
+
+async def call(app, path: str, body: dict, leave_when) -> list:
+    """Speaks ASGI with the app, and disconnects when `leave_when()`."""
+    sent = []
+    queue = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive():
+        if queue:
+            return queue.pop()
+        while not leave_when(sent):
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers, "http_version": "1.1"}
+    scope |= {
+        "scheme": "http",
+        "server": ("test", 80),
+        "client": ("test", 1),
+        "root_path": "",
+        "asgi": {"version": "3.0", "spec_version": "2.4"},
+    }
+    await asyncio.wait_for(app(scope, receive, send), 5)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["hang", ["hang", "quick"], ["hang", "hang"]])
+async def test_disconnect_aborts(engine, stream, prompt):
+    other = asyncio.create_task(call(create_app(engine), COMPLETE, {"prompt": "beside"}, lambda sent: False))
+    sent = await call(create_app(engine), COMPLETE, {"prompt": prompt, "stream": stream, "n": 2}, lambda sent: len(sent) > 3 or not stream)
+    assert engine.num_open <= 1
+    assert b"[DONE]" not in b"".join(message.get("body", b"") for message in sent)
+    assert b"BESIDE" in b"".join(message.get("body", b"") for message in await other)
+    assert engine.num_open == 0
+
+
+async def test_disconnect_before_the_body_is_read(engine):
+    app = create_app(engine)
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": COMPLETE,
+        "query_string": b"",
+        "headers": [],
+        "http_version": "1.1",
+        "scheme": "http",
+    }
+    await asyncio.wait_for(app({**scope, "root_path": ""}, receive, send), 5)
+    assert engine.asked == []
+
+
+async def test_mounted_in_another_app(engine, client_of):
+    app = FastAPI()
+    app.include_router(create_router(engine, ServerOptions(api_key="secret")), prefix="/llm")
+    async with client_of(app) as client:
+        assert (await client.post("/llm" + CHAT, json=HI)).json()["error"]["code"] == "invalid_api_key"
+        headers = {"authorization": "Bearer secret"}
+        assert (await client.post("/llm" + CHAT, json=HI, headers=headers)).json()["choices"]
+        assert (await client.post("/llm" + COMPLETE, content=b"{", headers=headers)).json()["error"]["type"] == "invalid_request_error"
+        assert (await client.get("/llm/metrics", headers=headers)).status_code == 404
+
+
+async def test_openapi_describes_the_bodies(client):
+    schema = (await client.get("/openapi.json")).json()
+    assert "CompletionBody" in schema["components"]["schemas"]
+
+
+class Hello:
+    name = "hello"
+
+    @hookimpl
+    def toolkit_register_routes(self, router, engine):
+        @router.get("/hello")
+        async def hello(size: int = 1) -> dict[str, str]:
+            return {"model": engine.config.served_model_name * size}
+
+
+async def test_hook_toolkit_register_routes(make_engine, client_of):
+    engine = make_engine([Hello()])
+    async with client_of(create_app(engine)) as client:
+        assert (await client.get("/hello")).status_code == 404
+    async with client_of(create_app(engine, ServerOptions(routes=["hello"], api_key="secret"))) as client:
+        assert (await client.get("/hello")).json()["error"]["code"] == "invalid_api_key"
+        headers = {"authorization": "Bearer secret"}
+        assert (await client.get("/hello?size=2", headers=headers)).json() == {"model": "fakefake"}
+        assert (await client.get("/hello?size=a", headers=headers)).status_code == 400
+
+
+async def test_routes_of_an_unknown_plugin(make_engine):
+    with pytest.raises(ConfigError, match=r"'helo' has HTTP routes\. Did you mean 'hello'"):
+        create_app(make_engine([Hello()]), ServerOptions(routes=["helo"]))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _websocket(router):
+    @router.websocket("/live")
+    async def live(socket):
+        pass
+
+
+def _mount(router):
+    router.mount("/app", FastAPI())
+
+
+def _plain(router):
+    router.add_api_route("/plain", _nothing, route_class_override=APIRoute)
+
+
+def _nested(router):
+    inner = APIRouter()
+    inner.add_api_route("/inner", _nothing)
+    router.include_router(inner)
+
+
+def _taken(router):
+    router.add_api_route("/health", _nothing)
+
+
+def _raising(router):
+    raise ValueError("no routes today")
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (_websocket, "no plain HTTP route"),
+        (_mount, "no plain HTTP route"),
+        (_plain, "no plain HTTP route"),
+        (_nested, "no plain HTTP route"),
+        (_taken, "the route GET /health is in use"),
+        (_raising, "failed in toolkit_register_routes: ValueError: no routes today"),
+    ],
+)
+async def test_routes_that_are_refused(make_engine, add, message):
+    class Bad:
+        name = "bad"
+
+        @hookimpl
+        def toolkit_register_routes(self, router, engine):
+            add(router)
+
+    with pytest.raises(PluginError, match=message):
+        create_app(make_engine([Bad()]), ServerOptions(routes=["bad"]))
+
+
+async def test_metrics(engine, client_of):
+    metrics = Metrics()
+    Plugins.load(PluginsConfig(plugins=["server"]), [metrics])
+    request = {"request_id": "1", "arrival_time": 10.0, "num_prompt_tokens": 7}
+    for kind, time in (("queued", 10.0), ("scheduled", 11.0), ("preempted", 11.5), ("first_token", 12.0)):
+        metrics.toolkit_event(RequestEvent(kind=kind, time=time, **request))
+    end = {"num_output_tokens": 5, "first_token_time": 12.0, "finish_reason": "length"}
+    metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, **request, **end))
+    step = {"duration": 0.5, "num_tokens": 8, "num_running": 3, "num_waiting": 2, "num_used_blocks": 5, "num_total_blocks": 10}
+    metrics.toolkit_event(StepEvent(time=14.0, **step))
+    async with client_of(create_app(engine, metrics=metrics)) as client:
+        response = await client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    figures = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
+    expected = {
+        "num_sequences_running": 3,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_ratio": 0.5,
+        "preemptions_total": 1,
+        "prompt_tokens_total": 7,
+        "generation_tokens_total": 5,
+        'requests_finished_total{reason="length"}': 1,
+        "request_queue_time_seconds_sum": 1,
+        "time_to_first_token_seconds_sum": 2,
+        "time_per_output_token_seconds_sum": 0.5,
+        "e2e_request_latency_seconds_sum": 4,
+        "step_duration_seconds_sum": 0.5,
+        "step_tokens_sum": 8,
+    }
+    assert {name: float(figures[f"llm_toolkit_{name}"]) for name in expected} == expected
+
+
+async def test_two_metrics_do_not_meet():
+    assert Metrics().registry is not Metrics().registry
+
+
+@pytest.mark.parametrize("options", [{"max_body_size": "50%"}, {"max_body_size": "much"}, {"api_key": ""}])
+async def test_wrong_options(options):
+    with pytest.raises(ConfigError):
+        ServerOptions(**options)
+
+
+async def test_the_entry_module_is_light():
+    code = "import sys, llm_toolkit_server; assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,286 @@
+"""A real server process with a small random model, asked by the official client and by curl."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB = 260
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+)
+FLAGS = ["--load-format", "dummy", "--device", "cpu", "--num-kv-blocks", "512", "--max-num-seqs", "8", "--served-model-name", "random"]
+
+
+def write_checkpoint(folder) -> None:
+    """A byte-level tokenizer without merges, and a config; the weights are made up by --load-format dummy."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}, merges=[]))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+class Server:
+    """`toolkit serve` as a process of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "serve", *arguments]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
+
+    def url(self) -> str:
+        """Waits for the line that says the server is ready."""
+        line = self.process.stdout.readline()
+        assert line.startswith("Serving random at http://127.0.0.1:"), line + self.process.stderr.read()
+        return line.split()[-1]
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code, and what it wrote to stderr."""
+        _, errors = self.process.communicate(timeout=60)
+        return self.process.returncode, errors
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("random")
+    write_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(checkpoint):
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--no-access-log")
+    try:
+        yield server.url()
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.end()
+        assert code == 0, errors
+        assert "Traceback" not in errors
+    finally:
+        server.process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+HI = [{"role": "user", "content": "hi 😀"}]
+FOREVER = {"ignore_eos": True}
+
+
+def gauges(url) -> tuple[float, float, float]:
+    """Running, waiting, cache usage."""
+    figures = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#"))
+    names = ("num_sequences_running", "num_requests_waiting", "kv_cache_usage_ratio")
+    return tuple(float(figures[f"llm_toolkit_{name}"]) for name in names)
+
+
+def wait_for(condition, seconds=20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+def test_openai_chat(client):
+    reply = client.chat.completions.create(model="random", messages=HI, max_tokens=8, temperature=0, extra_body=FOREVER)
+    assert (reply.usage.completion_tokens, reply.choices[0].finish_reason) == (8, "length")
+    stream = client.chat.completions.create(
+        model="random", messages=HI, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}, extra_body=FOREVER
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == reply.choices[0].message.content
+    assert last.usage == reply.usage
+
+
+def test_openai_completions(client):
+    options = {"model": "random", "max_tokens": 6, "seed": 1, "extra_body": FOREVER}
+    reply = client.completions.create(prompt=["one", "two"], n=2, logprobs=2, echo=False, **options)
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    # Tokens that are parts of a character share the text "�", so a table may be smaller than asked for.
+    assert all(len(choice.logprobs.tokens) == 6 and 1 <= len(choice.logprobs.top_logprobs[0]) <= 3 for choice in reply.choices)
+    again = client.completions.create(prompt=["one", "two"], n=2, stream=True, **options)
+    texts = [""] * 4
+    for chunk in again:
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in reply.choices]
+
+
+def test_openai_logprobs_and_stop(client):
+    reply = client.chat.completions.create(
+        model="random", messages=HI, max_tokens=4, logprobs=True, top_logprobs=3, temperature=0, extra_body=FOREVER
+    )
+    content = reply.choices[0].logprobs.content
+    assert len(content) == 4
+    assert all(one.top_logprobs[0].token == one.token and len(one.top_logprobs) == 3 for one in content)
+    plain = client.completions.create(model="random", prompt="a", max_tokens=30, temperature=0, extra_body=FOREVER).choices[0].text
+    stop = next(char for char in plain if char not in plain[0] + "�")
+    cut = client.completions.create(model="random", prompt="a", max_tokens=30, temperature=0, stop=stop, extra_body=FOREVER).choices[0]
+    assert (cut.text, cut.finish_reason) == (plain.split(stop)[0], "stop")
+
+
+def test_openai_models_and_errors(client):
+    assert [model.id for model in client.models.list()] == ["random"]
+    assert client.models.retrieve("random").id == "random"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-5", messages=HI)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="random", prompt="x" * 3000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="no robots"):
+        client.chat.completions.create(model="random", messages=[{"role": "robot", "content": "beep"}])
+
+
+BAD = [
+    {"prompt": ""},
+    {"prompt": [VOCAB]},
+    {"prompt": [10**30]},
+    {"prompt": "a", "temperature": -1},
+    {"prompt": "a", "n": 1000},
+    {"prompt": "a", "n": 9},
+    {"prompt": "a", "logprobs": 1000},
+    {"prompt": "a", "top_k": 10**30},
+    {"prompt": "a", "min_tokens": 10**18, "max_tokens": None},
+    {"prompt": "a", "stop_token_ids": [-1]},
+    {"prompt": "a", "stop_token_ids": [2**31 - 1], "max_tokens": "a"},
+    {"prompt": ["a"] * 300},
+    {"prompt": ["a", ""]},
+    {"prompt": "x" * 5_000_000},
+]
+
+
+def test_bad_requests_harm_no_others(client, url):
+    def good(_):
+        return client.completions.create(model="random", prompt="good", max_tokens=40, temperature=0, extra_body=FOREVER).choices[0].text
+
+    def bad(body):
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+
+    expected = good(0)
+    with ThreadPoolExecutor(6) as pool:
+        goods = [pool.submit(good, i) for i in range(4)]
+        replies = list(pool.map(bad, BAD))
+        assert [future.result() for future in goods] == [expected] * 4
+    assert [(reply.status_code, reply.json()["error"]["type"]) for reply in replies] == [(400, "invalid_request_error")] * len(BAD)
+    assert httpx.get(f"{url}/health").status_code == 200
+    wait_for(lambda: gauges(url) == (0, 0, 0))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_frees_the_blocks(client, url, stream):
+    wait_for(lambda: gauges(url) == (0, 0, 0))
+    body = {"model": "random", "prompt": ["a", "b"], "n": 2, "max_tokens": 1900, "ignore_eos": True, "stream": stream}
+    with httpx.Client() as one:
+        if stream:
+            with one.stream("POST", f"{url}/v1/completions", json=body) as response:
+                print(response.status_code, next(response.iter_lines()))
+                [print(gauges(url)) or time.sleep(0.2) for _ in range(12)]
+                1 / 0
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                one.post(f"{url}/v1/completions", json=body, timeout=0.3)
+    wait_for(lambda: gauges(url) == (0, 0, 0), seconds=5)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_curl(url):
+    def curl(path, *arguments):
+        done = subprocess.run(["curl", "-sS", "-w", "\n%{http_code}", url + path, *arguments], capture_output=True, text=True, check=True)
+        text, _, status = done.stdout.rpartition("\n")
+        return int(status), text
+
+    json_header = ("-H", "Content-Type: application/json")
+    status, text = curl("/v1/completions", *json_header, "-d", '{"prompt": "hello", "max_tokens": 3, "stream": true}')
+    assert (status, text.strip().splitlines()[-1]) == (200, "data: [DONE]")
+    status, text = curl("/v1/completions", *json_header, "-d", "{oops")
+    assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+    status, text = curl("/v1/completions", "-d", "prompt=hello")
+    assert (status, json.loads(text)["error"]["type"]) == (400, "invalid_request_error")
+    status, text = curl("/tokenize", *json_header, "-d", '{"prompt": "hello"}')
+    tokens = json.loads(text)["tokens"]
+    assert (status, len(tokens)) == (200, 5)
+    status, text = curl("/detokenize", *json_header, "-d", json.dumps({"tokens": tokens}))
+    assert (status, json.loads(text)) == (200, {"prompt": "hello"})
+    assert curl("/health") == (200, '{"status":"ok"}')
+    assert curl("/version")[0] == 200
+    assert "llm_toolkit_time_to_first_token_seconds_count" in curl("/metrics")[1]
+
+
+def test_a_port_in_use_is_one_message_before_the_model_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, errors = Server("/no/such/model", "--port", port).end()
+    assert code == 2
+    assert errors.startswith(f"error: cannot listen on 127.0.0.1 port {port}: Address already in use")
+    assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--routes", "nobody"], "no loaded plugin 'nobody' has HTTP routes"),
+        (["--host", "nowhere.invalid"], "'nowhere.invalid' is no address to listen on"),
+        (["--max-body-size", "half"], "is no amount of memory"),
+    ],
+)
+def test_wrong_options_are_one_message(arguments, message):
+    code, errors = Server(*arguments).end()
+    assert code == 2
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_stops_in_time_with_requests_under_way(checkpoint):
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--shutdown-timeout", "1")
+    try:
+        url = server.url()
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+        ) as response:
+            next(response.iter_lines())
+            start = time.monotonic()
+            server.process.send_signal(signal.SIGINT)
+            code, errors = server.end()
+        assert code == 0, errors
+        assert time.monotonic() - start < 8
+        assert "Traceback" not in errors
+    finally:
+        server.process.kill()

@@ -1,0 +1,433 @@
+"""LLM, LLMEngine and AsyncLLM over a small random checkpoint: what users ask for, and what they get wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import pytest
+import torch
+from llm_toolkit import LLM, AsyncLLM, LLMEngine, SamplingParams, VllmConfig
+from llm_toolkit.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError, RequestError
+
+SMALL = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(make_llama):
+    return str(make_llama("engine")[0])
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, **SMALL) as llm:
+        yield llm
+
+
+def used_blocks(llm: LLM) -> int:
+    return llm.engine.core.scheduler.blocks.pool.num_used
+
+
+class TestGenerate:
+    def test_prompt_forms_are_the_same(self, llm):
+        ids = [b + 16 for b in _byte_ranks("hi there")]
+        forms = ["hi there", {"prompt": "hi there"}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "hi there"}]
+        outputs = llm.generate(forms, GREEDY, use_tqdm=False)
+        assert {tuple(o.prompt_token_ids) for o in outputs} == {tuple(ids)}
+        assert {tuple(o.outputs[0].token_ids) for o in outputs} == {tuple(outputs[0].outputs[0].token_ids)}
+        assert [o.prompt for o in outputs] == ["hi there", "hi there", None, "hi there"]
+
+    def test_params_for_each_prompt(self, llm):
+        params = [GREEDY.replace(max_tokens=n) for n in (1, 5, 3)]
+        outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
+        assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 5, 3]
+        assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
+        with pytest.raises(RequestError, match="2 sampling params for 3 prompts"):
+            llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
+
+    def test_n_computes_the_prompt_once(self, llm, monkeypatch):
+        tokens = []
+        runner = llm.engine.core.executor.runner
+        execute = runner.execute
+        monkeypatch.setattr(runner, "execute", lambda plan: (tokens.append(plan.num_tokens), execute(plan))[1])
+        params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": list(range(20, 61))}, params, use_tqdm=False)
+        # The prompt, its last token again for three forks, and five more tokens each.
+        assert sum(tokens) == 41 + 3 + 4 * 5
+        assert len({tuple(o.token_ids) for o in output.outputs}) == 4
+        assert [o.index for o in output.outputs] == [0, 1, 2, 3]
+        assert used_blocks(llm) == 0
+
+    def test_n_greedy_agrees_with_one(self, llm):
+        one, four = llm.generate([{"prompt_token_ids": [40] * 9}] * 2, [GREEDY, GREEDY.replace(n=4)], use_tqdm=False)
+        assert [o.token_ids for o in four.outputs] == [one.outputs[0].token_ids] * 4
+
+    def test_max_model_len_ends_a_sequence(self, llm):
+        (output,) = llm.generate({"prompt_token_ids": [40] * 120}, GREEDY.replace(max_tokens=None), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 8 and output.outputs[0].finish_reason == "length"
+
+    def test_stop_token_ids(self, llm):
+        (free,) = llm.generate("abc", GREEDY, use_tqdm=False)
+        ids = free.outputs[0].token_ids
+        stop = ids[4]
+        at = ids.index(stop)
+        (output,) = llm.generate("abc", GREEDY.replace(stop_token_ids=[stop]), use_tqdm=False)
+        assert output.outputs[0].token_ids == ids[: at + 1]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+        assert len(output.outputs[0].text) <= at
+        (output,) = llm.generate("abc", GREEDY.replace(stop_token_ids=[stop], min_tokens=at + 3), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) >= at + 3 and stop not in output.outputs[0].token_ids[: at + 3]
+
+    def test_stop_text(self, llm):
+        (free,) = llm.generate("xyz", GREEDY.replace(max_tokens=40), use_tqdm=False)
+        text = free.outputs[0].text
+        stop = text[len(text) // 2 : len(text) // 2 + 2]
+        at = text.index(stop)
+        (output,) = llm.generate("xyz", GREEDY.replace(max_tokens=40, stop=[stop, "never there"]), use_tqdm=False)
+        assert output.outputs[0].text == text[:at]
+        assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", stop)
+        (output,) = llm.generate("xyz", GREEDY.replace(max_tokens=40, stop=stop, include_stop_str_in_output=True), use_tqdm=False)
+        assert output.outputs[0].text == text[: at + len(stop)]
+        assert used_blocks(llm) == 0
+
+    def test_streamed_text_only_grows_and_shows_no_stop_text(self, llm):
+        (free,) = llm.generate("xyz", GREEDY.replace(max_tokens=40), use_tqdm=False)
+        text = free.outputs[0].text
+        stop = text[10:14]
+        engine, seen = llm.engine, [""]
+        engine.add_request("s", "xyz", GREEDY.replace(max_tokens=40, stop=stop))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                assert output.outputs[0].text.startswith(seen[-1])
+                seen.append(output.outputs[0].text)
+        assert seen[-1] == text[: text.index(stop)]
+
+    def test_logprobs(self, llm):
+        (output,) = llm.generate("abc", GREEDY.replace(logprobs=3), use_tqdm=False)
+        completion = output.outputs[0]
+        assert len(completion.logprobs) == len(completion.token_ids)
+        for token, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+            assert entries[token].rank == 1 and len(entries) == 3
+        total = sum(entries[token].logprob for token, entries in zip(completion.token_ids, completion.logprobs, strict=True))
+        assert completion.cumulative_logprob == pytest.approx(total)
+
+    def test_logprobs_do_not_change_draws(self, llm):
+        params = SamplingParams(temperature=1.0, seed=5, max_tokens=10, ignore_eos=True)
+        plain, asked = (llm.generate("abc", p, use_tqdm=False)[0] for p in (params, params.replace(logprobs=5)))
+        assert plain.outputs[0].token_ids == asked.outputs[0].token_ids
+
+    def test_chat_goes_through_the_template(self, llm):
+        messages = [{"role": "user", "content": "hi"}]
+        (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
+        (same,) = llm.generate("[user]hi[assistant]", GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == same.prompt_token_ids and output.outputs[0].text == same.outputs[0].text
+        assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
+
+    def test_progress(self, llm):
+        seen = []
+        llm.generate(["a", "b"], GREEDY, progress=lambda done, total: seen.append((done, total)))
+        assert seen == [(1, 2), (2, 2)]
+
+    def test_progress_bar(self, llm, capsys):
+        assert len(llm.generate(["a", "b"], GREEDY)) == 2
+
+
+def _byte_ranks(text: str) -> list[int]:
+    from tokenizers import pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [alphabet.index("Ġ" if c == " " else c) for c in text]
+
+
+BAD_PROMPTS = {
+    "empty text": ("", "empty"),
+    "no tokens": ({"prompt_token_ids": []}, "empty"),
+    "too long": ({"prompt_token_ids": [40] * 128}, "128 tokens.*max_model_len, 128"),
+    "too long text": ("a" * 5000, "128"),
+    "out of vocabulary": ({"prompt_token_ids": [40, 272]}, "272"),
+    "negative id": ({"prompt_token_ids": [-1]}, "-1"),
+    "not integers": ({"prompt_token_ids": ["a"]}, "list of integers"),
+    "wrong type": (7, "must be a text"),
+    "unknown key": ({"promt": "x"}, "promt"),
+    "nothing": ({}, "needs the key"),
+}
+BAD_PARAMS = {
+    "temperature": (-1.0, float("nan"), float("inf"), 1e300, "hot"),
+    "top_p": (0.0, 1.5, float("nan")),
+    "top_k": (-2, 10**30, 1.5),
+    "min_p": (-0.1, 2.0),
+    "n": (0, -1, 2.5),
+    "seed": (-1, 10**30),
+    "max_tokens": (0, -5),
+    "min_tokens": (-1, 17),
+    "logprobs": (-1,),
+    "stop": ([""], ["a"] * 1000, "x" * 5000),
+    "stop_token_ids": ([-1], ["a"]),
+}
+
+
+class TestBadRequests:
+    @pytest.mark.parametrize("name", BAD_PROMPTS)
+    def test_bad_prompt_fails_alone(self, llm, name):
+        prompt, message = BAD_PROMPTS[name]
+        engine = llm.engine
+        engine.add_request("good", "abc", GREEDY)
+        with pytest.raises(RequestError, match=message):
+            engine.add_request("bad", prompt, GREEDY)
+        (expected,) = [o for o in _drain(engine) if o.request_id == "good"]
+        assert len(expected.outputs[0].token_ids) == 12
+        assert used_blocks(llm) == 0
+
+    @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_PARAMS.items() for v in values], ids=lambda x: str(x)[:20])
+    def test_bad_parameter_is_named(self, name, value):
+        with pytest.raises(RequestError, match=name) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.param == name
+
+    def test_limits_of_the_engine(self, llm):
+        with pytest.raises(RequestError, match="max_n"):
+            llm.engine.add_request("bad", "abc", SamplingParams(n=129))
+        with pytest.raises(RequestError, match="max_num_seqs"):
+            llm.engine.add_request("bad", "abc", SamplingParams(n=9))
+        with pytest.raises(RequestError, match="max_logprobs"):
+            llm.engine.add_request("bad", "abc", SamplingParams(logprobs=21))
+        with pytest.raises(RequestError, match="blocks, but there are 64"):
+            llm.engine.add_request("bad", "abc", SamplingParams(n=8, max_tokens=None))
+
+    def test_an_id_in_use_is_refused(self, llm):
+        llm.engine.add_request("same", "abc", GREEDY)
+        with pytest.raises(RequestError, match="'same' is in use"):
+            llm.engine.add_request("same", "abc", GREEDY)
+        assert len(_drain(llm.engine)) == 1
+
+    def test_abort(self, llm):
+        for i in range(3):
+            llm.engine.add_request(str(i), "abc", GREEDY)
+        llm.engine.step()
+        (aborted,) = llm.engine.abort(["1", "unknown"])
+        assert aborted.finished and aborted.outputs[0].finish_reason == "abort"
+        assert sorted(o.request_id for o in _drain(llm.engine)) == ["0", "2"]
+        assert used_blocks(llm) == 0
+
+    def test_nan_logits_fail_one_request(self, llm, monkeypatch):
+        model = llm.engine.core.executor.runner.model
+        compute = model.compute_logits
+
+        def poisoned(hidden):
+            logits = compute(hidden)
+            if len(logits) > 1:
+                logits[1] = torch.nan
+            return logits
+
+        monkeypatch.setattr(model, "compute_logits", poisoned)
+        outputs = llm.generate(["a", "b", "c"], GREEDY, use_tqdm=False)
+        monkeypatch.undo()
+        assert sorted(o.outputs[0].finish_reason for o in outputs).count("error") >= 1
+        assert outputs[0].outputs[0].finish_reason == "length"
+        assert "not finite" in outputs[1].error
+        assert used_blocks(llm) == 0
+
+
+def _drain(engine: LLMEngine) -> list:
+    finished = []
+    while engine.has_unfinished_requests():
+        finished += [o for o in engine.step() if o.finished]
+    return finished
+
+
+class TestBadStart:
+    def test_unknown_option(self, folder):
+        with pytest.raises(ConfigError, match="'blok_size'.*'block_size'"):
+            LLM(folder, blok_size=4)
+
+    def test_no_memory_for_one_sequence(self, folder):
+        with pytest.raises(CapacityError, match="one sequence of max_model_len 256"):
+            LLM(folder, num_kv_blocks=3)
+        with pytest.raises(CapacityError, match="kv_cache_memory"):
+            LLM(folder, kv_cache_memory="1KiB")
+
+    def test_conflicting_options(self, folder):
+        with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+            LLM(folder, max_num_batched_tokens=4)
+        with pytest.raises(ConfigError, match="more than the checkpoint's positions, 256"):
+            LLM(folder, max_model_len=300)
+        with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
+            LLM(folder, tensor_parallel_size=2)
+
+    def test_no_such_model(self, tmp_path):
+        with pytest.raises(CheckpointError, match=r"Did you mean 'tiny'\?"):
+            LLM("tinny")
+        with pytest.raises(CheckpointError, match=r"no config\.json"):
+            LLM(str(tmp_path))
+        with pytest.raises(CheckpointError, match="is a file"):
+            LLM(__file__)
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM.*Did you mean 'LlamaForCausalLM'"),
+            ({"architectures": None}, "names no model class"),
+            ({"hidden_size": 128}, r"shape|size"),
+        ],
+    )
+    def test_a_config_that_does_not_fit(self, folder, tmp_path, change, message):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        config = json.loads((copy / "config.json").read_text()) | change
+        (copy / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=message):
+            LLM(str(copy), **SMALL)
+
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+    def test_a_broken_file_is_named(self, folder, tmp_path, name):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        data = (copy / name).read_bytes()
+        (copy / name).write_bytes(data[: len(data) // 2])
+        with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            LLM(str(copy), **SMALL)
+
+    def test_a_missing_weight_file(self, folder, tmp_path):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        (copy / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match="safetensors"):
+            LLM(str(copy), **SMALL)
+
+
+class TestAsync:
+    def run(self, folder, body):
+        async def main():
+            async with AsyncLLM(VllmConfig.make(model=folder, **SMALL)) as engine:
+                return await asyncio.wait_for(body(engine), 60)
+
+        return asyncio.run(main())
+
+    def test_equal_to_offline(self, folder, llm):
+        prompts = ["abc", "defg", "h"]
+        offline = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+        async def one(engine, prompt):
+            async for output in engine.generate(prompt, GREEDY):
+                last = output
+            assert last.finished
+            return last.outputs[0].token_ids
+
+        async def body(engine):
+            return await asyncio.gather(*(one(engine, p) for p in prompts))
+
+        assert self.run(folder, body) == offline
+
+    def test_leaving_frees_blocks_and_others_go_on(self, folder):
+        long = GREEDY.replace(max_tokens=100)
+
+        async def body(engine):
+            async def leave():
+                stream = engine.generate("abc", long)
+                async for _ in stream:
+                    break
+                await stream.aclose()
+
+            async def stay():
+                async for output in engine.generate("abc", long):
+                    last = output
+                return len(last.outputs[0].token_ids)
+
+            stayed, *_ = await asyncio.gather(stay(), leave(), leave())
+            assert stayed == 100
+            for _ in range(100):
+                if engine.engine.core.scheduler.blocks.pool.num_used == 0:
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("blocks leak")
+
+        self.run(folder, body)
+
+    def test_cancelled_caller(self, folder):
+        async def body(engine):
+            async def consume():
+                async for _ in engine.generate("abc", GREEDY.replace(max_tokens=120)):
+                    pass
+
+            task = asyncio.create_task(consume())
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            for _ in range(100):
+                if not engine.engine.has_unfinished_requests():
+                    return
+                await asyncio.sleep(0.05)
+            raise AssertionError("the request goes on")
+
+        self.run(folder, body)
+
+    def test_bad_request_raises_and_spares_others(self, folder):
+        async def body(engine):
+            async def good():
+                async for output in engine.generate("abc", GREEDY):
+                    last = output
+                return last
+
+            async def bad(prompt):
+                with pytest.raises(RequestError):
+                    async for _ in engine.generate(prompt, GREEDY):
+                        pass
+
+            outputs = await asyncio.gather(good(), good(), *(bad(p) for p, _ in BAD_PROMPTS.values()))
+            assert [len(o.outputs[0].token_ids) for o in outputs[:2]] == [12, 12]
+
+        self.run(folder, body)
+
+    def test_abort_by_id(self, folder):
+        async def body(engine):
+            async for output in engine.generate("abc", GREEDY.replace(max_tokens=120), request_id="mine"):
+                await engine.abort("mine")
+                last = output
+            assert last.outputs[0].finish_reason == "abort"
+
+        self.run(folder, body)
+
+    def test_a_dead_engine_says_why(self, folder):
+        async def body(engine):
+            def broken(plan):
+                raise MemoryError("out of blocks of wood")
+
+            engine.engine.core.executor.runner.execute = broken
+            with pytest.raises(EngineDeadError, match="out of blocks of wood") as caught:
+                async for _ in engine.generate("abc", GREEDY):
+                    pass
+            assert isinstance(caught.value.__cause__, MemoryError) and isinstance(engine.error, MemoryError)
+            with pytest.raises(EngineDeadError, match="out of blocks of wood"):
+                async for _ in engine.generate("abc", GREEDY):
+                    pass
+
+        self.run(folder, body)
+
+    def test_two_engines_in_one_process(self, folder):
+        async def main():
+            config = VllmConfig.make(model=folder, **SMALL)
+            async with AsyncLLM(config) as one, AsyncLLM(config) as two:
+
+                async def ask(engine):
+                    async for output in engine.generate("abc", GREEDY):
+                        last = output
+                    return last.outputs[0].token_ids
+
+                return await asyncio.gather(ask(one), ask(two), ask(one), ask(two))
+
+        results = asyncio.run(main())
+        assert all(r == results[0] for r in results)
+
+    def test_after_shutdown(self, folder):
+        async def main():
+            engine = AsyncLLM(VllmConfig.make(model=folder, **SMALL))
+            await engine.shutdown()
+            await engine.shutdown()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                async for _ in engine.generate("abc", GREEDY):
+                    pass
+
+        asyncio.run(main())
