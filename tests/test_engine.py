@@ -239,7 +239,7 @@ def _drain(engine: LLMEngine) -> list:
 
 class TestBadStart:
     def test_unknown_option(self, folder):
-        with pytest.raises(ConfigError, match="'blok_size'.*'block_size'"):
+        with pytest.raises(ConfigError, match=r"'blok_size'.*'block_size'"):
             LLM(folder, blok_size=4)
 
     def test_no_memory_for_one_sequence(self, folder):

@@ -1,8 +1,8 @@
 """Llama through the whole engine against transformers: mixed lengths, a pool that makes it preempt, chunked prefill.
 
-"The same": in fp32, log probabilities of every token of the vocabulary, teacher-forced, within 1e-4 of the reference, and a greedy token
-differs only where the reference's two best logits are closer than 1e-3. In bf16: error against an fp32 reference no larger than 1.5 times that
-of transformers in bf16.
+"The same" in fp32: log probabilities of every token of the vocabulary, teacher-forced, within 1e-4 of the reference, and a greedy
+token differs only where the reference's two best logits are closer than 1e-3. In bf16: error against an fp32 reference no larger
+than 1.5 times that of transformers in bf16.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VARIANTS = {
 }
 LENGTHS = [5, 17, 40, 3, 64, 33, 1, 21]
 MAX_TOKENS = 24
-# 30 blocks of 4 tokens hold one sequence of 112 and not the eight, and a step computes at most 12 tokens: it preempts and prefills in chunks.
+# 30 blocks of 4 tokens hold one sequence of 112, not all eight, and a step computes at most 12 tokens: it preempts, and prefills in chunks.
 TIGHT = {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 12}
 
 

@@ -1,5 +1,6 @@
 """Llama gives the logits of transformers, on one rank, on two, and as a pipeline."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import torch
 from decoder_harness import load, logits_of, reference_logits, save
 from llm_toolkit_decoder.llama import LlamaForCausalLM
 from safetensors.torch import load_file
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers import LlamaForCausalLM as Reference
 
 SHAPE = {
@@ -107,3 +108,13 @@ def test_two_ranks_give_the_logits_of_one(variant, tmp_path):
     expected = logits_of([load(LlamaForCausalLM, checkpoint)], INPUT_IDS)
     for out in outs:
         torch.testing.assert_close(load_file(out)["logits"], expected, atol=1e-5, rtol=0)
+
+
+def test_the_family_of_the_readme_is_qwen2(tmp_path):
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", readme, re.DOTALL).group(1)
+    namespace = {"__name__": "readme"}
+    exec(code, namespace)
+    theirs = Qwen2ForCausalLM(Qwen2Config(**SHAPE, use_sliding_window=False))
+    ours = load(namespace["BiasedForCausalLM"], save(theirs, tmp_path))
+    torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)

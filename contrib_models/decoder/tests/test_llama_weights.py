@@ -4,12 +4,14 @@ import json
 import subprocess
 import sys
 
+import llm_toolkit_decoder
 import pytest
 import torch
 from decoder_harness import load, logits_of, reference_logits, save
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
 from llm_toolkit.model import CheckpointWeights
+from llm_toolkit.plugin import ModelRegistry, PluginInfo
 from llm_toolkit_decoder.llama import LlamaForCausalLM
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig

@@ -1,14 +1,14 @@
 """Every error that llm-toolkit raises on purpose. Each message names the culprit and the alternatives.
 
-    ToolkitError
-    ├── ConfigError (ValueError)        an option: unknown, of a wrong type, out of range, in conflict with another
-    ├── PluginError                     a plugin that cannot be found, imported or registered
-    ├── CheckpointError (ValueError)    a checkpoint: missing or broken files, shapes or names that do not fit
-    ├── UnsupportedError                a combination that no registered component can run
-    ├── CapacityError                   not enough memory for what was asked
-    ├── RequestError (ValueError)       one request; the others go on
-    │   └── ContextLengthError          its prompt does not fit in max_model_len
-    └── EngineDeadError                 the engine has stopped; `__cause__` says why
+ToolkitError
+├── ConfigError (ValueError)        an option: unknown, of a wrong type, out of range, in conflict with another
+├── PluginError                     a plugin that cannot be found, imported or registered
+├── CheckpointError (ValueError)    a checkpoint: missing or broken files, shapes or names that do not fit
+├── UnsupportedError                a combination that no registered component can run
+├── CapacityError                   not enough memory for what was asked
+├── RequestError (ValueError)       one request; the others go on
+│   └── ContextLengthError          its prompt does not fit in max_model_len
+└── EngineDeadError                 the engine has stopped; `__cause__` says why
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from msgspec import Struct
 
 from llm_toolkit.messages import FinishReason
 
-
 RequestEventKind = Literal["queued", "scheduled", "first_token", "preempted", "finished"]
 
 

@@ -22,9 +22,9 @@ Progress = Callable[[int, int], None]
 class LLM:
     """Generates for whole lists of prompts.
 
-        llm = LLM(model="tiny")
-        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
-            print(output.outputs[0].text)
+    llm = LLM(model="tiny")
+    for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
     """
 
     def __init__(

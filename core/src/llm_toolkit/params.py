@@ -68,7 +68,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         _require(self.seed is None or self.seed >= 0, "seed", "0 or more", self.seed)
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
-        _require(self.max_tokens is None or self.min_tokens <= self.max_tokens, "min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+        _require(
+            self.max_tokens is None or self.min_tokens <= self.max_tokens,
+            "min_tokens",
+            f"at most max_tokens ({self.max_tokens})",
+            self.min_tokens,
+        )
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more", self.logprobs)
         self._check_stops()
 

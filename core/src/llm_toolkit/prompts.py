@@ -35,7 +35,9 @@ def parse_prompt(prompt: Any) -> TextPrompt | TokensPrompt:
     if isinstance(prompt, str):
         return TextPrompt(prompt=prompt)
     if not isinstance(prompt, Mapping):
-        raise RequestError(f"a prompt must be a text, {{'prompt': text}} or {{'prompt_token_ids': [ids]}}, not a {type(prompt).__name__}.", "prompt")
+        raise RequestError(
+            f"a prompt must be a text, {{'prompt': text}} or {{'prompt_token_ids': [ids]}}, not a {type(prompt).__name__}.", "prompt"
+        )
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown:
         raise RequestError(f"a prompt has no key {sorted(unknown)[0]!r}. Known: prompt, prompt_token_ids.", "prompt")

@@ -88,7 +88,7 @@ def test_positions_and_seeds_give_different_numbers():
     seeds, positions = np.arange(1000, dtype=np.uint64), np.zeros(1000, np.int64)
     by_seed, by_position = uniform(seeds, positions), uniform(np.zeros(1000, np.uint64), np.arange(1000))
     for numbers in (by_seed, by_position):
-        assert len(np.unique(numbers)) == 1000 and 0 <= numbers.min() and numbers.max() < 1
+        assert len(np.unique(numbers)) == 1000 and numbers.min() >= 0 and numbers.max() < 1
         assert abs(numbers.mean() - 0.5) < 0.05 and abs(np.corrcoef(numbers[1:], numbers[:-1])[0, 1]) < 0.1
     assert abs(np.corrcoef(by_seed, by_position)[0, 1]) < 0.1
     assert (uniform(seeds, positions, stream=1) != by_seed).all()

@@ -16,7 +16,7 @@ from tokenizers import decoders, processors
 TEXTS = ["The cat sat.", " leading and trailing ", "héllo 😀 日本語", "a\n\nb\tc", "</s> inside"]
 
 
-def test_hook_toolkit_register_renderers():
+def test_toolkit_register_renderers():
     renderers = Plugins.load(PluginsConfig(plugins=["renderer_hf"])).renderers
     assert "tokenizer.json" in renderers.get("hf").reads
     assert renderers.load("hf") is HfRenderer

@@ -382,7 +382,7 @@ class Hello:
             return {"model": engine.config.served_model_name * size}
 
 
-async def test_hook_toolkit_register_routes(make_engine, client_of):
+async def test_toolkit_register_routes(make_engine, client_of):
     engine = make_engine([Hello()])
     async with client_of(create_app(engine)) as client:
         assert (await client.get("/hello")).status_code == 404

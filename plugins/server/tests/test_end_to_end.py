@@ -56,8 +56,8 @@ def write_checkpoint(folder) -> None:
 class Server:
     """`toolkit serve` as a process of its own."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "serve", *arguments]
+    def __init__(self, *arguments: str, prelude: str = "") -> None:
+        command = [sys.executable, "-c", f"{prelude}\nfrom llm_toolkit.cli import main; main()", "serve", *arguments]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
@@ -209,9 +209,9 @@ def test_a_disconnect_frees_the_blocks(client, url, stream):
     with httpx.Client() as one:
         if stream:
             with one.stream("POST", f"{url}/v1/completions", json=body) as response:
-                print(response.status_code, next(response.iter_lines()))
-                [print(gauges(url)) or time.sleep(0.2) for _ in range(12)]
-                1 / 0
+                lines = response.iter_lines()
+                next(lines)
+                wait_for(lambda: gauges(url)[0] == 4)
         else:
             with pytest.raises(httpx.ReadTimeout):
                 one.post(f"{url}/v1/completions", json=body, timeout=0.3)
@@ -268,19 +268,44 @@ def test_wrong_options_are_one_message(arguments, message):
     assert "Traceback" not in errors
 
 
+LONG = {"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+
+
 def test_stops_in_time_with_requests_under_way(checkpoint):
     server = Server(str(checkpoint), *FLAGS, "--port", "0", "--shutdown-timeout", "1")
     try:
         url = server.url()
-        with httpx.stream(
-            "POST", f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2000, "stream": True, "ignore_eos": True}
-        ) as response:
-            next(response.iter_lines())
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG) as response:
+            lines = response.iter_lines()
+            next(lines)
             start = time.monotonic()
             server.process.send_signal(signal.SIGINT)
-            code, errors = server.end()
+            *_, error, _, done, _ = lines
+        code, errors = server.end()
+        assert (done, json.loads(error[6:])["error"]["code"]) == ("data: [DONE]", "engine_dead")
         assert code == 0, errors
         assert time.monotonic() - start < 8
         assert "Traceback" not in errors
+    finally:
+        server.process.kill()
+
+
+def test_ends_when_the_engine_dies(checkpoint):
+    prelude = """
+from llm_toolkit.engine.core import EngineCore
+step, steps = EngineCore.step, []
+def dying(self):
+    steps.append(1)
+    if len(steps) > 20:
+        raise MemoryError("no more")
+    return step(self)
+EngineCore.step = dying"""
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", prelude=prelude)
+    try:
+        response = httpx.post(f"{server.url()}/v1/completions", json={**LONG, "stream": False})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+        code, errors = server.end()
+        assert code == 1
+        assert errors.splitlines()[-1] == "error: the engine has died: MemoryError: no more"
     finally:
         server.process.kill()

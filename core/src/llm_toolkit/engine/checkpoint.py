@@ -22,11 +22,14 @@ def find_folder(model: str, revision: str | None, plugins: Plugins) -> Path:
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise CheckpointError(f"model {model!r} is a file; it must be a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json).")
+        raise CheckpointError(
+            f"model {model!r} is a file; it must be a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json)."
+        )
     if _HUB_ID.fullmatch(model):
         return _download(model, revision)
     raise CheckpointError(
-        f"model {model!r} is no folder, no hub id of the form owner/name, and no name that a plugin registers. {nearest(model, plugins.checkpoints.keys())}"
+        f"model {model!r} is no folder, no hub id of the form owner/name, and no name that a plugin registers. "
+        f"{nearest(model, plugins.checkpoints.keys())}"
     )
 
 

@@ -84,7 +84,9 @@ class LLMEngine:
         if params.n > limits.max_n:
             raise RequestError(f"n is {params.n}; this engine allows at most {limits.max_n} (max_n).", "n")
         if params.logprobs is not None and params.logprobs > limits.max_logprobs:
-            raise RequestError(f"logprobs is {params.logprobs}; this engine allows at most {limits.max_logprobs} (max_logprobs).", "logprobs")
+            raise RequestError(
+                f"logprobs is {params.logprobs}; this engine allows at most {limits.max_logprobs} (max_logprobs).", "logprobs"
+            )
         message = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,

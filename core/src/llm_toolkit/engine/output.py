@@ -69,7 +69,9 @@ class RequestState:
         self.error: str | None = None
         n, logprobs = request.params.n, request.params.logprobs
         self._texts = [_SequenceText(request.params, renderer, request.prompt_token_ids) for _ in range(n)]
-        self._sequences = [CompletionOutput(i, "", [], None if logprobs is None else [], None if logprobs is None else 0.0) for i in range(n)]
+        self._sequences = [
+            CompletionOutput(i, "", [], None if logprobs is None else [], None if logprobs is None else 0.0) for i in range(n)
+        ]
 
     @property
     def finished(self) -> bool:

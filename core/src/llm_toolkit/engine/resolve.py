@@ -108,10 +108,8 @@ def _check(config: VllmConfig) -> None:
     """Options that are fine each, but not together."""
     parallel, scheduler = config.parallel, config.scheduler
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size} needs an executor "
-            "of several workers, and none is installed. Able: 1 x 1."
-        )
+        sizes = f"{parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
+        raise ConfigError(f"tensor_parallel_size {sizes} needs an executor of several workers, and none is installed. Able: 1 x 1.")
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at least max_num_seqs ({scheduler.max_num_seqs}), "

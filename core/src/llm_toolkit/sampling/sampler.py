@@ -45,7 +45,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
 
 def _suppress_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
     """Rules out the tokens that would end a row before its min_tokens are out."""
-    early = np.flatnonzero((rows.position < rows.min_tokens))
+    early = np.flatnonzero(rows.position < rows.min_tokens)
     if not len(early):
         return logits
     logits = logits.clone()
@@ -110,7 +110,15 @@ def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[Tok
     ranks = ((logprobs > chosen_logprobs).sum(dim=-1) + 1).tolist()
     top = logprobs.topk(min(int(wanted.max()), logprobs.shape[-1]), dim=-1)
     rows: list[TokenLogprobs | None] = [None] * len(wanted)
-    columns = zip(asking.tolist(), chosen[:, 0].tolist(), chosen_logprobs[:, 0].tolist(), ranks, top.indices.tolist(), top.values.tolist(), strict=True)
+    columns = zip(
+        asking.tolist(),
+        chosen[:, 0].tolist(),
+        chosen_logprobs[:, 0].tolist(),
+        ranks,
+        top.indices.tolist(),
+        top.values.tolist(),
+        strict=True,
+    )
     for row, token, logprob, rank, top_ids, top_values in columns:
         count = int(wanted[row])
         rows[row] = TokenLogprobs([token, *top_ids[:count]], [logprob, *top_values[:count]], rank)

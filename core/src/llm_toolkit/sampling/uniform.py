@@ -13,7 +13,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's output function (Steele, Lea and Flood 2014), elementwise on uint64."""
     x = (x ^ (x >> np.uint64(30))) * _MIX_1
     x = (x ^ (x >> np.uint64(27))) * _MIX_2
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def uniform(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
@@ -23,4 +24,5 @@ def uniform(seeds: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.nda
     """
     counters = positions.astype(np.uint64) * _GOLDEN + np.uint64(stream)
     bits = _mix(_mix(seeds + _GOLDEN) ^ _mix(counters + _MIX_1))
-    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: np.ndarray = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers

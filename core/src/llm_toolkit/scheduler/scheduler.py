@@ -51,16 +51,16 @@ class Scheduler:
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
         if prompt >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt} tokens; with at least one token of output it must stay within max_model_len, {self.max_model_len}.", "prompt"
-            )
+            limit = f"with at least one token of output it must stay within max_model_len, {self.max_model_len}"
+            raise RequestError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
         if params.n > self.max_num_seqs:
             raise RequestError(f"n is {params.n}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", "n")
         needed, total = self._most_blocks(prompt, max_tokens, params.n), self.blocks.pool.num_blocks
         if needed > total:
             raise RequestError(
-                f"{params.n} sequences of up to {prompt + max_tokens} tokens take {needed} KV cache blocks, but there are {total}: lower n or max_tokens.",
+                f"{params.n} sequences of up to {prompt + max_tokens} tokens take {needed} KV cache blocks, but there are {total}: "
+                "lower n or max_tokens.",
                 "n" if params.n > 1 else "max_tokens",
             )
         return max_tokens
@@ -253,9 +253,7 @@ class Scheduler:
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
             self._event("first_token", request)
-        output = EngineOutput(
-            request_id=request.request_id, index=seq.index, token_ids=tokens, num_cached_tokens=request.num_cached_tokens
-        )
+        output = EngineOutput(request_id=request.request_id, index=seq.index, token_ids=tokens, num_cached_tokens=request.num_cached_tokens)
         last = tokens[-1]
         if last in request.eos_token_ids or last in request.stop_token_ids:
             output.finish_reason = "stop"

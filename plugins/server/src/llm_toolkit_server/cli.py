@@ -8,12 +8,12 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from fastapi import FastAPI
 from llm_toolkit.cli import engine_command
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.engine import AsyncLLM
 from llm_toolkit.errors import ConfigError, EngineDeadError
 from llm_toolkit.plugin import Plugins
 
@@ -22,8 +22,13 @@ from llm_toolkit_server.metrics import Metrics
 from llm_toolkit_server.options import ServerOptions
 from llm_toolkit_server.plugin_routes import check_names
 
+if TYPE_CHECKING:
+    from llm_toolkit.engine import AsyncLLM
+
 _POLL = 0.1
 """Seconds between two looks at the engine's health."""
+_CLOSING = 5
+"""Seconds that the last answers and the engine's last step get."""
 
 
 @engine_command(ServerOptions)
@@ -31,28 +36,21 @@ def serve(config: VllmConfig, options: ServerOptions) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
     metrics = Metrics()
     plugins = Plugins.load(config.plugins, [metrics])
-    # What can fail at once does so before the model is loaded.
+    # What can fail at once does so before torch is imported and the model is loaded.
     check_names(plugins, options.routes)
     with bind(options.host, options.port) as listener:
+        from llm_toolkit.engine import AsyncLLM
+
         engine = AsyncLLM(config, plugins=plugins)
         try:
-            app = create_app(engine, options, metrics=metrics)
-            settings = uvicorn.Config(
-                app,
-                lifespan="off",
-                log_level=options.log_level,
-                access_log=options.access_log,
-                root_path=options.root_path,
-                timeout_graceful_shutdown=options.shutdown_timeout,
-            )
-            server = uvicorn.Server(settings)
+            server = uvicorn.Server(_settings(create_app(engine, options, metrics=metrics), options))
             with _stopped_by_signals(server):
-                asyncio.run(_run(server, listener, engine))
+                asyncio.run(_run(server, listener, engine, options.shutdown_timeout))
         except OSError as error:
             # Another process has begun to listen on the address while the model was loaded.
             raise ConfigError(f"cannot listen on {options.host} port {options.port}: {error.strerror or error}.") from error
         finally:
-            _close(engine, options.shutdown_timeout)
+            _close(engine).join(_CLOSING)
         if engine.error is not None:
             raise EngineDeadError(f"the engine has died: {type(engine.error).__name__}: {engine.error}") from engine.error
 
@@ -74,17 +72,32 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}.{hint}") from error
 
 
-async def _run(server: uvicorn.Server, listener: socket.socket, engine: AsyncLLM) -> None:
+def _settings(app: FastAPI, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_level=options.log_level,
+        access_log=options.access_log,
+        root_path=options.root_path,
+        timeout_graceful_shutdown=options.shutdown_timeout + _CLOSING,
+    )
+
+
+async def _run(server: uvicorn.Server, listener: socket.socket, engine: AsyncLLM, shutdown_timeout: int) -> None:
     """Serves until a signal stops the server or the engine dies."""
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     announced = False
-    while not serving.done():
+    while not (serving.done() or server.should_exit):
         if server.started and not announced:
             announced = True
             print(f"Serving {engine.config.served_model_name} at {_url(listener)}", flush=True)
         if engine.error is not None:
             server.should_exit = True
         await asyncio.wait([serving], timeout=_POLL)
+    await asyncio.wait([serving], timeout=shutdown_timeout)
+    if not serving.done():
+        # What is still under way is told that the engine has been shut down, and so comes to its end.
+        _close(engine)
     await serving
 
 
@@ -107,8 +120,8 @@ def _stopped_by_signals(server: uvicorn.Server) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _close(engine: AsyncLLM, timeout: float) -> None:
-    """Closes the engine, and waits no longer than `timeout` seconds for a step under way."""
+def _close(engine: AsyncLLM) -> threading.Thread:
+    """Closes the engine. The thread is a daemon: a step that hangs cannot keep the process alive."""
     closing = threading.Thread(target=engine.close, daemon=True)
     closing.start()
-    closing.join(timeout)
+    return closing

@@ -44,7 +44,7 @@ def as_api_error(error: Exception) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case EngineDeadError():
-            logger.error("a request met a dead engine", exc_info=error)
+            # `engine.error` has the cause, and /health tells it.
             return ApiError(503, "The engine has stopped.", code="engine_dead")
         case _:
             logger.error("a request failed", exc_info=error)

@@ -143,7 +143,8 @@ async def merge(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGenerat
     try:
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
+            # Errors first: a bad prompt is refused with a status, where the answer has not begun.
+            for task in sorted(done, key=lambda task: task.exception() is None):
                 number = pending.pop(task)
                 if (item := task.result()) is not None:
                     yield number, item

@@ -1,0 +1,36 @@
+# Each target sets up what it needs: a virtual environment in .venv with the whole workspace, editable.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(STAMP)
+	@$(BIN)/python docs/examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/offline.py
+
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	$(BIN)/mkdocs build --strict
+
+$(STAMP): requirements-dev.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing the workspace into $(VENV) ..."
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf $(VENV) site dist build

@@ -1,0 +1,96 @@
+"""The workspace: every distribution is listed, builds, and works when it is installed from its wheel."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = sorted(p.parent for pattern in ("core", "plugins/*", "contrib_*/*") for p in ROOT.glob(f"{pattern}/pyproject.toml"))
+
+
+def project(folder: Path) -> dict:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def run(*command: object, **options) -> str:
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_requirements_list_every_distribution():
+    listed = set(re.findall(r"^-e (\S+)$", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE))
+    assert listed == {".", *(f"./{folder.relative_to(ROOT)}" for folder in FOLDERS)}
+
+
+def test_no_folder_is_without_a_distribution():
+    folders = {p for pattern in ("plugins/*", "contrib_*/*") for p in ROOT.glob(pattern) if p.is_dir() and list(p.glob("src/*/*.py"))}
+    assert folders == {f for f in FOLDERS if f.name != "core"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
+def test_distribution_is_well_formed(folder):
+    data = project(folder)
+    package = data["name"].replace("-", "_").replace("llm_toolkit_core", "llm_toolkit")
+    assert (folder / "src" / package / "py.typed").exists()
+    assert (folder / "README.md").read_text().startswith("# ")
+    assert data["dynamic"] == ["version"] and data["license"] == "Apache-2.0"
+    if folder.name != "core":
+        assert "llm-toolkit-core>=0.1,<0.2" in data["dependencies"]
+        assert list(data["entry-points"]["llm_toolkit"].values()) == [package]
+
+
+def test_the_meta_distribution_depends_on_all():
+    needed = {re.match(r"[\w-]+", d).group() for d in project(ROOT)["dependencies"]}
+    assert needed == {project(folder)["name"] for folder in FOLDERS}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> Path:
+    target = tmp_path_factory.mktemp("wheels")
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "-w",
+        target,
+        ROOT,
+        *FOLDERS,
+    )
+    return target
+
+
+def test_wheels_share_one_version(wheels):
+    versions = {wheel.name.split("-")[1] for wheel in wheels.glob("*.whl")}
+    assert len(versions) == 1 and len(list(wheels.glob("*.whl"))) == len(FOLDERS) + 1
+
+
+@pytest.mark.slow
+def test_wheels_work_in_a_fresh_environment(wheels, tmp_path):
+    """Installed, not editable, with the dependencies that the wheels themselves name."""
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=True)
+    python, toolkit = environment / "bin" / "python", environment / "bin" / "toolkit"
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", "--find-links", wheels]
+    run(*pip, "llm-toolkit", timeout=280)
+    plugins = json.loads(run(toolkit, "plugins", "list", "--json", cwd=tmp_path))
+    assert {p["distribution"] for p in plugins} == {project(folder)["name"] for folder in FOLDERS}
+    assert {p["status"] for p in plugins} == {"ok"}
+    assert all(str(environment) in p["file"] for p in plugins)
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]}) + "\n")
+    run(toolkit, "generate", "tiny", "--prompts", prompts, "--out", out, "--temperature", "0", "--max-tokens", "32", cwd=tmp_path)
+    assert "Paris" in json.loads(out.read_text())["outputs"][0]["text"]
