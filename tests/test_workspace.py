@@ -84,8 +84,8 @@ def test_wheels_work_in_a_fresh_environment(wheels, tmp_path):
     environment = tmp_path / "venv"
     venv.create(environment, with_pip=True)
     python, toolkit = environment / "bin" / "python", environment / "bin" / "toolkit"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", "--find-links", wheels]
-    run(*pip, "llm-toolkit", timeout=280)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
+    run(*pip, *wheels.glob("*.whl"), timeout=280)
     plugins = json.loads(run(toolkit, "plugins", "list", "--json", cwd=tmp_path))
     assert {p["distribution"] for p in plugins} == {project(folder)["name"] for folder in FOLDERS}
     assert {p["status"] for p in plugins} == {"ok"}

@@ -31,7 +31,9 @@ def events_of(response) -> list:
     return [json.loads(line[6:]) for line in lines[:-1]]
 
 
-async def test_chat(client, engine):
+async def test_chat(make_engine, client_of):
+    engine = make_engine(scheduling_policy="priority")
+    client = client_of(create_app(engine))
     reply = (await client.post(CHAT, json={**HI, "model": "fake", "n": 2, "seed": 3, "top_k": 5, "user": "me", "priority": -1})).json()
     assert reply["id"].startswith("chatcmpl-")
     assert reply["object"] == "chat.completion"
@@ -181,6 +183,7 @@ BAD = [
     (COMPLETE, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", None),
     (COMPLETE, {"prompt": "a", "seed": 2**70}, 400, "seed", None),
     (COMPLETE, {"prompt": "a", "priority": 2**70}, 400, "priority", None),
+    (COMPLETE, {"prompt": "a", "priority": 1}, 400, "priority", None),
     (COMPLETE, {"prompt": "a", "stop": [""]}, 400, "stop", None),
     (COMPLETE, {"prompt": "a", "stop": ["x"] * 100}, 400, "stop", None),
     (COMPLETE, {"prompt": "a", "best_of": 3}, 400, "best_of", "unsupported_parameter"),

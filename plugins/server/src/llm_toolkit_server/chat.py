@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
-from llm_toolkit.outputs import CompletionOutput
 
 from llm_toolkit_server.event_stream import EventStream
-from llm_toolkit_server.generation import Generation, check_model
+from llm_toolkit_server.generation import Generation, Piece, check_model
 from llm_toolkit_server.logprobs import chat_logprobs
 from llm_toolkit_server.protocol import ChatBody
 
@@ -64,8 +63,8 @@ class Chat:
         }
 
 
-def _choice(choice: CompletionOutput, body: ChatBody) -> dict[str, Any]:
-    logprobs = chat_logprobs(choice.token_ids, choice.logprobs or [], body.top_logprobs or 0) if body.logprobs else None
+def _choice(choice: Piece, body: ChatBody) -> dict[str, Any]:
+    logprobs = chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None
     return {
         "index": choice.index,
         "message": {"role": "assistant", "content": choice.text, "refusal": None},

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
-from llm_toolkit.outputs import Logprob
 from llm_toolkit.prompts import TokensPrompt
 
 from llm_toolkit_server.event_stream import EventStream
-from llm_toolkit_server.generation import Generation, check_model
+from llm_toolkit_server.generation import Generation, Piece, check_model
 from llm_toolkit_server.logprobs import completion_logprobs
 from llm_toolkit_server.options import ServerOptions
 from llm_toolkit_server.protocol import CompletionBody
@@ -39,52 +39,22 @@ class Completions:
         generation = await Generation.start(self._engine, token_ids, params, body.priority)
         if body.stream:
             return EventStream(self._chunks(body, generation, echoes, params.n), generation)
-        choices = [
-            self._choice(
-                body,
-                one.index,
-                echoes[one.index // params.n] + one.text,
-                one.token_ids,
-                one.logprobs or [],
-                0,
-                one.finish_reason,
-                one.stop_reason,
-            )
-            for one in await generation.choices()
-        ]
+        whole = [replace(one, text=echoes[one.index // params.n] + one.text) for one in await generation.choices()]
+        choices = [_choice(one, body.logprobs) for one in whole]
         return JSONResponse({**self._head(generation), "choices": choices, "usage": generation.usage()})
 
     async def _chunks(
         self, body: CompletionBody, generation: Generation, echoes: list[str], n: int
     ) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(generation) | ({"usage": None} if body.include_usage else {})
-        for index, echo in enumerate(echo for echo in echoes for _ in range(n) if body.echo):
-            yield {**head, "choices": [self._choice(body, index, echo)]}
+        if body.echo:
+            for index in range(len(echoes) * n):
+                yield {**head, "choices": [_choice(Piece(index, echoes[index // n]), body.logprobs)]}
         async for one in generation.deltas():
             if one.text or one.logprobs or one.finish_reason is not None:
-                choice = self._choice(body, one.index, one.text, one.token_ids, one.logprobs, one.text_offset, one.finish_reason)
-                yield {**head, "choices": [choice]}
+                yield {**head, "choices": [_choice(one, body.logprobs)]}
         if body.include_usage:
             yield {**head, "choices": [], "usage": generation.usage()}
-
-    def _choice(
-        self,
-        body: CompletionBody,
-        index: int,
-        text: str,
-        token_ids: Sequence[int] = (),
-        logprobs: Sequence[dict[int, Logprob]] = (),
-        text_offset: int = 0,
-        finish_reason: str | None = None,
-        stop_reason: int | str | None = None,
-    ) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": None if body.logprobs is None else completion_logprobs(token_ids, logprobs, body.logprobs, text_offset),
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-        }
 
     def _render(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
         render = self._engine.renderer.render_prompt
@@ -100,3 +70,13 @@ class Completions:
             "created": generation.created,
             "model": self._engine.config.served_model_name,
         }
+
+
+def _choice(one: Piece, logprobs: int | None) -> dict[str, Any]:
+    return {
+        "index": one.index,
+        "text": one.text,
+        "logprobs": None if logprobs is None else completion_logprobs(one.token_ids, one.logprobs, logprobs, one.text_offset),
+        "finish_reason": one.finish_reason,
+        "stop_reason": one.stop_reason,
+    }

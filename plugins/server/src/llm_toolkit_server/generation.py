@@ -7,10 +7,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from llm_toolkit.errors import ContextLengthError
+from llm_toolkit.errors import ContextLengthError, RequestError
 from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.prompts import TokensPrompt
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Delta:
-    """What came to one choice since the last delta."""
+class Piece:
+    """A part of one choice: what is new in it, or the whole of it."""
 
     index: int
     """Of the choice: n choices per prompt, prompt by prompt."""
     text: str
-    text_offset: int
+    text_offset: int = 0
     """Characters of the choice before this text."""
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """One per token, where asked for."""
-    finish_reason: str | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 class Generation:
@@ -49,11 +50,13 @@ class Generation:
         self._prompts = prompts
         self._n = n
         self._latest: dict[int, RequestOutput] = {}
-        self._seen = [CompletionOutput(i, "", []) for i in range(len(prompts) * n)]
+        self._seen = [CompletionOutput(index, "", []) for index in range(len(prompts) * n)]
 
     @classmethod
     async def start(cls, engine: AsyncLLM, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Generation:
         """Waits for the first output, so that a bad request raises here (RequestError), before an answer has begun."""
+        if priority and engine.config.scheduler.scheduling_policy != "priority":
+            raise RequestError("priority has no effect here: the server runs without --scheduling-policy priority.", "priority")
         for token_ids in prompts:
             check_length(engine, token_ids)
         streams = [engine.generate(TokensPrompt(prompt_token_ids=token_ids), params, priority=priority) for token_ids in prompts]
@@ -69,20 +72,20 @@ class Generation:
         """Aborts what is not finished."""
         await self._rest.aclose()
 
-    async def deltas(self) -> AsyncGenerator[Delta, None]:
+    async def deltas(self) -> AsyncGenerator[Piece, None]:
         """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence."""
-        for delta in self._news(*self._first):
-            yield delta
+        for piece in self._news(*self._first):
+            yield piece
         async for item in self._rest:
-            for delta in self._news(*item):
-                yield delta
+            for piece in self._news(*item):
+                yield piece
 
-    async def choices(self) -> list[CompletionOutput]:
-        """Every choice at its end, in order; a choice's `index` is its place. Aborts the requests when it is cancelled."""
+    async def choices(self) -> list[Piece]:
+        """Every choice at its end, in order. Aborts the requests when it is cancelled."""
         async with aclosing(self):
             async for _ in self.deltas():
                 pass
-        return self._seen
+        return [_since(CompletionOutput(index, "", []), choice, index) for index, choice in enumerate(self._seen)]
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far."""
@@ -96,27 +99,29 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _news(self, number: int, output: RequestOutput) -> Iterator[Delta]:
+    def _news(self, number: int, output: RequestOutput) -> Iterator[Piece]:
         self._latest[number] = output
         if any(one.finish_reason == "error" for one in output.outputs):
             raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
         for new in output.outputs:
             index = number * self._n + new.index
-            old = self._seen[index]
-            if old.finished:
-                continue
-            new.index = index
-            self._seen[index] = new
-            delta = Delta(
-                index=index,
-                text=new.text[len(old.text) :],
-                text_offset=len(old.text),
-                token_ids=new.token_ids[len(old.token_ids) :],
-                logprobs=(new.logprobs or [])[len(old.token_ids) :],
-                finish_reason=new.finish_reason,
-            )
-            if delta.text or delta.token_ids or delta.finish_reason:
-                yield delta
+            old, self._seen[index] = self._seen[index], new
+            piece = _since(old, new, index)
+            if not old.finished and (piece.text or piece.token_ids or piece.finish_reason):
+                yield piece
+
+
+def _since(old: CompletionOutput, new: CompletionOutput, index: int) -> Piece:
+    num_old = len(old.token_ids)
+    return Piece(
+        index=index,
+        text=new.text[len(old.text) :],
+        text_offset=len(old.text),
+        token_ids=new.token_ids[num_old:],
+        logprobs=(new.logprobs or [])[num_old:],
+        finish_reason=new.finish_reason,
+        stop_reason=new.stop_reason,
+    )
 
 
 def check_length(engine: AsyncLLM, token_ids: Sequence[int]) -> None:

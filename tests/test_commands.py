@@ -1,0 +1,128 @@
+"""The commands, as an operator types them, with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOLKIT = Path(sys.executable).with_name("toolkit")
+ROOT = Path(__file__).parents[1]
+
+
+def toolkit(*arguments: object, stdin: str | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run([str(a) for a in (TOOLKIT, *arguments)], input=stdin, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = subprocess.Popen([TOOLKIT, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, text=True)
+    try:
+        found = None
+        while not found:
+            line = process.stdout.readline()
+            assert line, "the server ended early"
+            found = re.search(r"http://[^\s/]+", line)
+        yield found.group()
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_the_demo():
+    done = subprocess.run([sys.executable, ROOT / "docs/examples/demo.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout and "12" in done.stdout and "cold" in done.stdout
+
+
+@pytest.mark.parametrize("where", ["in-process", "url"])
+def test_chat(where, request):
+    target = ["tiny"] if where == "in-process" else ["--url", request.getfixturevalue("server")]
+    done = toolkit("chat", *target, "--message", "What is the capital of France?", "--temperature", "0", "--max-tokens", "40")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+def test_chat_reads_messages_from_stdin():
+    done = toolkit("chat", "tiny", "--temperature", "0", "--max-tokens", "40", stdin="What is the capital of Italy?\nWhat is 2 plus 3?\n")
+    assert done.returncode == 0, done.stderr
+    assert "Rome" in done.stdout and "5" in done.stdout
+
+
+@pytest.mark.parametrize("where", ["in-process", "url"])
+def test_complete(where, request):
+    target = ["tiny"] if where == "in-process" else ["--url", request.getfixturevalue("server")]
+    done = toolkit("complete", *target, "--prompt", "Once upon a time", "--temperature", "0", "--max-tokens", "30")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 10
+
+
+def test_generate_keeps_order_and_survives_a_bad_line(tmp_path):
+    lines = [
+        {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]},
+        {"prompt_token_ids": [10**6]},
+        {"prompt": "Once upon a time", "max_tokens": 5},
+    ]
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = toolkit("generate", "tiny", "--prompts", prompts, "--out", out, "--temperature", "0", "--max-tokens", "32")
+    first, bad, last = (json.loads(line) for line in out.read_text().splitlines())
+    assert done.returncode == 1 and "Tokyo" in first["outputs"][0]["text"]
+    assert "1000000" in bad["error"] and last["outputs"][0]["num_tokens"] == 5
+
+
+def test_explain_names_every_choice():
+    shown = json.loads(toolkit("explain", "tiny", "--json").stdout)
+    assert shown["architecture"] == "LlamaForCausalLM" and shown["renderer"] == "hf"
+    assert shown["plugin"] == "decoder" and shown["runner"] == "generate"
+    assert {layer["backend"] for layer in shown["layers"]} == {"sdpa"}
+    assert "sdpa" in toolkit("explain", "tiny").stdout
+
+
+def test_env():
+    shown = json.loads(toolkit("env", "--json").stdout)
+    assert "torch" in json.dumps(shown)
+
+
+def test_help_imports_nothing_heavy():
+    code = "import sys; from llm_toolkit.cli.app import run; run(['--help']); assert not {'torch', 'transformers', 'fastapi'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["generate", "nowhere", "--prompts", "x", "--out", "y"], (1, 2), "nowhere"),
+        (["chat", "tinny", "--message", "x"], (1,), "Did you mean 'tiny'?"),
+        (["chat", "tiny", "--message", "x", "--block-size", "0"], (2,), "block_size"),
+        (["chat", "tiny", "--message", "x", "--plugins", "no_such"], (1,), "no_such"),
+        (["chat", "tiny", "--message", "x", "--attention-backend", "flash"], (1, 2), "flash"),
+        (["chat", "tiny", "--message", "x", "--max-model-len", "100000"], (2,), "100000"),
+        (["chatt"], (2,), "chat"),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_an_error_is_one_message(arguments, code, message):
+    done = toolkit(*arguments)
+    assert done.returncode in code
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_traceback_is_there_when_asked_for():
+    assert "Traceback" in toolkit("chat", "tinny", "--message", "x", "--traceback").stderr
+
+
+def test_flag_beats_environment_beats_file(tmp_path, monkeypatch):
+    file = tmp_path / "config.yaml"
+    file.write_text("max-model-len: 100\nblock_size: 8\nnum_kv_blocks: 77\n")
+    monkeypatch.setenv("LLM_TOOLKIT_MAX_MODEL_LEN", "90")
+    monkeypatch.setenv("LLM_TOOLKIT_BLOCK_SIZE", "4")
+    shown = json.loads(toolkit("explain", "tiny", "--json", "--config", file, "--max-model-len", "80").stdout)
+    config = shown["config"]
+    assert config["model"]["max_model_len"] == 80
+    assert config["cache"]["block_size"] == 4
+    assert config["cache"]["num_kv_blocks"] == 77
