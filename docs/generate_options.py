@@ -34,13 +34,13 @@ def tables() -> str:
     sections = [kind for kind in get_type_hints(VllmConfig).values() if isinstance(kind, type) and options_of(kind)]
     commands = [("`toolkit serve`", ServerOptions), ("`toolkit chat` and `toolkit complete`", ClientOptions)]
     titled = [(section.__name__.removesuffix("Config"), section) for section in sections] + commands
-    return "".join(table(title, section) for title, section in titled)
+    return "".join(table(title, section) for title, section in titled) + "\n"
 
 
 def table(title: str, section: type[Struct]) -> str:
     """A section's heading, its sentence and its options."""
     rows = "".join(f"| `{o.name}` | {values(o)} | {default(o.default)} | {escape(o.help)} |\n" for o in options_of(section))
-    return f"\n### {title}\n\n{section.__doc__}\n\n| option | values | default | meaning |\n| --- | --- | --- | --- |\n{rows}\n"
+    return f"\n### {title}\n\n{section.__doc__}\n\n| option | values | default | meaning |\n| --- | --- | --- | --- |\n{rows}"
 
 
 def values(o: Option) -> str:

@@ -37,7 +37,9 @@ class StepEvent(Struct, frozen=True, kw_only=True):
     num_tokens: int
     """Tokens computed in the step."""
     num_running: int
+    """Sequences in the batch."""
     num_waiting: int
+    """Requests without a place in the batch."""
     num_used_blocks: int
     num_total_blocks: int
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -79,7 +79,7 @@ class AsyncLLM:
 
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs as they come: whole texts, not deltas; a text only grows. A caller that is slow gets merged states.
 
         Closing the iterator aborts the request. Raises RequestError before the first output, EngineDeadError when the engine dies.
@@ -94,7 +94,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         **render_options: Any,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation; `render_options` are Renderer.render_conversation's."""
         return self._stream(lambda rid: self.engine.prepare_chat(rid, messages, params, priority=priority, **render_options), request_id)
 
@@ -119,7 +119,7 @@ class AsyncLLM:
     async def __aexit__(self, *exc: object) -> None:
         await self.shutdown()
 
-    async def _stream(self, prepare: Callable[[str], PreparedRequest], request_id: str | None) -> AsyncIterator[RequestOutput]:
+    async def _stream(self, prepare: Callable[[str], PreparedRequest], request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
         self._check_alive()
         request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
         # Rendering and tokenizing may take long: not on the event loop.

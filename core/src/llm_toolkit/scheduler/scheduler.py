@@ -9,7 +9,7 @@ from itertools import count
 
 from llm_toolkit.attention import KVCacheConfig
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import RequestError
+from llm_toolkit.errors import ContextLengthError, RequestError
 from llm_toolkit.events import RequestEvent, RequestEventKind
 from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason, NewSequence, ScheduledSequence, StepPlan, StepResult
 from llm_toolkit.scheduler.block_manager import BlockManager, Write
@@ -52,7 +52,7 @@ class Scheduler:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
         if prompt >= self.max_model_len:
             limit = f"with at least one token of output it must stay within max_model_len, {self.max_model_len}"
-            raise RequestError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
         if params.n > self.max_num_seqs:
             raise RequestError(f"n is {params.n}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", "n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import threading
@@ -47,6 +48,8 @@ def serve(config: VllmConfig, options: ServerOptions) -> None:
             with _stopped_by_signals(server):
                 asyncio.run(_run(server, listener, engine, options.shutdown_timeout))
         except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
             # Another process has begun to listen on the address while the model was loaded.
             raise ConfigError(f"cannot listen on {options.host} port {options.port}: {error.strerror or error}.") from error
         finally:
