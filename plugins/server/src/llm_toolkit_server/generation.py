@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from llm_toolkit.errors import ContextLengthError, RequestError
 from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
@@ -141,10 +141,9 @@ def check_model(engine: AsyncLLM, name: str | None) -> None:
         raise ApiError(404, f"The model {name!r} does not exist. This server has {served!r}.", param="model", code="model_not_found")
 
 
-async def merge(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The items of all streams as they come, each with its stream's number. Closing it closes them all, and so does an error in one."""
-    generators = [cast(AsyncGenerator[RequestOutput, None], stream) for stream in streams]
-    pending = {_next(generator): number for number, generator in enumerate(generators)}
+    pending = {_next(generator): number for number, generator in enumerate(streams)}
     try:
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -153,12 +152,12 @@ async def merge(streams: Sequence[AsyncIterator[RequestOutput]]) -> AsyncGenerat
                 number = pending.pop(task)
                 if (item := task.result()) is not None:
                     yield number, item
-                    pending[_next(generators[number])] = number
+                    pending[_next(streams[number])] = number
     finally:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-        for generator in generators:
+        for generator in streams:
             await generator.aclose()
 
 
