@@ -1,0 +1,240 @@
+"""The documentation is true: its examples run, its links lead somewhere, and its tables and lists say what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from llm_toolkit import LLM, SamplingParams, VllmConfig
+from llm_toolkit.cli.converse import ClientOptions
+from llm_toolkit.cli.sampling import HELP as SAMPLING_FLAGS
+from llm_toolkit.config import options_of
+from llm_toolkit.engine import explain
+from llm_toolkit.plugin import API_VERSION, Plugins
+from llm_toolkit_server.options import ServerOptions
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "core" / "src" / "llm_toolkit"
+DOCS = ROOT / "docs"
+GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
+EXECUTED = [*GUIDES, ROOT / "core" / "README.md", ROOT / "contrib_models" / "decoder" / "README.md"]
+PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "core" / "README.md", *ROOT.glob("plugins/*/*.md"), *ROOT.glob("contrib_*/*/*.md")]
+ADDRESS = "http://127.0.0.1:8000"
+
+
+class Block(NamedTuple):
+    """A fenced block. `file` is the name on the line above it: the block is that file's content."""
+
+    file: str | None
+    language: str
+    text: str
+
+
+def read(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path) -> list[Block]:
+    found = re.findall(r"(?:^`([\w/.-]+)`:\n\n)?^```(\w*)\n(.*?)^```$", read(page), re.MULTILINE | re.DOTALL)
+    return [Block(file or None, language, text) for file, language, text in found]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def has_examples(page: Path, language: str, word: str = "") -> bool:
+    return any(block.language == language and block.file is None and word in block.text for block in blocks(page))
+
+
+@pytest.fixture(scope="module")
+def url():
+    """The address of `toolkit serve tiny`."""
+    command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "serve", "tiny", "--port", "0", "--log-level", "error"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        found = next((at for line in process.stdout if (at := re.search(r"Serving tiny at (\S+)", line))), None)
+        assert found, f"the server ended with exit code {process.wait()}"
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+# Examples
+
+
+@pytest.mark.parametrize("page", [p for p in EXECUTED if has_examples(p, "python")], ids=name)
+def test_python_examples_run(page, request, monkeypatch, capsys):
+    """Those of a page run one after the other in one module. "# → text" says what is printed."""
+    module = types.ModuleType(f"examples_of_{page.stem}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for block in blocks(page):
+        if block.language == "python" and block.file is None:
+            code = block.text
+            if ADDRESS in code:
+                code = code.replace(ADDRESS, request.getfixturevalue("url"))
+            exec(compile(code, name(page), "exec"), module.__dict__)
+            printed = capsys.readouterr().out
+            for expected in re.findall(r"# → (.+)$", code, re.MULTILINE):
+                assert expected in printed
+
+
+@pytest.mark.parametrize("page", [p for p in GUIDES if has_examples(p, "sh", "curl ")], ids=name)
+def test_curl_examples_run(page, url):
+    for block in blocks(page):
+        if block.language == "sh" and block.text.startswith("curl "):
+            script = block.text.replace(ADDRESS, url).replace("curl ", "curl --silent --show-error --fail ")
+            done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout
+
+
+def test_yaml_examples_are_config_files(tmp_path):
+    from llm_toolkit.config import load_options
+
+    options = VllmConfig.options() + options_of(ServerOptions)
+    examples = [block.text for page in GUIDES for block in blocks(page) if block.language == "yaml"]
+    assert examples
+    for example in examples:
+        (tmp_path / "options.yaml").write_text(example)
+        assert load_options(options, {}, file=tmp_path / "options.yaml")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with the plugins that README.md and docs/plugins.md write down, installed by pip."""
+    folder = tmp_path_factory.mktemp("plugins")
+    sources = []
+    for page in (ROOT / "README.md", DOCS / "plugins.md"):
+        sources.append(folder / page.stem)
+        for block in blocks(page):
+            if block.file is not None:
+                path = sources[-1] / block.file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block.text)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", folder / "site", *sources], check=True)
+    return folder / "site"
+
+
+def test_the_plugins_install_and_are_listed(installed):
+    environ = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "plugins", "list", "--json"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    states = {row["name"]: (row["distribution"], row["status"]) for row in json.loads(done.stdout)}
+    assert states["stopwatch"] == ("llm-toolkit-stopwatch", "ok")
+    assert states["biased"] == ("llm-toolkit-biased", "ok")
+
+
+def test_the_readmes_plugin_has_20_lines_and_works(installed, monkeypatch, capsys):
+    assert sum(len(block.text.splitlines()) for block in blocks(ROOT / "README.md") if block.file) <= 20
+    monkeypatch.syspath_prepend(installed)
+    with LLM(model="tiny") as llm:
+        llm.generate("Once upon a time", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert re.search(r"^llm-0: first token after \d+\.\d{3} s$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_the_model_plugin_runs_its_architecture(installed, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(installed)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    config = {"architectures": ["BiasedForCausalLM"], "max_position_embeddings": 64, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    found = explain(VllmConfig.make(model=str(tmp_path)))
+    assert (found.model_class, found.plugin) == ("llm_toolkit_biased.model:BiasedForCausalLM", "biased")
+    assert [layer.backend for layer in found.layers] == ["sdpa"]
+
+
+# Links, names, tables
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", read(page), flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", read(page), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?://", link):
+            continue
+        target, _, anchor = link.partition("#")
+        path = (page.parent / target).resolve() if target else page
+        assert path.is_file() or (path.is_dir() and not anchor), f"{link}: there is no such file"
+        assert not anchor or anchor in anchors(path), f"{link}: there is no such heading"
+        assert DOCS not in page.parents or path.is_relative_to(DOCS), f"{link}: pages in docs/ link to each other only"
+
+
+def test_architecture_names_every_room():
+    text = read(DOCS / "architecture.md")
+    rooms = [f"{path.name}/" for path in CORE.iterdir() if (path / "__init__.py").exists()]
+    modules = [path.name for path in CORE.glob("*.py") if not path.name.startswith("_")]
+    assert len(rooms) > 10
+    assert [room for room in rooms + modules if f"`{room}`" not in text] == []
+
+
+def test_architecture_names_files_that_exist():
+    files = re.findall(r"`([\w/]+\.py)`", read(DOCS / "architecture.md"))
+    assert len(files) > 20
+    assert [file for file in files if not ((CORE / file).exists() or (ROOT / file).exists())] == []
+
+
+def test_the_tables_of_options_are_current():
+    spec = importlib.util.spec_from_file_location("generate_options", DOCS / "generate_options.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    page = read(DOCS / "configuration.md")
+    assert page == generator.with_tables(page), "run: python docs/generate_options.py"
+    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions)
+    assert [o.name for o in options if f"| `{o.name}` |" not in page] == []
+
+
+def test_the_flags_in_the_guides_exist():
+    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions)
+    known = {o.flag for o in options} | {f"--no-{o.flag[2:]}" for o in options if o.is_flag} | {f"--{flag}" for flag in SAMPLING_FLAGS}
+    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--out"}
+    for page in [*GUIDES, *DOCS.glob("hooks/*.md")]:
+        lines = [line for line in read(page).splitlines() if not line.lstrip().startswith(("pip ", "curl "))]
+        assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines))) <= known, name(page)
+
+
+def test_the_readme_names_every_command():
+    text = read(ROOT / "README.md")
+    assert [command for command in Plugins.load().commands if f"`toolkit {command}" not in text] == []
+
+
+def test_sampling_names_every_parameter_and_its_default():
+    text = read(DOCS / "sampling.md")
+    defaults = {field: getattr(SamplingParams(), field) for field in SamplingParams.__struct_fields__}
+    assert [field for field, value in defaults.items() if f"| `{field}` | `{value!r}` |" not in text] == []
+
+
+def test_the_server_page_names_every_route_and_metric(url):
+    text = read(DOCS / "server.md")
+    routes = [
+        f"{method.upper()} {path}" for path, methods in httpx.get(f"{url}/openapi.json").json()["paths"].items() for method in methods
+    ]
+    assert len(routes) > 8
+    assert [route for route in routes if f"`{route}`" not in text] == []
+    metrics = re.findall(r"^# TYPE (\w+) (\w+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    names = [metric for metric, _ in metrics if not metric.endswith("_created")]
+    assert len(names) > 10
+    assert [metric for metric in names if f"`{metric}`" not in text] == []
+
+
+def test_the_pinned_contract_is_the_one_there_is():
+    for page in PAGES:
+        assert set(re.findall(r"llm-toolkit-core>=([\d.]+)", read(page))) <= {API_VERSION}, name(page)
