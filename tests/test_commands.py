@@ -20,16 +20,16 @@ def toolkit(*arguments: object, stdin: str | None = None) -> subprocess.Complete
 
 @pytest.fixture(scope="module")
 def server():
-    process = subprocess.Popen([TOOLKIT, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, text=True)
-    try:
-        found = None
-        while not found:
-            line = process.stdout.readline()
-            assert line, "the server ended early"
-            found = re.search(r"http://[^\s/]+", line)
-        yield found.group()
-    finally:
-        process.terminate()
+    with subprocess.Popen([TOOLKIT, "serve", "tiny", "--port", "0"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            found = None
+            while not found:
+                line = process.stdout.readline()
+                assert line, "the server ended early"
+                found = re.search(r"http://[^\s/]+", line)
+            yield found.group()
+        finally:
+            process.terminate()
         assert process.wait(20) == 0
 
 
@@ -96,7 +96,7 @@ def test_help_imports_nothing_heavy():
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["generate", "nowhere", "--prompts", "x", "--out", "y"], (1, 2), "nowhere"),
+        (["generate", "nowhere", "--prompts", "x.txt", "--out", "y.jsonl"], (1, 2), "x.txt"),
         (["chat", "tinny", "--message", "x"], (1,), "Did you mean 'tiny'?"),
         (["chat", "tiny", "--message", "x", "--block-size", "0"], (2,), "block_size"),
         (["chat", "tiny", "--message", "x", "--plugins", "no_such"], (1,), "no_such"),

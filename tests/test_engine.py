@@ -5,11 +5,25 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import pytest
 import torch
 from llm_toolkit import LLM, AsyncLLM, LLMEngine, SamplingParams, VllmConfig
-from llm_toolkit.errors import CapacityError, CheckpointError, ConfigError, EngineDeadError, RequestError
+from llm_toolkit.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    PluginError,
+    RequestError,
+    ToolkitError,
+)
+from llm_toolkit.plugin import PluginWarning, hookimpl
+from llm_toolkit_sdpa.backend import SdpaBackend
 
 SMALL = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -104,6 +118,80 @@ class TestGenerate:
                 seen.append(output.outputs[0].text)
         assert seen[-1] == text[: text.index(stop)]
 
+    def test_stop_texts_wait_for_min_tokens(self, llm):
+        (free,) = llm.generate("xyz", GREEDY.replace(max_tokens=40), use_tqdm=False)
+        stop = free.outputs[0].text[0]
+        (output,) = llm.generate("xyz", GREEDY.replace(max_tokens=40, min_tokens=10, stop=stop), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) > 10
+
+    def test_an_output_is_the_callers_own(self, llm):
+        llm.engine.add_request("own", "abc", GREEDY.replace(max_tokens=5))
+        while llm.engine.has_unfinished_requests():
+            for output in llm.engine.step():
+                output.prompt_token_ids += [1, 2, 3]
+                output.outputs[0].token_ids += [1, 2, 3]
+        assert len(output.outputs[0].token_ids) == 5 + 3
+
+    def test_priority_for_each_prompt(self, folder):
+        order = []
+        with LLM(folder, **{**SMALL, "max_num_seqs": 1}, scheduling_policy="priority") as llm:
+            advance = llm.engine.advance
+            llm.engine.advance = lambda: [(order.append(s.request_id), s)[1] for s in advance()]
+            llm.generate(["a", "b", "c"], GREEDY, priority=[2, 0, 1], use_tqdm=False)
+            with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
+                llm.generate(["a", "b"], GREEDY, priority=[1], use_tqdm=False)
+        assert list(dict.fromkeys(order)) == ["llm-1", "llm-2", "llm-0"]
+
+    def test_threads_take_turns(self, llm):
+        with ThreadPoolExecutor(4) as pool:
+            results = list(pool.map(lambda p: llm.generate(p, GREEDY, use_tqdm=False)[0].outputs[0].token_ids, ["abc"] * 8))
+        assert all(r == results[0] for r in results)
+
+    def test_requests_added_by_hand_are_not_swallowed(self, llm):
+        llm.engine.add_request("mine", "abc", GREEDY)
+        with pytest.raises(ToolkitError, match="added by hand"):
+            llm.generate("abc", GREEDY, use_tqdm=False)
+        assert [o.request_id for o in _drain(llm.engine)] == ["mine"]
+
+    def test_an_interrupted_step_leaves_nothing_behind(self, llm, monkeypatch):
+        runner = llm.engine.core.executor.runner
+        expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        for method in ("execute", "_forward", "_sample"):
+            calls = count()
+            original = getattr(runner, method)
+
+            def interrupted(*args, original=original, calls=calls):
+                if next(calls) == 2:
+                    raise KeyboardInterrupt
+                return original(*args)
+
+            monkeypatch.setattr(runner, method, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(["abc", "de"], GREEDY, use_tqdm=False)
+            monkeypatch.undo()
+            assert used_blocks(llm) == 0
+            assert llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+    def test_an_interrupted_loop_goes_on(self, llm, monkeypatch):
+        """With requests added by hand the step is taken again, and the answers are the same."""
+        runner = llm.engine.core.executor.runner
+        expected = [o.outputs[0].token_ids for o in llm.generate(["abc", "de"], GREEDY, use_tqdm=False)]
+        for name, prompt in (("0", "abc"), ("1", "de")):
+            llm.engine.add_request(name, prompt, GREEDY)
+        llm.engine.step()
+        execute, calls = runner.execute, count()
+
+        def interrupted(plan):
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            return execute(plan)
+
+        monkeypatch.setattr(runner, "execute", interrupted)
+        llm.engine.step()
+        with pytest.raises(KeyboardInterrupt):
+            llm.engine.step()
+        assert [o.outputs[0].token_ids for o in sorted(_drain(llm.engine), key=lambda o: o.request_id)] == expected
+
     def test_logprobs(self, llm):
         (output,) = llm.generate("abc", GREEDY.replace(logprobs=3), use_tqdm=False)
         completion = output.outputs[0]
@@ -141,6 +229,10 @@ def _byte_ranks(text: str) -> list[int]:
     return [alphabet.index("Ġ" if c == " " else c) for c in text]
 
 
+def _short(value: object) -> str:
+    return type(value).__name__ if isinstance(value, int | list) else str(value)[:20]
+
+
 BAD_PROMPTS = {
     "empty text": ("", "empty"),
     "no tokens": ({"prompt_token_ids": []}, "empty"),
@@ -151,20 +243,23 @@ BAD_PROMPTS = {
     "not integers": ({"prompt_token_ids": ["a"]}, "list of integers"),
     "wrong type": (7, "must be a text"),
     "unknown key": ({"promt": "x"}, "promt"),
+    "unknown keys": ({"promt": "x", 1: 2}, "no key"),
     "nothing": ({}, "needs the key"),
 }
 BAD_PARAMS = {
-    "temperature": (-1.0, float("nan"), float("inf"), 1e300, "hot"),
+    "temperature": (-1.0, float("nan"), float("inf"), 1e300, 10**400, "hot", "x" * 10**6),
     "top_p": (0.0, 1.5, float("nan")),
     "top_k": (-2, 10**30, 1.5),
     "min_p": (-0.1, 2.0),
-    "n": (0, -1, 2.5),
+    "n": (0, -1, 2.5, 10**5000, True),
     "seed": (-1, 10**30),
     "max_tokens": (0, -5),
     "min_tokens": (-1, 17),
     "logprobs": (-1,),
-    "stop": ([""], ["a"] * 1000, "x" * 5000),
-    "stop_token_ids": ([-1], ["a"]),
+    "stop": ([""], ["a"] * 1000, "x" * 5000, 5, [""] * 10**6),
+    "stop_token_ids": ([-1], ["a"], 5, [True], [1] * 1000),
+    "ignore_eos": ("false", 1),
+    "detokenize": ("no",),
 }
 
 
@@ -180,11 +275,12 @@ class TestBadRequests:
         assert len(expected.outputs[0].token_ids) == 12
         assert used_blocks(llm) == 0
 
-    @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_PARAMS.items() for v in values], ids=lambda x: str(x)[:20])
+    @pytest.mark.parametrize(("name", "value"), [(n, v) for n, values in BAD_PARAMS.items() for v in values], ids=_short)
     def test_bad_parameter_is_named(self, name, value):
         with pytest.raises(RequestError, match=name) as caught:
             SamplingParams(**{name: value})
         assert caught.value.param == name
+        assert len(str(caught.value)) < 300
 
     def test_limits_of_the_engine(self, llm):
         with pytest.raises(RequestError, match="max_n"):
@@ -195,6 +291,39 @@ class TestBadRequests:
             llm.engine.add_request("bad", "abc", SamplingParams(logprobs=21))
         with pytest.raises(RequestError, match="blocks, but there are 64"):
             llm.engine.add_request("bad", "abc", SamplingParams(n=8, max_tokens=None))
+
+    def test_min_tokens_beyond_the_context(self, llm):
+        with pytest.raises(RequestError, match=r"min_tokens is 100.*room for 8"):
+            llm.engine.add_request("bad", {"prompt_token_ids": [40] * 120}, SamplingParams(max_tokens=None, min_tokens=100))
+
+    @pytest.mark.parametrize("priority", ["high", float("nan"), 2**70, True])
+    def test_bad_priority(self, llm, priority):
+        with pytest.raises(RequestError, match="priority"):
+            llm.engine.add_request("bad", "abc", GREEDY, priority=priority)
+
+    @pytest.mark.parametrize("method", ["push", "token_texts"])
+    def test_a_renderer_that_fails_on_the_output_ends_one_request(self, llm, monkeypatch, method):
+        def broken(*args, **kwargs):
+            raise KeyError("no such token")
+
+        engine = llm.engine
+        engine.add_request("good", "abc", GREEDY)
+        engine.add_request("bad", "de", GREEDY.replace(logprobs=1))
+        target = engine.renderer if method == "token_texts" else engine._states["bad"]._texts[0]
+        monkeypatch.setattr(target, method, broken)
+        finished = {o.request_id: o for o in _drain(engine)}
+        assert len(finished["good"].outputs[0].token_ids) == 12 and finished["good"].error is None
+        assert finished["bad"].outputs[0].finish_reason == "error" and "renderer 'hf' failed" in finished["bad"].error
+        assert used_blocks(llm) == 0
+
+    def test_a_renderer_that_fails_to_begin_leaves_nothing_behind(self, llm, monkeypatch):
+        def broken(*args, **kwargs):
+            raise KeyError("no stream")
+
+        monkeypatch.setattr(llm.engine.renderer, "decode_stream", broken)
+        with pytest.raises(KeyError):
+            llm.engine.add_request("bad", "de", GREEDY)
+        assert not llm.engine.has_unfinished_requests()
 
     def test_an_id_in_use_is_refused(self, llm):
         llm.engine.add_request("same", "abc", GREEDY)
@@ -237,6 +366,14 @@ def _drain(engine: LLMEngine) -> list:
     return finished
 
 
+class PickyBackend(SdpaBackend):
+    """Runs the first layer only."""
+
+    @classmethod
+    def refuses(cls, spec):
+        return None if "layers.0" in spec.layer else "it is not the first layer"
+
+
 class TestBadStart:
     def test_unknown_option(self, folder):
         with pytest.raises(ConfigError, match=r"'blok_size'.*'block_size'"):
@@ -247,6 +384,53 @@ class TestBadStart:
             LLM(folder, num_kv_blocks=3)
         with pytest.raises(CapacityError, match="kv_cache_memory"):
             LLM(folder, kv_cache_memory="1KiB")
+
+    @pytest.mark.parametrize("options", [{"num_kv_blocks": 10**11}, {"kv_cache_memory": "100TiB"}], ids=str)
+    def test_more_memory_than_there_is(self, folder, options):
+        with pytest.raises(CapacityError, match="MiB free"):
+            LLM(folder, **options)
+
+    def test_a_device_that_is_not_there(self, folder):
+        for device in ("cuda:99", "warp", "meta"):
+            with pytest.raises(ConfigError, match=f"device '{device}' cannot be used.*Available: cpu"):
+                LLM(folder, device=device)
+
+    def test_plugins_from_code_are_objects(self, folder):
+        with pytest.raises(PluginError, match="'sdpa' is a text"):
+            LLM(folder, plugins=["sdpa"])
+
+    def test_backends_that_cannot_be_imported_do_not_block_others(self, folder):
+        class Broken:
+            name = "broken"
+
+            @hookimpl
+            def toolkit_register_attention_backends(self, backends):
+                backends.add("flashy", "no_such_module:Backend", priority=9)
+
+        LLM(folder, plugins=[Broken()], attention_backend="sdpa", **SMALL).shutdown()
+        with pytest.warns(PluginWarning, match="flashy"):
+            LLM(folder, plugins=[Broken()], **SMALL).shutdown()
+        with pytest.raises(PluginError, match="flashy"):
+            LLM(folder, plugins=[Broken()], attention_backend="flashy", **SMALL)
+
+    def test_layers_of_one_model_may_have_different_backends(self, folder, llm):
+        class Picky:
+            name = "picky"
+
+            @hookimpl
+            def toolkit_register_attention_backends(self, backends):
+                backends.add("picky", f"{__name__}:PickyBackend", priority=9)
+
+        expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        with LLM(folder, plugins=[Picky()], **SMALL) as other:
+            assert [group.backend for group in other.engine.core.kv_cache.groups] == ["picky", "sdpa"]
+            assert other.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+    def test_use_after_shutdown(self, folder):
+        llm = LLM(folder, **SMALL)
+        llm.shutdown()
+        with pytest.raises(EngineDeadError, match="shut down"):
+            llm.generate("abc", GREEDY, use_tqdm=False)
 
     def test_conflicting_options(self, folder):
         with pytest.raises(ConfigError, match="max_num_batched_tokens"):
@@ -270,6 +454,9 @@ class TestBadStart:
             ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM.*Did you mean 'LlamaForCausalLM'"),
             ({"architectures": None}, "names no model class"),
             ({"hidden_size": 128}, r"shape|size"),
+            ({"vocab_size": "272"}, "vocab_size must be an integer"),
+            ({"rope_parameters": "linear"}, "rope_parameters must be an object"),
+            ({"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}}, "factor must be a number"),
         ],
     )
     def test_a_config_that_does_not_fit(self, folder, tmp_path, change, message):
@@ -420,6 +607,100 @@ class TestAsync:
 
         results = asyncio.run(main())
         assert all(r == results[0] for r in results)
+
+    def test_a_bad_id_or_priority_harms_nobody(self, folder):
+        async def body(engine):
+            async def good():
+                async for output in engine.generate("abc", GREEDY.replace(max_tokens=60)):
+                    last = output
+                return last
+
+            async def bad(**options):
+                with pytest.raises(RequestError):
+                    async for _ in engine.generate("abc", GREEDY, **options):
+                        pass
+
+            output, *_ = await asyncio.gather(good(), bad(request_id=["a"]), bad(priority="high"), bad(priority=float("nan")))
+            assert len(output.outputs[0].token_ids) == 60
+
+        self.run(folder, body)
+
+    def test_a_failing_submit_is_its_callers(self, folder, monkeypatch):
+        async def body(engine):
+            def broken(*args, **kwargs):
+                raise KeyError("no stream")
+
+            monkeypatch.setattr(engine.renderer, "decode_stream", broken)
+            with pytest.raises(KeyError):
+                async for _ in engine.generate("abc", GREEDY):
+                    pass
+            monkeypatch.undo()
+            async for output in engine.generate("abc", GREEDY):
+                last = output
+            assert len(last.outputs[0].token_ids) == 12
+
+        self.run(folder, body)
+
+    def test_an_abort_during_rendering_counts(self, folder, monkeypatch):
+        async def body(engine):
+            started, render = threading.Event(), engine.renderer.render_prompt
+
+            def slow(*args, **kwargs):
+                started.set()
+                time.sleep(0.2)
+                return render(*args, **kwargs)
+
+            monkeypatch.setattr(engine.renderer, "render_prompt", slow)
+
+            async def consume():
+                async for output in engine.generate("abc", GREEDY.replace(max_tokens=100), request_id="mine"):
+                    last = output
+                return last
+
+            task = asyncio.create_task(consume())
+            await asyncio.to_thread(started.wait)
+            await engine.abort("mine")
+            assert (await task).outputs[0].finish_reason == "abort"
+
+        self.run(folder, body)
+
+    def test_an_id_in_use_is_refused(self, folder):
+        async def body(engine):
+            async def consume():
+                async for output in engine.generate("abc", GREEDY, request_id="same"):
+                    last = output
+                return len(last.outputs[0].token_ids)
+
+            results = await asyncio.gather(consume(), consume(), return_exceptions=True)
+            assert 12 in results
+            assert any(isinstance(r, RequestError) and "in use" in str(r) for r in results)
+
+        self.run(folder, body)
+
+    def test_everybody_is_answered_at_shutdown(self, folder):
+        async def main():
+            engine = AsyncLLM(VllmConfig.make(model=folder, **SMALL))
+            execute = engine.engine.core.executor.runner.execute
+
+            def slow(plan):
+                time.sleep(0.1)
+                return execute(plan)
+
+            engine.engine.core.executor.runner.execute = slow
+
+            async def consume():
+                async for _ in engine.generate("abc", GREEDY.replace(max_tokens=100)):
+                    pass
+
+            tasks = [asyncio.create_task(consume()) for _ in range(3)]
+            await asyncio.sleep(0.3)
+            closing = [asyncio.create_task(engine.shutdown()) for _ in range(2)]
+            tasks += [asyncio.create_task(consume()) for _ in range(3)]
+            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+            assert all(isinstance(r, EngineDeadError) for r in results)
+            await asyncio.gather(*closing)
+
+        asyncio.run(main())
 
     def test_after_shutdown(self, folder):
         async def main():

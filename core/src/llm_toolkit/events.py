@@ -22,10 +22,12 @@ class RequestEvent(Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     """Over all sequences of the request; final when kind is "finished"."""
+    num_sequences: int = 1
     scheduled_time: float | None = None
     """When the request first entered a batch."""
     first_token_time: float | None = None
     finish_reason: FinishReason | None = None
+    """Of the sequence that ended last."""
 
 
 class StepEvent(Struct, frozen=True, kw_only=True):
@@ -36,6 +38,12 @@ class StepEvent(Struct, frozen=True, kw_only=True):
     """Seconds from planning to results."""
     num_tokens: int
     """Tokens computed in the step."""
+
+
+class LoadEvent(Struct, frozen=True, kw_only=True):
+    """How full the engine is, after a step or after requests have come or gone between steps."""
+
+    time: float
     num_running: int
     """Sequences in the batch."""
     num_waiting: int
@@ -44,4 +52,4 @@ class StepEvent(Struct, frozen=True, kw_only=True):
     num_total_blocks: int
 
 
-Event = RequestEvent | StepEvent
+Event = RequestEvent | StepEvent | LoadEvent

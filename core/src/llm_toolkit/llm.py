@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from llm_toolkit.config import VllmConfig, load_options
 from llm_toolkit.engine import LLMEngine, PreparedRequest
-from llm_toolkit.errors import ConfigError, RequestError
+from llm_toolkit.errors import ConfigError, RequestError, ToolkitError
 from llm_toolkit.outputs import RequestOutput
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.plugin import Plugins
@@ -39,11 +41,10 @@ class LLM:
         if config is not None and options:
             raise ConfigError(f"give either config or options, not both: {', '.join(options)}.")
         if config is None:
-            if isinstance(options.get("plugins"), list):
-                raise ConfigError("plugins are objects here; name those to load with config=VllmConfig.make(plugins=[...]).")
             config = VllmConfig.make(**load_options(VllmConfig.options(), options, environ=os.environ))
         self.engine = LLMEngine(config, plugins=plugins)
         self._ids = count()
+        self._lock = threading.Lock()
 
     @property
     def config(self) -> VllmConfig:
@@ -55,16 +56,21 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts: texts, {"prompt": text} or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
 
-        `params` is one for all, or one for each. Raises RequestError for a bad prompt, before anything is computed.
+        `params` is one for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
+        anything is computed. Calls from several threads run one after another.
         """
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = self._params(params, len(prompts))
-        prepared = [self.engine.prepare(self._next_id(), p, s) for p, s in zip(prompts, each, strict=True)]
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts: give one for each.", "priority")
+        prepared = [self.engine.prepare(self._next_id(), p, s, priority=n) for p, s, n in zip(prompts, each, priorities, strict=True)]
         return self._run(prepared, use_tqdm, progress)
 
     def chat(
@@ -96,28 +102,32 @@ class LLM:
         if progress is None and use_tqdm and prepared:
             return self._run_with_bar(prepared)
         ids = [p.message.request_id for p in prepared]
-        try:
-            for one in prepared:
-                self.engine.submit(one)
-            return self._drain(ids, progress)
-        finally:
-            # An interrupt in the middle must not leave requests behind for the next call.
-            self.engine.abort(ids)
+        with self._lock:
+            if self.engine.has_unfinished_requests():
+                raise ToolkitError("the engine has requests under way that were added by hand: finish them with engine.step() first.")
+            try:
+                for one in prepared:
+                    self.engine.submit(one)
+                return self._drain(ids, progress)
+            finally:
+                # An interrupt in the middle must not leave requests behind for the next call.
+                self.engine.abort(ids)
 
     def _drain(self, ids: list[str], progress: Progress | None) -> list[RequestOutput]:
         done: dict[str, RequestOutput] = {}
         while len(done) < len(ids):
-            for output in self.engine.step():
-                if output.finished:
-                    done[output.request_id] = output
+            for state in self.engine.advance():
+                if state.finished:
+                    done[state.request_id] = state.snapshot()
                     if progress is not None:
                         progress(len(done), len(ids))
         return [done[request_id] for request_id in ids]
 
     def _run_with_bar(self, prepared: list[PreparedRequest]) -> list[RequestOutput]:
+        from rich.console import Console
         from rich.progress import Progress as Bar
 
-        with Bar(transient=True) as bar:
+        with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task("Processed prompts", total=len(prepared))
             return self._run(prepared, False, lambda done, total: bar.update(task, completed=done))
 

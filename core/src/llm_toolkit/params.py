@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+import reprlib
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
 from llm_toolkit.errors import RequestError
 
@@ -50,16 +50,16 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
-            if not isinstance(value := getattr(self, name), int | float) or isinstance(value, bool) or not math.isfinite(value):
-                raise RequestError(f"{name} must be a finite number, not {value!r}.", name)
+            value = getattr(self, name)
+            _require(_is_number(value) and _is_finite(value), name, "a finite number", value)
         for name in ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs"):
             value = getattr(self, name)
-            if value is None and name in ("max_tokens", "seed", "logprobs"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise RequestError(f"{name} must be an integer, not {value!r}.", name)
-            if abs(value) >= 2**63:
-                raise RequestError(f"{name} must fit in 64 bits, not {value!r}.", name)
+            optional = name in ("max_tokens", "seed", "logprobs")
+            _require(
+                (value is None and optional) or (type(value) is int and abs(value) < 2**63), name, "an integer of at most 64 bits", value
+            )
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+            _require(type(getattr(self, name)) is bool, name, "true or false", getattr(self, name))
         _require(self.n >= 1, "n", "at least 1", self.n)
         _require(0 <= self.temperature <= 1e6, "temperature", "between 0 and 1e6", self.temperature)
         _require(0 < self.top_p <= 1, "top_p", "above 0 and at most 1", self.top_p)
@@ -68,32 +68,26 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         _require(self.seed is None or self.seed >= 0, "seed", "0 or more", self.seed)
         _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
-        _require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            f"at most max_tokens ({self.max_tokens})",
-            self.min_tokens,
-        )
+        most = self.max_tokens if self.max_tokens is not None else self.min_tokens
+        _require(self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})", self.min_tokens)
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more", self.logprobs)
         self._check_stops()
 
     def _check_stops(self) -> None:
+        _require(isinstance(self.stop, str | list | tuple | None), "stop", "a text or a list of texts", self.stop)
         stops = self.stop_texts
-        _require(all(isinstance(s, str) and s for s in stops), "stop", "one text or a list of texts, none of them empty", self.stop)
         _require(len(stops) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} texts", len(stops))
+        _require(all(isinstance(s, str) and s for s in stops), "stop", "a text or a list of texts, none of them empty", self.stop)
         _require(all(len(s) <= MAX_STOP_LENGTH for s in stops), "stop", f"texts of at most {MAX_STOP_LENGTH} characters", "a longer one")
         _require(not stops or self.detokenize, "stop", "unset where detokenize is off", self.stop)
+        _require(isinstance(self.stop_token_ids, list | tuple | None), "stop_token_ids", "a list of token ids", self.stop_token_ids)
         ids = self.stop_token_ids or []
-        _require(all(isinstance(i, int) and 0 <= i < 2**31 for i in ids), "stop_token_ids", "a list of token ids", self.stop_token_ids)
         _require(len(ids) <= MAX_STOPS, "stop_token_ids", f"at most {MAX_STOPS} ids", len(ids))
+        _require(all(type(i) is int and 0 <= i < 2**31 for i in ids), "stop_token_ids", "a list of token ids", self.stop_token_ids)
 
     @property
     def stop_texts(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
 
     def replace(self, **changes: object) -> SamplingParams:
         return msgspec.structs.replace(self, **changes)
@@ -101,8 +95,24 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def _require(ok: bool, name: str, wanted: str, got: object) -> None:
     if not ok:
-        raise RequestError(f"{name} must be {wanted}, not {got!r}.", name)
+        # What a client sent may be of any length.
+        raise RequestError(f"{name} must be {wanted}, not {_shown(got)}.", name)
 
 
-# A type for fields that hold a token id, so that decoding a message checks the range.
-TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
+def _shown(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        # Python refuses to write integers of thousands of digits.
+        return f"a {type(value).__name__}"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

@@ -40,7 +40,7 @@ def parse_prompt(prompt: Any) -> TextPrompt | TokensPrompt:
         )
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown:
-        raise RequestError(f"a prompt has no key {sorted(unknown)[0]!r}. Known: prompt, prompt_token_ids.", "prompt")
+        raise RequestError(f"a prompt has no key {sorted(map(str, unknown))[0]!r}. Known: prompt, prompt_token_ids.", "prompt")
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise RequestError(f"'prompt' must be a text, not a {type(text).__name__}.", "prompt")

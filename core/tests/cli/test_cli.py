@@ -44,7 +44,7 @@ def test_an_unknown_variable_is_a_warning_of_one_line(toolkit, monkeypatch):
     monkeypatch.setenv("LLM_TOOLKIT_BLOCK_SISE", "16")
     done = toolkit("plugins", "list", "--json")
     assert done.code == 0
-    assert done.err == "warning: environment variable LLM_TOOLKIT_BLOCK_SISE sets no option. Did you mean 'block_size'?\n"
+    assert done.err == "warning: environment variable LLM_TOOLKIT_BLOCK_SISE sets no option. Did you mean LLM_TOOLKIT_BLOCK_SIZE?\n"
 
 
 def test_plugins_list_and_show(toolkit):

@@ -105,7 +105,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
         load_options(OPTIONS, {}, file=file)
     with pytest.raises(ConfigError, match=r"unknown option 'ration'. Did you mean 'ratio'"):
         load_options(OPTIONS, {"ration": 1})
-    with pytest.warns(UserWarning, match=r"LLM_TOOLKIT_COUMT sets no option. Did you mean 'count'"):
+    with pytest.warns(UserWarning, match=r"LLM_TOOLKIT_COUMT sets no option. Did you mean LLM_TOOLKIT_COUNT\?"):
         assert load_options(OPTIONS, {}, environ={"LLM_TOOLKIT_COUMT": "3"}) == {}
 
 

@@ -76,6 +76,6 @@ def test_toolkit_configure(example):
 
 
 def test_toolkit_event(example):
-    event = StepEvent(time=0, duration=1, num_tokens=1, num_running=1, num_waiting=0, num_used_blocks=1, num_total_blocks=2)
+    event = StepEvent(time=0, duration=1, num_tokens=1)
     load(example).event(event)
     assert example.steps == [event]

@@ -16,7 +16,7 @@ from llm_toolkit.events import StepEvent
 from llm_toolkit.plugin import API_VERSION, Plugins, PluginWarning, hookimpl, hookspec
 
 NONE_INSTALLED = PluginsConfig(plugins=[])
-STEP = StepEvent(time=0, duration=1, num_tokens=1, num_running=1, num_waiting=0, num_used_blocks=1, num_total_blocks=2)
+STEP = StepEvent(time=0, duration=1, num_tokens=1)
 
 
 class Base:

@@ -19,7 +19,7 @@ MAX_MODEL_LEN = 16
 
 def kv_cache(num_blocks: int, block_sizes: list[int]) -> KVCacheConfig:
     specs = [KVCacheSpec(kind="full", block_size=size, num_kv_heads=1, head_size=8, dtype="float32") for size in block_sizes]
-    return KVCacheConfig(num_blocks, [KVGroup(spec, [f"layer{i}"]) for i, spec in enumerate(specs)])
+    return KVCacheConfig(num_blocks, [KVGroup(spec, "none", [f"layer{i}"]) for i, spec in enumerate(specs)])
 
 
 class FakeRunner:

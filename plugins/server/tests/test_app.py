@@ -13,7 +13,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from llm_toolkit.config import PluginsConfig
 from llm_toolkit.errors import ConfigError, EngineDeadError, PluginError
-from llm_toolkit.events import RequestEvent, StepEvent
+from llm_toolkit.events import LoadEvent, RequestEvent, StepEvent
 from llm_toolkit.plugin import Plugins, hookimpl
 from llm_toolkit_server.app import create_app, create_router
 from llm_toolkit_server.metrics import Metrics
@@ -464,8 +464,8 @@ async def test_metrics(engine, client_of):
         metrics.toolkit_event(RequestEvent(kind=kind, time=time, **request))
     end = {"num_output_tokens": 5, "first_token_time": 12.0, "finish_reason": "length"}
     metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, **request, **end))
-    step = {"duration": 0.5, "num_tokens": 8, "num_running": 3, "num_waiting": 2, "num_used_blocks": 5, "num_total_blocks": 10}
-    metrics.toolkit_event(StepEvent(time=14.0, **step))
+    metrics.toolkit_event(StepEvent(time=14.0, duration=0.5, num_tokens=8))
+    metrics.toolkit_event(LoadEvent(time=14.0, num_running=3, num_waiting=2, num_used_blocks=5, num_total_blocks=10))
     async with client_of(create_app(engine, metrics=metrics)) as client:
         response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")

@@ -10,9 +10,11 @@ from llm_toolkit.attention.spec import KVCacheSpec
 
 
 class KVGroup(Struct, frozen=True):
-    """The layers that share one KVCacheSpec, and so one block table per sequence."""
+    """The layers that share one KVCacheSpec and one backend, and so one block table per sequence."""
 
     spec: KVCacheSpec
+    backend: str
+    """Name of the layers' attention backend."""
     layers: list[str]
 
     @property
@@ -28,12 +30,12 @@ class KVCacheConfig(Struct, frozen=True):
     groups: list[KVGroup]
 
 
-def group_layers(specs: Mapping[str, KVCacheSpec]) -> list[KVGroup]:
-    """The KV groups of a model, in the order of their first layers."""
-    by_spec: dict[KVCacheSpec, list[str]] = {}
+def group_layers(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -> list[KVGroup]:
+    """The KV groups of a model, in the order of their first layers. Both mappings are by layer."""
+    groups: dict[tuple[KVCacheSpec, str], list[str]] = {}
     for layer, spec in specs.items():
-        by_spec.setdefault(spec, []).append(layer)
-    return [KVGroup(spec, layers) for spec, layers in by_spec.items()]
+        groups.setdefault((spec, backends[layer]), []).append(layer)
+    return [KVGroup(spec, backend, layers) for (spec, backend), layers in groups.items()]
 
 
 def block_bytes(groups: Sequence[KVGroup]) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 from llm_toolkit.attention.backend import AttentionBackend
 from llm_toolkit.attention.spec import AttentionSpec
-from llm_toolkit.errors import UnsupportedError
-from llm_toolkit.plugin import AttentionBackendRegistry
+from llm_toolkit.errors import PluginError, UnsupportedError
+from llm_toolkit.plugin import AttentionBackendRegistry, PluginWarning
 
 
 class Candidate(NamedTuple):
@@ -33,19 +34,23 @@ def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, want
     """
     entries = sorted(registry.entries(), key=lambda e: (-e.priority, e.key))
     if wanted != "auto":
-        registry.get(wanted)
+        backend = registry.load(wanted)
+        if (refusal := backend.refuses(spec)) is None:
+            return Selection(wanted, backend, [Candidate(wanted, None)])
     candidates, classes = [], {}
     for entry in entries:
-        backend = registry.load(entry.key)
-        classes[entry.key] = backend
-        candidates.append(Candidate(entry.key, backend.refuses(spec)))
+        try:
+            classes[entry.key] = registry.load(entry.key)
+            candidates.append(Candidate(entry.key, classes[entry.key].refuses(spec)))
+        except PluginError as error:
+            # Nobody asked for it by name: it is passed over, and said to be.
+            candidates.append(Candidate(entry.key, str(error)))
+            warnings.warn(str(error), PluginWarning, stacklevel=2)
     able = [c.name for c in candidates if c.refusal is None]
-    refused = {c.name: c.refusal for c in candidates if c.refusal is not None}
     what = f"{spec.type} layer {spec.layer!r} on {spec.device}"
-    if wanted in refused:
-        raise UnsupportedError(f"attention backend {wanted!r} cannot run {what}: {refused[wanted]}. Able: {', '.join(able) or 'none'}.")
+    if wanted != "auto":
+        raise UnsupportedError(f"attention backend {wanted!r} cannot run {what}: {refusal}. Able: {', '.join(able) or 'none'}.")
     if not able:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items()) or "none is installed"
+        reasons = "; ".join(f"{c.name}: {c.refusal}" for c in candidates) or "none is installed"
         raise UnsupportedError(f"no attention backend can run {what}: {reasons}.")
-    chosen = wanted if wanted != "auto" else able[0]
-    return Selection(chosen, classes[chosen], candidates)
+    return Selection(able[0], classes[able[0]], candidates)

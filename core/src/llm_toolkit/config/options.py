@@ -11,6 +11,7 @@ are derived from the field's name, so names are unique over all sections.
 
 from __future__ import annotations
 
+import difflib
 import re
 import types
 import warnings
@@ -90,6 +91,9 @@ class Option(NamedTuple):
     def convert(self, value: Any, source: str) -> Any:
         """`value` as this option's type. `source` is named in the error (ConfigError)."""
         try:
+            if isinstance(value, int | float) and not isinstance(value, bool) and self.kinds in ((str,), (str, types.NoneType)):
+                # YAML and Python make a number of what a flag gives as text ("0.5").
+                value = str(value)
             if isinstance(value, str) or (self.is_mapping and isinstance(value, list)):
                 value = self._from_text(value)
             value = msgspec.convert(value, self.type, strict=False)
@@ -179,7 +183,7 @@ def load_options(
     """Merges the sources of options: `given` (flags or keywords) over `environ` over `file`; defaults are left to the sections.
 
     `foreign` names options of other commands, which a shared file or environment may also hold. Raises ConfigError for an unknown
-    key in `given` or `file`; an unknown `LLM_TOOLKIT_*` variable is a warning, since another program may own it.
+    key in `given` or `file`. An unknown `LLM_TOOLKIT_*` variable may be another program's: it is a warning where it looks like a slip.
     """
     known = {o.name: o for o in options}
     merged: dict[str, Any] = {}
@@ -194,8 +198,9 @@ def load_options(
         key = re.sub(f"^{ENV_PREFIX}", "", variable).lower()
         if key in known:
             merged[key] = known[key].convert(text, f"environment variable {variable}")
-        elif key not in foreign:
-            warnings.warn(f"environment variable {variable} sets no option. {nearest(key, known)}", stacklevel=3)
+        elif key not in foreign and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
+            # Without a similar name it is somebody else's: another command's, or another program's.
+            warnings.warn(f"environment variable {variable} sets no option. Did you mean {known[similar[0]].env}?", stacklevel=3)
     for key, value in given.items():
         if key not in known:
             raise ConfigError(f"unknown option {key!r}. {nearest(key, known)}")

@@ -46,7 +46,10 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.kv_cache_memory != "auto":
-            parse_memory(self.kv_cache_memory)
+            try:
+                parse_memory(self.kv_cache_memory)
+            except ConfigError as error:
+                raise ConfigError(f"option 'kv_cache_memory': {error}") from None
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -92,7 +95,7 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     """How input becomes tokens, and tokens become text."""
 
     renderer: Annotated[str, option("Renderer by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
-    tokenizer: Annotated[str | None, option("Folder or hub id of the tokenizer. Default: the model's.")] = None
+    tokenizer: Annotated[str | None, option("Folder of the tokenizer. Default: the model's.")] = None
     chat_template: Annotated[str | None, option("Jinja chat template, or the path of a file with one. Default: the checkpoint's.")] = None
 
 

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -25,6 +26,8 @@ class _Stream:
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self._latest: RequestOutput | BaseException | None = None
+        self.aborted = False
+        """Asked to end before the engine had the request. Touched by the engine's thread only."""
 
     def publish(self, item: RequestOutput | BaseException) -> None:
         """From the engine's thread."""
@@ -58,7 +61,10 @@ class AsyncLLM:
     """
 
     def __init__(self, config: VllmConfig, *, plugins: Plugins | Sequence[object] = ()) -> None:
-        """Loads the model, in the calling thread, and starts the engine's thread. Raises ToolkitError."""
+        """Loads the model, in the calling thread, and starts the engine's thread. Raises ToolkitError.
+
+        The thread holds the model until `shutdown` or `close`.
+        """
         self.engine = LLMEngine(config, plugins=plugins)
         self.config = self.engine.config
         self.renderer = self.engine.renderer
@@ -122,12 +128,15 @@ class AsyncLLM:
     async def _stream(self, prepare: Callable[[str], PreparedRequest], request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
         self._check_alive()
         request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
-        # Rendering and tokenizing may take long: not on the event loop.
-        prepared = await asyncio.to_thread(prepare, request_id)
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
         stream = _Stream()
-        if not self._put(lambda: self._submit(prepared, stream)):
+        if not self._put(lambda: self._register(request_id, stream)):
             raise self._dead()
         try:
+            # Rendering and tokenizing may take long: not on the event loop.
+            prepared = await asyncio.to_thread(prepare, request_id)
+            self._put(lambda: self._submit(prepared, stream))
             while True:
                 output = await stream.next()
                 yield output
@@ -170,22 +179,35 @@ class AsyncLLM:
         """Runs what callers asked for; waits where there is nothing else to do. False: shut down."""
         while True:
             try:
-                command = self._commands.get(block=not (self._ended or self.engine.has_unfinished_requests()))
+                command = self._commands.get(block=not self.engine.has_unfinished_requests())
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
 
+    def _register(self, request_id: str, stream: _Stream) -> None:
+        if request_id in self._streams:
+            stream.publish(RequestError(f"request id {request_id!r} is in use.", "request_id"))
+        else:
+            self._streams[request_id] = stream
+
     def _submit(self, prepared: PreparedRequest, stream: _Stream) -> None:
+        request_id = prepared.message.request_id
+        if self._streams.get(request_id) is not stream:
+            return
         try:
             self.engine.submit(prepared)
-        except RequestError as error:
+        except Exception as error:
+            # Whatever it is, it is this request's: the others go on.
             stream.publish(error)
         else:
-            self._streams[prepared.message.request_id] = stream
+            if stream.aborted:
+                self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
+        if stream := self._streams.get(request_id):
+            stream.aborted = True
         for output in self.engine.abort(request_id):
             self._publish(output)
 
@@ -205,8 +227,11 @@ class AsyncLLM:
     def _end(self) -> None:
         with self._lock:
             self._ended = True
-        # Requests that were queued after the last step get their answer too.
-        self._take_commands()
+        # Requests that were registered after the last step get their answer too.
+        while not self._commands.empty():
+            if command := self._commands.get():
+                with suppress(Exception):
+                    command()
         for stream in self._streams.values():
             stream.publish(self._dead())
         self._streams.clear()

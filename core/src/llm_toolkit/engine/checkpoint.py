@@ -62,6 +62,9 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     """What the checkpoint's folder says of the model. Raises CheckpointError, naming the file or the architecture."""
     folder = find_folder(config.model.model, config.model.revision, plugins)
     hf_config = read_json(folder / "config.json")
+    for key in ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers"):
+        if type(hf_config.get(key, 1)) is not int:
+            raise CheckpointError(f"{str(folder / 'config.json')!r}: {key} must be an integer, not {hf_config[key]!r}.")
     generation = folder / "generation_config.json"
     return Checkpoint(
         path=str(folder),

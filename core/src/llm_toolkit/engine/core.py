@@ -6,10 +6,11 @@ import time
 
 from llm_toolkit.attention import KVCacheConfig, block_bytes, group_layers
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CapacityError
-from llm_toolkit.events import StepEvent
+from llm_toolkit.engine.memory import kv_cache_bytes
+from llm_toolkit.errors import CapacityError, RequestError
+from llm_toolkit.events import LoadEvent, StepEvent
 from llm_toolkit.executor import Executor
-from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason, StepPlan
+from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.scheduler import Scheduler
 
@@ -28,27 +29,32 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.kv_cache)
 
     def _plan_kv_cache(self) -> KVCacheConfig:
-        """How many blocks. Raises CapacityError when a single sequence of max_model_len does not fit."""
-        groups = group_layers(self.executor.kv_cache_specs())
+        """How many blocks. Raises CapacityError when they do not fit, or a single sequence of max_model_len does not fit in them."""
+        backends = {layer: selection.name for layer, selection in self.executor.selections().items()}
+        groups = group_layers(self.executor.kv_cache_specs(), backends)
         cache, length = self.config.cache, self.config.max_model_len
-        one_sequence = sum(-(-length // group.spec.block_size) for group in groups)
-        if cache.num_kv_blocks is not None:
-            num_blocks, given = cache.num_kv_blocks, f"num_kv_blocks is {cache.num_kv_blocks}"
-        else:
-            memory, each = self.executor.kv_memory(), block_bytes(groups)
-            num_blocks = memory // each if each else 0
-            given = f"kv_cache_memory ({cache.kv_cache_memory}) is {memory / 2**20:.0f} MiB, {num_blocks} blocks of {each / 2**10:.0f} KiB"
-            # More than all sequences at full length is never used.
-            num_blocks = min(num_blocks, one_sequence * self.config.scheduler.max_num_seqs)
+        each, one_sequence = block_bytes(groups), sum(-(-length // group.spec.block_size) for group in groups)
+        free = self.executor.free_memory()
+        memory = kv_cache_bytes(cache, self.config.device.device, free) if cache.num_kv_blocks is None else cache.num_kv_blocks * each
+        if memory > free:
+            device = self.config.device.device
+            raise CapacityError(f"the KV cache is to take {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
+        num_blocks = memory // each if each else 0
         if num_blocks < one_sequence:
             raise CapacityError(
-                f"the KV cache cannot hold one sequence of max_model_len {length} tokens, {one_sequence} blocks: {given}. "
+                f"the KV cache cannot hold one sequence of max_model_len {length} tokens, {one_sequence} blocks: "
+                f"kv_cache_memory is {memory / 2**20:.1f} MiB, {num_blocks} blocks of {each / 2**10:.0f} KiB. "
                 "Lower --max-model-len or give more memory with --kv-cache-memory."
             )
-        return KVCacheConfig(num_blocks, groups)
+        # More than all sequences at full length is never used.
+        return KVCacheConfig(min(num_blocks, one_sequence * self.config.scheduler.max_num_seqs), groups)
 
     def check(self, request: EngineRequest) -> None:
-        """Raises RequestError for a request that could never be served."""
+        """Raises RequestError for a request that could never be served. May be called from any thread."""
+        size = self.config.hf_config.get("vocab_size")
+        for token in request.prompt_token_ids:
+            if token < 0 or (size is not None and token >= size):
+                raise RequestError(f"token id {token} is outside the model's vocabulary of {size}.", "prompt_token_ids")
         self.scheduler.check(request)
 
     def add_request(self, request: EngineRequest) -> None:
@@ -69,29 +75,34 @@ class EngineCore:
         """Plans, computes and takes in one step. Call it while `has_unfinished`."""
         start = time.monotonic()
         plan = self.scheduler.schedule()
-        outputs = self.scheduler.update(plan, self.executor.execute(plan).result())
-        self._send_events(plan, start)
+        try:
+            result = self.executor.execute(plan).result()
+        except BaseException:
+            # An interrupt, say: the next step begins anew.
+            self.scheduler.give_up(plan)
+            raise
+        outputs = self.scheduler.update(plan, result)
+        if self.plugins.has_event_listeners:
+            now = time.monotonic()
+            self.plugins.event(StepEvent(time=now, duration=now - start, num_tokens=plan.num_tokens))
+        self._send_events()
         return outputs
 
     def shutdown(self) -> None:
         self.executor.shutdown()
 
-    def _send_events(self, plan: StepPlan | None = None, start: float = 0.0) -> None:
+    def _send_events(self) -> None:
         events, self.scheduler.events = self.scheduler.events, []
         if not self.plugins.has_event_listeners:
             return
+        pool = self.scheduler.blocks.pool
+        load = LoadEvent(
+            time=time.monotonic(),
+            num_running=self.scheduler.num_running,
+            num_waiting=len(self.scheduler.waiting),
+            num_used_blocks=pool.num_used,
+            num_total_blocks=pool.num_blocks,
+        )
         for event in events:
             self.plugins.event(event)
-        pool = self.scheduler.blocks.pool
-        now = time.monotonic()
-        self.plugins.event(
-            StepEvent(
-                time=now,
-                duration=now - start if plan is not None else 0.0,
-                num_tokens=plan.num_tokens if plan is not None else 0,
-                num_running=self.scheduler.num_running,
-                num_waiting=len(self.scheduler.waiting),
-                num_used_blocks=pool.num_used,
-                num_total_blocks=pool.num_blocks,
-            )
-        )
+        self.plugins.event(load)

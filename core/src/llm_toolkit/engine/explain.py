@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from llm_toolkit.attention import Selection
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.engine.resolve import choose_renderer, resolve
-from llm_toolkit.executor import InProcessExecutor
+from llm_toolkit.engine.resolve import choose_renderer, resolve_configured
 from llm_toolkit.plugin import Plugins
+from llm_toolkit.runner import select_backends
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,18 @@ class Explanation:
 
 
 def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Explanation:
-    """Makes the choices that an engine makes at its start, without reading weights. Raises what the engine would raise."""
+    """Makes the choices that an engine makes at its start, without reading or holding weights. Raises what the engine would raise."""
     plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
-    resolved = resolve(config, plugins)
+    configured = plugins.configure(config)
+    resolved = resolve_configured(configured, plugins)
     assert resolved.checkpoint is not None
     entry = plugins.models.get(resolved.checkpoint.architecture)
-    _, renderers = choose_renderer(plugins.configure(config).with_checkpoint(resolved.checkpoint), plugins)
-    executor = InProcessExecutor(resolved.replace(load_format="dummy"), plugins)
-    executor.load()
-    try:
-        layers = [_layer_choice(layer, selection) for layer, selection in executor.selections().items()]
-    finally:
-        executor.shutdown()
+    _, renderers = choose_renderer(configured.with_checkpoint(resolved.checkpoint), plugins)
+    # Without storage: only the layers' shapes count.
+    with torch.device("meta"):
+        model = plugins.models.load(entry.key)(vllm_config=resolved)
+    device = torch.device(resolved.device.device)
+    selections = select_backends(model, device, plugins.attention_backends, resolved.attention.attention_backend)
     return Explanation(
         config=resolved,
         architecture=entry.key,
@@ -60,7 +62,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         runner=entry.runner,
         renderer=resolved.renderer.renderer,
         renderers=renderers,
-        layers=layers,
+        layers=[_layer_choice(layer, selection) for layer, selection in selections.items()],
     )
 
 

@@ -10,9 +10,9 @@ from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine.core import EngineCore
 from llm_toolkit.engine.output import RequestState
 from llm_toolkit.engine.resolve import resolve
-from llm_toolkit.errors import RequestError
+from llm_toolkit.errors import EngineDeadError, RequestError
 from llm_toolkit.executor import InProcessExecutor
-from llm_toolkit.messages import EngineRequest
+from llm_toolkit.messages import EngineOutput, EngineRequest
 from llm_toolkit.outputs import RequestOutput
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.plugin import Plugins
@@ -46,6 +46,7 @@ class LLMEngine:
         self.renderer: Renderer = self.plugins.renderers.load(self.config.renderer.renderer)(self.config)
         self.core = EngineCore(self.config, self.plugins, InProcessExecutor(self.config, self.plugins))
         self._states: dict[str, RequestState] = {}
+        self._closed = False
 
     @classmethod
     def from_config(cls, config: VllmConfig, *, plugins: Plugins | Sequence[object] = ()) -> LLMEngine:
@@ -79,6 +80,10 @@ class LLMEngine:
     def _prepared(
         self, request_id: str, token_ids: list[int], prompt: str | None, params: SamplingParams | None, priority: int
     ) -> PreparedRequest:
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
+        if type(priority) is not int or abs(priority) >= 2**63:
+            raise RequestError("priority must be an integer of at most 64 bits.", "priority")
         params = params or SamplingParams()
         limits = self.config.limits
         if params.n > limits.max_n:
@@ -99,9 +104,11 @@ class LLMEngine:
         return PreparedRequest(message, prompt)
 
     def submit(self, prepared: PreparedRequest) -> None:
-        """Queues a prepared request. Raises RequestError where its id is in use."""
+        """Queues a prepared request. Raises RequestError where its id is in use, EngineDeadError after `shutdown`."""
+        self._check_open()
+        state = RequestState(prepared.message, prepared.prompt, self.renderer)
         self.core.add_request(prepared.message)
-        self._states[prepared.message.request_id] = RequestState(prepared.message, prepared.prompt, self.renderer)
+        self._states[state.request_id] = state
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """Ends requests; their blocks are free at once. Returns their last outputs. Unknown ids are no error."""
@@ -109,7 +116,7 @@ class LLMEngine:
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             self.core.finish(request_id)
             if state := self._states.pop(request_id, None):
-                state.abort()
+                state.end("abort")
                 outputs.append(state.snapshot())
         return outputs
 
@@ -120,22 +127,39 @@ class LLMEngine:
 
     def step(self) -> list[RequestOutput]:
         """Computes one step. Returns the requests that got something: whole texts so far, not deltas."""
+        return [state.snapshot() for state in self.advance()]
+
+    def advance(self) -> list[RequestState]:
+        """As `step`, without the outputs' copies: for callers that need only some of them, before the next call."""
+        self._check_open()
         touched: dict[str, RequestState] = {}
         for output in self.core.step():
-            state = self._states.get(output.request_id)
-            if state is None:
-                continue
-            touched[output.request_id] = state
-            if state.apply(output):
-                self.core.finish(output.request_id, "stop", output.index)
+            if state := self._states.get(output.request_id):
+                touched[output.request_id] = state
+                self._apply(state, output)
         for request_id, state in touched.items():
             if state.finished:
                 del self._states[request_id]
-        return [state.snapshot() for state in touched.values()]
+        return list(touched.values())
+
+    def _apply(self, state: RequestState, output: EngineOutput) -> None:
+        try:
+            if state.apply(output):
+                self.core.finish(output.request_id, "stop", output.index)
+        except Exception as error:
+            # A renderer is a plugin: what it does wrong for one request ends that one.
+            renderer = self.config.renderer.renderer
+            state.end("error", f"renderer {renderer!r} failed on the output: {type(error).__name__}: {error}")
+            self.core.finish(output.request_id, "error")
 
     def shutdown(self) -> None:
-        """Releases the model and its memory."""
+        """Releases the model and its memory. The engine cannot be used after it."""
+        self._closed = True
         self.core.shutdown()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDeadError("the engine has been shut down.")
 
     def __enter__(self) -> LLMEngine:
         return self

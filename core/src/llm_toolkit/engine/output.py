@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from llm_toolkit.messages import EngineOutput, EngineRequest, TokenLogprobs
+from llm_toolkit.engine.stop import StopFinder
+from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
 from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.renderer import Renderer
@@ -19,43 +20,31 @@ class _SequenceText:
         self.num_shown = 0
         """Characters that will not be taken back."""
         self.stopped_by: str | None = None
-        self._stops = params.stop_texts
+        self._finder = StopFinder(params.stop_texts)
         self._stream = None
         if params.detokenize:
             self._stream = renderer.decode_stream(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
-    def push(self, token_ids: list[int]) -> None:
+    def push(self, token_ids: list[int], may_stop: bool) -> None:
+        """Adds tokens; stop texts count only where `may_stop`."""
         if self._stream is not None:
-            self._add(self._stream.push(token_ids))
-            self.num_shown = len(self.text) - self._held_back()
+            self._add(self._stream.push(token_ids), may_stop)
+            self.num_shown = len(self.text) - (0 if self.stopped_by is not None else self._finder.num_held_back)
 
     def finish(self) -> None:
         if self._stream is not None and self.stopped_by is None:
-            self._add(self._stream.flush())
+            self._add(self._stream.flush(), may_stop=False)
         self.num_shown = len(self.text)
 
-    def _add(self, new: str) -> None:
-        if self.stopped_by is not None:
+    def _add(self, new: str, may_stop: bool) -> None:
+        found = self._finder.find(new) if may_stop and new else None
+        if found is None:
+            self.text += new
             return
-        # A stop text may begin in the old text.
-        start = max(0, len(self.text) - max((len(s) for s in self._stops), default=0) + 1)
-        self.text += new
-        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
-        if found:
-            at, self.stopped_by = min(found)
-            self.text = self.text[: at + len(self.stopped_by) if self.params.include_stop_str_in_output else at]
-
-    def _held_back(self) -> int:
-        """Characters at the end that are the beginning of a stop text."""
-        if self.stopped_by is not None:
-            return 0
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(self.text)), longest, -1):
-                if self.text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        end, self.stopped_by = found
+        self.text += new[:end]
+        if not self.params.include_stop_str_in_output:
+            self.text = self.text[: -len(self.stopped_by)]
 
 
 class RequestState:
@@ -67,11 +56,13 @@ class RequestState:
         self.renderer = renderer
         self.num_cached_tokens = 0
         self.error: str | None = None
-        n, logprobs = request.params.n, request.params.logprobs
+        n, total = request.params.n, None if request.params.logprobs is None else 0.0
         self._texts = [_SequenceText(request.params, renderer, request.prompt_token_ids) for _ in range(n)]
-        self._sequences = [
-            CompletionOutput(i, "", [], None if logprobs is None else [], None if logprobs is None else 0.0) for i in range(n)
-        ]
+        self._sequences = [CompletionOutput(i, "", [], None if total is None else [], total) for i in range(n)]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
 
     @property
     def finished(self) -> bool:
@@ -79,7 +70,7 @@ class RequestState:
 
     def apply(self, output: EngineOutput) -> bool:
         """Takes in one step's output of one sequence. True: a stop text ended it, and the engine must be told."""
-        sequence, text = self._sequences[output.index], self._texts[output.index]
+        sequence, text, params = self._sequences[output.index], self._texts[output.index], self.request.params
         self.num_cached_tokens = output.num_cached_tokens
         self.error = output.error or self.error
         if sequence.finished:
@@ -88,22 +79,24 @@ class RequestState:
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
         # A token that ends the sequence is no part of its text, unless asked for.
-        ended_by_token = output.finish_reason == "stop" and not self.request.params.include_stop_str_in_output
-        text.push(output.token_ids[:-1] if ended_by_token else output.token_ids)
+        ended_by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
+        new = output.token_ids[:-1] if ended_by_token else output.token_ids
+        text.push(new, may_stop=len(sequence.token_ids) > params.min_tokens)
         sequence.finish_reason, sequence.stop_reason = output.finish_reason, output.stop_token_id
-        if output.finish_reason is not None:
-            text.finish()
-        stopped_here = text.stopped_by is not None
-        if stopped_here:
+        if text.stopped_by is not None:
             sequence.finish_reason, sequence.stop_reason = "stop", text.stopped_by
+        if sequence.finished:
             text.finish()
-        return stopped_here and output.finish_reason is None
+        return sequence.finished and output.finish_reason is None
 
-    def abort(self) -> None:
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends what is not finished, from outside: "abort", or "error" with what went wrong."""
+        self.error = error or self.error
         for sequence, text in zip(self._sequences, self._texts, strict=True):
             if not sequence.finished:
-                sequence.finish_reason = "abort"
-                text.finish()
+                sequence.finish_reason = reason
+                # What is held back is shown, but the renderer is not asked again: it may be what failed.
+                text.num_shown = len(text.text)
 
     def snapshot(self) -> RequestOutput:
         """The state now, in objects of its own."""
@@ -119,10 +112,8 @@ class RequestState:
             )
             for s, t in zip(self._sequences, self._texts, strict=True)
         ]
-        request = self.request
-        return RequestOutput(
-            request.request_id, self.prompt, request.prompt_token_ids, outputs, self.finished, self.num_cached_tokens, self.error
-        )
+        prompt_token_ids = list(self.request.prompt_token_ids)
+        return RequestOutput(self.request_id, self.prompt, prompt_token_ids, outputs, self.finished, self.num_cached_tokens, self.error)
 
     def _add_logprobs(self, sequence: CompletionOutput, found: TokenLogprobs) -> None:
         assert sequence.logprobs is not None and sequence.cumulative_logprob is not None

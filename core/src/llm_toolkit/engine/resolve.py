@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from llm_toolkit.config import Checkpoint, VllmConfig
-from llm_toolkit.errors import ConfigError, UnsupportedError
+from llm_toolkit.engine.checkpoint import read_checkpoint
+from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
 from llm_toolkit.plugin import Plugins
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -17,9 +18,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     """The config that an engine runs with. Raises ConfigError, CheckpointError, UnsupportedError, PluginError."""
-    from llm_toolkit.engine.checkpoint import read_checkpoint
+    return resolve_configured(plugins.configure(config), plugins)
 
-    config = plugins.configure(config)
+
+def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
+    """As `resolve`, for a config that the plugins' `toolkit_configure` has seen."""
     checkpoint = read_checkpoint(config, plugins)
     config = config.with_checkpoint(checkpoint)
     config = config.replace(
@@ -38,11 +41,12 @@ def _device(wanted: str) -> str:
     if wanted == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(wanted)
-    except RuntimeError as error:
-        raise ConfigError(f"device {wanted!r} is unknown to torch: {error}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {wanted!r} was asked for, but torch sees no CUDA device here. Available: cpu.")
+        # Whether a device is there shows when something is put on it; "meta" holds nothing.
+        torch.empty(1, device="none" if wanted == "meta" else wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(f"device {wanted!r} cannot be used: {reason} Available: {', '.join(['cpu', *cuda])}.") from None
     return wanted
 
 
@@ -74,7 +78,11 @@ def checkpoint_max_len(hf_config: dict[str, Any]) -> int | None:
     if not isinstance(length, int):
         return None
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"config.json: rope_parameters must be an object, not {rope!r}.")
     kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    if factor is not None and not isinstance(factor, int | float):
+        raise CheckpointError(f"config.json: the rotary scaling's factor must be a number, not {factor!r}.")
     # linear and dynamic state the trained length, yarn may; llama3 and longrope state the stretched one.
     if factor and kind in ("linear", "dynamic"):
         return int(length * factor)

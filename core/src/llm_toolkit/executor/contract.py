@@ -25,8 +25,8 @@ class Executor(ABC):
         """By attention layer: its backend, and why."""
 
     @abstractmethod
-    def kv_memory(self) -> int:
-        """Bytes that each worker can give to the KV cache."""
+    def free_memory(self) -> int:
+        """Bytes that each worker's device has to spare; the least, where they differ."""
 
     @abstractmethod
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:

@@ -10,7 +10,7 @@ from llm_toolkit.executor.contract import Executor
 from llm_toolkit.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.plugin import Plugins
-from llm_toolkit.runner import ModelRunner, kv_memory
+from llm_toolkit.runner import ModelRunner, free_memory
 
 
 class InProcessExecutor(Executor):
@@ -29,27 +29,28 @@ class InProcessExecutor(Executor):
     def selections(self) -> dict[str, Selection]:
         return self.runner.selections
 
-    def kv_memory(self) -> int:
-        return kv_memory(self.config.cache, self.runner.device)
+    def free_memory(self) -> int:
+        return free_memory(self.runner.device)
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         self.runner.init_kv_cache(kv_cache)
 
     def warm_up(self) -> None:
-        """One prefill and one decode of a made-up sequence in block 0, then forgets it."""
-        groups = len(self.runner.kv_cache_layout)
+        """A prefill of two tokens and a decode, of a made-up sequence that is then forgotten. They leave garbage in the first blocks."""
+        tables = [list(range(-(-3 // group.spec.block_size))) for group in self.runner.kv_cache.groups]
         new = NewSequence(
             seq_id=-1,
-            token_ids=[0],
-            num_prompt_tokens=1,
+            token_ids=[0, 0],
+            num_prompt_tokens=2,
             num_computed_tokens=0,
-            block_tables=[[0]] * groups,
+            block_tables=tables,
             params=SamplingParams(temperature=0),
             seed=0,
             stop_token_ids=[],
         )
-        row = ScheduledSequence(-1, 1, [[]] * groups, True)
-        self.runner.execute(StepPlan(new=[new], scheduled=[row]))
+        nothing_new: list[list[int]] = [[] for _ in tables]
+        self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 2, nothing_new, True)]))
+        self.runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 1, nothing_new, True)]))
         self.runner.execute(StepPlan(dropped=[-1]))
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:

@@ -58,6 +58,11 @@ def from_objects(objects: Sequence[object]) -> list[Candidate]:
     """Plugins given from code, as modules or objects. An object may have a `name`; a failure of one is fatal."""
     found = []
     for plugin in objects:
+        if isinstance(plugin, str):
+            raise PluginError(
+                f"{plugin!r} is a text: plugins given from code are modules or objects. "
+                "To choose installed plugins by name, set the option 'plugins' of VllmConfig."
+            )
         name = plugin.__name__ if isinstance(plugin, ModuleType) else getattr(plugin, "name", type(plugin).__name__)
         file = getattr(plugin, "__file__", None)
         found.append(Candidate(PluginInfo(str(name), file=file), plugin=plugin, required=True))

@@ -49,7 +49,9 @@ class PersistentBatch:
     def apply(self, plan: StepPlan) -> None:
         """Takes in what a plan says of sequences that leave, join and grow."""
         for seq_id in plan.dropped:
-            self._free_rows.append(self.row_of.pop(seq_id))
+            # A plan that was interrupted may name a sequence that never came here.
+            if (row := self.row_of.pop(seq_id, None)) is not None:
+                self._free_rows.append(row)
         for move in plan.moves:
             self._block_tables[move.group][self.row_of[move.seq_id], move.index] = move.block
         new = {seq.seq_id for seq in plan.new}

@@ -1,32 +1,26 @@
-"""How much memory a device can spare for the KV cache."""
+"""How much memory a device has to spare."""
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
+import psutil
 import torch
 
-from llm_toolkit.config import CacheConfig, parse_memory
-
-# What `auto` takes: of a GPU nearly all that is free; of a host, which others use too, a quarter and no more than this.
-_AUTO_GPU_FRACTION = 0.9
-_AUTO_HOST_FRACTION = 0.25
-_AUTO_HOST_BYTES = 4 * 2**30
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that the device has free now."""
+    """Bytes that can be had on the device now. On a host: without swapping, and within a container's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(psutil.virtual_memory().available), _left_in_container())
 
 
-def kv_memory(config: CacheConfig, device: torch.device) -> int:
-    """Bytes for the KV cache, as `kv_cache_memory` says."""
-    free = free_memory(device)
-    if config.kv_cache_memory == "auto":
-        if device.type == "cuda":
-            return int(free * _AUTO_GPU_FRACTION)
-        return min(int(free * _AUTO_HOST_FRACTION), _AUTO_HOST_BYTES)
-    amount = parse_memory(config.kv_cache_memory)
-    return int(free * amount) if isinstance(amount, float) else amount
+def _left_in_container() -> int:
+    try:
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):
+        # No control group of version 2, or one without a limit ("max").
+        return 2**63
+    return max(0, limit - used)

@@ -16,13 +16,12 @@ from llm_toolkit.attention import (
     KVCacheSpec,
     Selection,
     forward_context,
-    select_backend,
 )
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError
 from llm_toolkit.messages import BlockCopy, StepPlan, StepResult, TokenLogprobs
 from llm_toolkit.model import Model, load_model, torch_dtype
 from llm_toolkit.plugin import Plugins
+from llm_toolkit.runner.backends import attention_layers, select_backends
 from llm_toolkit.runner.batch import PersistentBatch, StepInputs
 from llm_toolkit.sampling import sample
 
@@ -41,27 +40,16 @@ class ModelRunner:
         self._bindings: dict[str, Binding] = {}
         self._group_backends: list[AttentionBackend] = []
         self._caches: list[list[Tensor]] = []
+        self.kv_cache: KVCacheConfig
         self._batch: PersistentBatch
-
-    @property
-    def kv_cache_layout(self) -> list[list[Tensor]]:
-        """Per KV group, its layers' cache tensors."""
-        return self._caches
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each attention layer's backend."""
         assert self.config.checkpoint is not None
         model_class = self.plugins.models.load(self.config.checkpoint.architecture)
         self.model = load_model(model_class, self.config, self.device)
-        self._choose_backends()
-
-    def _choose_backends(self) -> None:
-        wanted = self.config.attention.attention_backend
-        for layer in (m for m in self.model.modules() if isinstance(m, Attention)):
-            if layer.prefix in self._layers:
-                raise CheckpointError(f"the model names two attention layers {layer.prefix!r}: each needs its own prefix.")
-            self._layers[layer.prefix] = layer
-            self.selections[layer.prefix] = select_backend(layer.spec(self.device), self.plugins.attention_backends, wanted)
+        self._layers = attention_layers(self.model)
+        self.selections = select_backends(self.model, self.device, self.plugins.attention_backends, self.config.attention.attention_backend)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """By attention layer: what it caches. Layers that cache nothing are left out."""
@@ -70,10 +58,9 @@ class ModelRunner:
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Allocates the cache, and binds each attention layer to its backend and its part of the cache."""
+        self.kv_cache = kv_cache
         for index, group in enumerate(kv_cache.groups):
-            names = {self.selections[layer].name for layer in group.layers}
             backend_class = self.selections[group.layers[0]].backend
-            assert len(names) == 1, f"layers of one KV group have different backends: {sorted(names)}"
             backend = backend_class(self.device)
             shape = backend_class.kv_cache_shape(group.spec, kv_cache.num_blocks)
             caches = [torch.zeros(shape, dtype=torch_dtype(group.spec.dtype), device=self.device) for _ in group.layers]

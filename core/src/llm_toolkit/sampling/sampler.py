@@ -39,8 +39,14 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
         index = torch.from_numpy(random).to(logits.device)
         token_ids[index] = _draw(logits[index].float(), rows.pick(random))
     # max() passes NaN on, and is -inf where no token is allowed.
-    errors = {int(row): "the model's logits are not finite" for row in (~torch.isfinite(best)).nonzero()[:, 0].tolist()}
+    errors = {row: _why_none(raw[row]) for row in (~torch.isfinite(best)).nonzero()[:, 0].tolist()}
     return Sampled(token_ids.tolist(), _logprobs(raw, token_ids, rows.logprobs), errors)
+
+
+def _why_none(logits: Tensor) -> str:
+    if torch.isfinite(logits.max()):
+        return "min_tokens and stop_token_ids leave no token that could be drawn"
+    return "the model's logits are not finite"
 
 
 def _suppress_stops(logits: Tensor, rows: SamplingRows) -> Tensor:

@@ -91,11 +91,6 @@ class BlockManager:
             for block in reversed(table):
                 self.pool.release(block)
 
-    def reset(self) -> None:
-        """Releases everything."""
-        for seq_id in list(self._tables):
-            self.free(seq_id)
-
     def check(self) -> None:
         """Asserts the invariants."""
         owners = Counter(block for tables in self._tables.values() for table in tables for block in table)

@@ -51,6 +51,7 @@ class Request:
     def __init__(self, message: EngineRequest, max_tokens: int, ids: count[int], default_seed: int | None = None) -> None:
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
+        self.num_prompt_tokens = len(message.prompt_token_ids)
         self.params = message.params
         self.priority = message.priority
         self.arrival_time = message.arrival_time
@@ -65,10 +66,6 @@ class Request:
         base = secrets.randbits(63) if seed is None else seed
         # Each sequence draws from its own stream; the same seed gives the same n continuations.
         self.sequences = [Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64) for i in range(message.params.n)]
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
 
     @property
     def unfinished(self) -> list[Sequence]:

@@ -11,7 +11,16 @@ from llm_toolkit.attention import KVCacheConfig
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import ContextLengthError, RequestError
 from llm_toolkit.events import RequestEvent, RequestEventKind
-from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason, NewSequence, ScheduledSequence, StepPlan, StepResult
+from llm_toolkit.messages import (
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    NewSequence,
+    ScheduledSequence,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from llm_toolkit.scheduler.block_manager import BlockManager, Write
 from llm_toolkit.scheduler.block_pool import BlockPool
 from llm_toolkit.scheduler.policy import POLICIES
@@ -54,6 +63,9 @@ class Scheduler:
             limit = f"with at least one token of output it must stay within max_model_len, {self.max_model_len}"
             raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
+        if params.min_tokens > max_tokens:
+            room = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"
+            raise RequestError(f"min_tokens is {params.min_tokens}, but {room}.", "min_tokens")
         if params.n > self.max_num_seqs:
             raise RequestError(f"n is {params.n}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", "n")
         needed, total = self._most_blocks(prompt, max_tokens, params.n), self.blocks.pool.num_blocks
@@ -107,7 +119,8 @@ class Scheduler:
         """Takes in the tokens that a step drew; ends the sequences that are complete."""
         outputs = []
         by_id = {seq.seq_id: seq for request in self.running for seq in request.unfinished}
-        for row, tokens in zip(plan.scheduled, result.token_ids, strict=True):
+        logprobs = result.logprobs or [None] * len(plan.scheduled)
+        for row, tokens, row_logprobs in zip(plan.scheduled, result.token_ids, logprobs, strict=True):
             seq = by_id.get(row.seq_id)
             if seq is None or seq.finish_reason is not None:
                 continue
@@ -116,10 +129,17 @@ class Scheduler:
             elif row.samples:
                 seq.num_placeholders -= 1
                 seq.token_ids += tokens
-                outputs.append(self._output(seq, tokens))
-        if result.logprobs:
-            self._attach_logprobs(plan, result, outputs, by_id)
+                outputs.append(self._output(seq, tokens, None if row_logprobs is None else [row_logprobs]))
         return outputs
+
+    def give_up(self, plan: StepPlan) -> None:
+        """A step failed, or was interrupted, somewhere on its way: nothing that the runner holds can be relied on.
+
+        All running requests are preempted, and so computed again from their tokens.
+        """
+        self._dropped += plan.dropped
+        for request in reversed(self.running.copy()):
+            self._preempt(request)
 
     # Planning
 
@@ -228,7 +248,7 @@ class Scheduler:
         self.running.remove(request)
         for seq in request.unfinished:
             self._release(seq)
-            seq.num_computed_tokens = 0
+            seq.num_computed_tokens = seq.num_placeholders = 0
         insort(self.waiting, request, key=self.policy)
         self._event("preempted", request)
 
@@ -248,12 +268,18 @@ class Scheduler:
 
     # Results
 
-    def _output(self, seq: Sequence, tokens: list[int]) -> EngineOutput:
+    def _output(self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput:
         request = seq.request
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
             self._event("first_token", request)
-        output = EngineOutput(request_id=request.request_id, index=seq.index, token_ids=tokens, num_cached_tokens=request.num_cached_tokens)
+        output = EngineOutput(
+            request_id=request.request_id,
+            index=seq.index,
+            token_ids=tokens,
+            logprobs=logprobs,
+            num_cached_tokens=request.num_cached_tokens,
+        )
         last = tokens[-1]
         if last in request.eos_token_ids or last in request.stop_token_ids:
             output.finish_reason = "stop"
@@ -270,13 +296,6 @@ class Scheduler:
         for seq in failed:
             self._finish_sequence(seq, "error")
         return [EngineOutput(request_id=request.request_id, index=s.index, finish_reason="error", error=error) for s in failed]
-
-    def _attach_logprobs(self, plan: StepPlan, result: StepResult, outputs: list[EngineOutput], by_id: dict[int, Sequence]) -> None:
-        found = {(o.request_id, o.index): o for o in outputs}
-        for row, logprobs in zip(plan.scheduled, result.logprobs, strict=True):
-            seq = by_id.get(row.seq_id)
-            if logprobs is not None and seq is not None and (output := found.get((seq.request.request_id, seq.index))):
-                output.logprobs = [logprobs]
 
     def _finish_sequence(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
@@ -298,6 +317,7 @@ class Scheduler:
                 num_prompt_tokens=request.num_prompt_tokens,
                 num_cached_tokens=request.num_cached_tokens,
                 num_output_tokens=request.num_output_tokens,
+                num_sequences=len(request.sequences),
                 scheduled_time=request.scheduled_time,
                 first_token_time=request.first_token_time,
                 finish_reason=reason,

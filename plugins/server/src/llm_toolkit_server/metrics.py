@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llm_toolkit.events import Event, RequestEvent, StepEvent
+from llm_toolkit.events import Event, LoadEvent, RequestEvent, StepEvent
 from llm_toolkit.plugin import hookimpl
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -39,22 +39,20 @@ class Metrics:
 
     @hookimpl
     def toolkit_event(self, event: Event) -> None:
-        if isinstance(event, StepEvent):
-            self._step(event)
-        else:
-            self._request(event)
+        match event:
+            case RequestEvent():
+                self._request(event)
+            case StepEvent():
+                self._step_time.observe(event.duration)
+                self._step_tokens.observe(event.num_tokens)
+            case LoadEvent():
+                self._running.set(event.num_running)
+                self._waiting.set(event.num_waiting)
+                self._cache_usage.set(event.num_used_blocks / max(event.num_total_blocks, 1))
 
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
         return generate_latest(self.registry)
-
-    def _step(self, event: StepEvent) -> None:
-        self._running.set(event.num_running)
-        self._waiting.set(event.num_waiting)
-        self._cache_usage.set(event.num_used_blocks / max(event.num_total_blocks, 1))
-        if event.num_tokens:
-            self._step_time.observe(event.duration)
-            self._step_tokens.observe(event.num_tokens)
 
     def _request(self, event: RequestEvent) -> None:
         since_arrival = event.time - event.arrival_time
@@ -71,8 +69,9 @@ class Metrics:
                 self._latency.observe(since_arrival)
                 self._generation_tokens.inc(event.num_output_tokens)
                 self._finished.labels(event.finish_reason).inc()
-                if event.first_token_time is not None and event.num_output_tokens > 1:
-                    self._per_token.observe((event.time - event.first_token_time) / (event.num_output_tokens - 1))
+                each = event.num_output_tokens / event.num_sequences
+                if event.first_token_time is not None and each > 1:
+                    self._per_token.observe((event.time - event.first_token_time) / (each - 1))
 
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"llm_toolkit_{name}", help, registry=self.registry)

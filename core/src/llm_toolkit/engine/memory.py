@@ -1,0 +1,20 @@
+"""How much memory the KV cache takes."""
+
+from __future__ import annotations
+
+from llm_toolkit.config import CacheConfig, parse_memory
+
+# What `auto` takes: of a GPU nearly all that is free; of a host, which others use too, a quarter and no more than this.
+_AUTO_GPU_FRACTION = 0.9
+_AUTO_HOST_FRACTION = 0.25
+_AUTO_HOST_BYTES = 4 * 2**30
+
+
+def kv_cache_bytes(config: CacheConfig, device: str, free: int) -> int:
+    """Bytes for the KV cache, as `kv_cache_memory` says, of a device with `free` bytes to spare."""
+    if config.kv_cache_memory == "auto":
+        if device.startswith("cpu"):
+            return min(int(free * _AUTO_HOST_FRACTION), _AUTO_HOST_BYTES)
+        return int(free * _AUTO_GPU_FRACTION)
+    amount = parse_memory(config.kv_cache_memory)
+    return int(free * amount) if isinstance(amount, float) else amount
