@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from itertools import count
 
 import pytest
@@ -431,6 +432,27 @@ class TestBadStart:
         llm.shutdown()
         with pytest.raises(EngineDeadError, match="shut down"):
             llm.generate("abc", GREEDY, use_tqdm=False)
+
+    def test_a_hub_id_is_had_from_the_hub(self, folder, monkeypatch):
+        asked = {}
+
+        def download(model, revision, allow_patterns):
+            asked.update(model=model, revision=revision, patterns=allow_patterns)
+            return folder
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        with LLM("someone/some-model", revision="main", **SMALL) as llm:
+            assert llm.config.checkpoint.path == folder
+        assert (asked["model"], asked["revision"]) == ("someone/some-model", "main")
+        assert not any(fnmatch(name, p) for p in asked["patterns"] for name in ("pytorch_model.bin", "modeling_x.py"))
+
+    def test_a_hub_that_is_out_of_reach(self, monkeypatch):
+        def download(*args, **kwargs):
+            raise ConnectionError("no route")
+
+        monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+        with pytest.raises(CheckpointError, match=r"'someone/some-model' is no local folder, and could not be had from the hub.*no route"):
+            LLM("someone/some-model")
 
     def test_conflicting_options(self, folder):
         with pytest.raises(ConfigError, match="max_num_batched_tokens"):

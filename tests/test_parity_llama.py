@@ -73,10 +73,20 @@ class _Preemptions:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_fp32_parity(make_llama, name):
+    check_fp32(make_llama, name, "cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["gqa", "llama3-rope"])
+def test_fp32_parity_on_cuda(make_llama, name):
+    check_fp32(make_llama, name, "cuda")
+
+
+def check_fp32(make_llama, name, device):
     folder, model = make_llama(name, **VARIANTS[name])
     vocab_size, counter = model.config.vocab_size, _Preemptions()
     work = prompts(vocab_size)
-    with LLM(str(folder), plugins=[counter], max_logprobs=vocab_size, **TIGHT) as llm:
+    with LLM(str(folder), plugins=[counter], max_logprobs=vocab_size, device=device, **TIGHT) as llm:
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=vocab_size)
         outputs = llm.generate([{"prompt_token_ids": p} for p in work], params, use_tqdm=False)
     assert counter.count > 0, "the pool was meant to be too small"

@@ -151,15 +151,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     @classmethod
     def make(cls, **options: Any) -> VllmConfig:
         """A config from flat option names, checked. Raises ConfigError for an unknown name or a wrong value."""
-        known = {o.name: o for o in cls.options()}
-        for name in options:
-            if name not in known:
-                raise ConfigError(f"unknown option {name!r}. {nearest(name, known)}")
-        values = {name: known[name].convert(value, f"option {name!r}") for name, value in options.items()}
-        sections: dict[str, Any] = {}
-        for section_name, section in cls._sections().items():
-            sections[section_name] = section(**{o.name: values[o.name] for o in options_of(section) if o.name in values})
-        return cls(**sections)
+        return cls().replace(**options)
 
     @classmethod
     def default(cls, hf_config: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
