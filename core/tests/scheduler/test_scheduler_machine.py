@@ -13,21 +13,31 @@ from llm_toolkit.messages import EngineRequest, StepPlan, StepResult
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.runner import PersistentBatch
 from llm_toolkit.scheduler import Scheduler
+from llm_toolkit.scheduler.block_manager import NO_BLOCK
 
 MAX_MODEL_LEN = 16
+GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
+"""Of KV groups: block size and window."""
 
 
-def kv_cache(num_blocks: int, block_sizes: list[int]) -> KVCacheConfig:
-    specs = [KVCacheSpec(kind="full", block_size=size, num_kv_heads=1, head_size=8, dtype="float32") for size in block_sizes]
+def kv_cache(num_blocks: int, groups: list[tuple[int, int | None]]) -> KVCacheConfig:
+    """Groups as (block size, window)."""
+    specs = [
+        KVCacheSpec(kind="full" if w is None else "window", block_size=size, num_kv_heads=1, head_size=8, dtype="float32", window=w)
+        for size, w in groups
+    ]
     return KVCacheConfig(num_blocks, [KVGroup(spec, "none", [f"layer{i}"]) for i, spec in enumerate(specs)])
 
 
 class FakeRunner:
     """Runs plans on the real PersistentBatch. A cache slot holds the prefix of tokens up to its own position, as a tuple."""
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_sizes: list[int], num_blocks: int, vocab: int = 50):
-        self.batch = PersistentBatch(max_num_seqs, max_model_len, block_sizes)
-        self.caches = [[[None] * size for _ in range(num_blocks)] for size in block_sizes]
+    def __init__(self, max_num_seqs: int, max_model_len: int, groups: list[tuple[int, int | None]], num_blocks: int, vocab: int = 50):
+        self.batch = PersistentBatch(max_num_seqs, max_model_len, [size for size, _ in groups])
+        self.windows = [window for _, window in groups]
+        # Groups of one block size share their memory.
+        memory = {size: [[None] * size for _ in range(num_blocks)] for size, _ in groups}
+        self.caches = [memory[size] for size, _ in groups]
         self.tokens: dict[int, list[int]] = {}
         self.vocab = vocab
         self.num_computed = 0
@@ -65,16 +75,17 @@ class FakeRunner:
                 assert inputs.input_ids[t] == tokens[position]
                 for group, size in enumerate(self.batch.block_sizes):
                     block, offset = divmod(int(inputs.slot_mappings[group][t]), size)
-                    self.caches[group][block][offset] = tuple(tokens[: position + 1])
+                    self.caches[group][block][offset] = (group, *tokens[: position + 1])
 
     def _check_reads(self, plan: StepPlan, inputs) -> None:
         for r, scheduled in enumerate(plan.scheduled):
-            tokens = self.tokens[scheduled.seq_id]
+            tokens, first = self.tokens[scheduled.seq_id], int(inputs.positions[inputs.query_start[r]])
             assert inputs.seq_lens[r] == inputs.positions[inputs.query_start[r + 1] - 1] + 1
             for group, size in enumerate(self.batch.block_sizes):
                 table = inputs.block_tables[group][r]
-                for position in range(inputs.seq_lens[r]):
-                    assert self.caches[group][table[position // size]][position % size] == tuple(tokens[: position + 1]), (
+                window = self.windows[group]
+                for position in range(0 if window is None else max(0, first - window + 1), inputs.seq_lens[r]):
+                    assert self.caches[group][table[position // size]][position % size] == (group, *tokens[: position + 1]), (
                         f"sequence {scheduled.seq_id} reads a foreign key at position {position}"
                     )
         assert inputs.query_start[-1] == np.sum([s.num_tokens for s in plan.scheduled])
@@ -83,18 +94,21 @@ class FakeRunner:
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         spare=st.integers(0, 12),
-        block_sizes=st.sampled_from([[1], [4], [3], [4, 2]]),
+        groups=st.sampled_from(
+            [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
+        ),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(0, 20),
         policy=st.sampled_from(["fcfs", "priority"]),
     )
-    def start(self, spare, block_sizes, max_num_seqs, budget, policy):
-        num_blocks = sum(-(-MAX_MODEL_LEN // size) for size in block_sizes) + spare
+    def start(self, spare, groups, max_num_seqs, budget, policy):
         config = VllmConfig.default(
             max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + budget, scheduling_policy=policy
         )
-        self.scheduler = Scheduler(config, kv_cache(num_blocks, block_sizes))
-        self.runner = FakeRunner(max_num_seqs, MAX_MODEL_LEN, block_sizes, num_blocks)
+        specs = [group.spec for group in kv_cache(0, groups).groups]
+        num_blocks = sum(spec.blocks_for(MAX_MODEL_LEN, max_num_seqs + budget) for spec in specs) + spare
+        self.scheduler = Scheduler(config, kv_cache(num_blocks, groups))
+        self.runner = FakeRunner(max_num_seqs, MAX_MODEL_LEN, groups, num_blocks)
         self.outputs: dict[str, dict[int, list[int]]] = {}
         self.reasons: dict[str, dict[int, str]] = {}
         self.messages: dict[str, EngineRequest] = {}
@@ -122,8 +136,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.add(message)
         except RequestError:
             pool = self.scheduler.blocks.pool.num_blocks
-            smallest = min(self.scheduler.blocks.block_sizes)
-            assert len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or n * MAX_MODEL_LEN > pool * smallest // 2
+            most = n * self.scheduler.blocks.blocks_for(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
+            assert len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or most > pool
         else:
             self.messages[message.request_id] = message
             self.outputs[message.request_id] = {i: [] for i in range(n)}
@@ -165,8 +179,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_running <= self.scheduler.max_num_seqs
         waiting = {s.seq_id for r in self.scheduler.waiting for s in r.sequences}
         assert not waiting & set(self.scheduler.blocks._tables), "a waiting request holds blocks"
+        blocks, chunk = self.scheduler.blocks, self.scheduler.max_num_batched_tokens
+        for seq_id in blocks._tables:
+            for group, spec in enumerate(blocks.specs):
+                held = [b for b in blocks.get_block_table(seq_id, group) if b != NO_BLOCK]
+                assert len(held) <= spec.blocks_for(MAX_MODEL_LEN, chunk)
         if not self.scheduler.has_unfinished:
-            assert self.scheduler.blocks.pool.num_used == 0
+            assert blocks.pool.num_used == 0
 
     @invariant()
     def finished_outputs_are_right(self):

@@ -2,7 +2,7 @@
 
 from llm_toolkit.attention.backend import AttentionBackend, AttentionBias, BatchView, GraphSupport
 from llm_toolkit.attention.context import Binding, GroupMetadata, forward_context
-from llm_toolkit.attention.kv_cache import KVCacheConfig, KVGroup, block_bytes, group_layers
+from llm_toolkit.attention.kv_cache import KVCacheConfig, KVGroup, Shape, block_bytes, group_layers, tensors_per_shape
 from llm_toolkit.attention.layer import Attention
 from llm_toolkit.attention.selector import Candidate, Selection, select_backend
 from llm_toolkit.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
@@ -22,8 +22,10 @@ __all__ = [
     "KVCacheSpec",
     "KVGroup",
     "Selection",
+    "Shape",
     "block_bytes",
     "forward_context",
     "group_layers",
     "select_backend",
+    "tensors_per_shape",
 ]

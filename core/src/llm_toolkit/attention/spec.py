@@ -60,3 +60,14 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True):
     def block_bytes(self) -> int:
         """Bytes of one block of one layer: keys and values."""
         return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+    def blocks_for(self, num_tokens: int, chunk: int) -> int:
+        """Most blocks that a sequence of `num_tokens` holds at a time when at most `chunk` of them are computed in one step.
+
+        With a window, blocks that no later token can see are given back before a step: what is left are those of the window before
+        the chunk and of the chunk, plus one, since neither begins at a block's edge.
+        """
+        whole = -(-num_tokens // self.block_size)
+        if self.window is None:
+            return whole
+        return min(whole, -(-(self.window - 1 + chunk) // self.block_size) + 1)

@@ -15,7 +15,9 @@ from llm_toolkit.attention import (
     KVCacheConfig,
     KVCacheSpec,
     Selection,
+    Shape,
     forward_context,
+    tensors_per_shape,
 )
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.messages import BlockCopy, StepPlan, StepResult, TokenLogprobs
@@ -59,11 +61,15 @@ class ModelRunner:
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Allocates the cache, and binds each attention layer to its backend and its part of the cache."""
         self.kv_cache = kv_cache
+        tensors: dict[Shape, list[Tensor]] = {}
+        counts = tensors_per_shape(kv_cache.groups)
         for index, group in enumerate(kv_cache.groups):
             backend_class = self.selections[group.layers[0]].backend
+            if group.shape not in tensors:
+                shape, dtype = backend_class.kv_cache_shape(group.spec, kv_cache.num_blocks), torch_dtype(group.spec.dtype)
+                tensors[group.shape] = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(counts[group.shape])]
             backend = backend_class(self.device)
-            shape = backend_class.kv_cache_shape(group.spec, kv_cache.num_blocks)
-            caches = [torch.zeros(shape, dtype=torch_dtype(group.spec.dtype), device=self.device) for _ in group.layers]
+            caches = tensors[group.shape][: len(group.layers)]
             self._group_backends.append(backend)
             self._caches.append(caches)
             self._bindings.update({layer: Binding(backend, cache, index) for layer, cache in zip(group.layers, caches, strict=True)})

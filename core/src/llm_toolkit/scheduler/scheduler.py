@@ -39,7 +39,7 @@ class Scheduler:
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.max_num_batched_tokens
         self.default_seed = config.model.seed
-        self.blocks = BlockManager(BlockPool(kv_cache.num_blocks), [group.spec.block_size for group in kv_cache.groups])
+        self.blocks = BlockManager(BlockPool(kv_cache.num_blocks), [group.spec for group in kv_cache.groups])
         self.policy = POLICIES[config.scheduler.scheduling_policy]
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
@@ -145,6 +145,9 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns what is left of the budget, and whether a request was preempted."""
+        for request in self.running:
+            for seq in request.unfinished:
+                self.blocks.trim(seq.seq_id, seq.num_computed_tokens)
         preempted = False
         position = 0
         while position < len(self.running) and budget > 0:
@@ -169,8 +172,8 @@ class Scheduler:
             writes = self._writes(request, budget)
             # The whole prompt must fit, not only its first chunk, and leave each running sequence a block to grow into: admitting one
             # that is preempted at once would waste its prefill.
-            whole = Write(request.leader.seq_id, 0, request.leader.num_tokens)
-            needed = max(self.blocks.blocks_needed([whole]), self.blocks.blocks_needed(writes))
+            whole = self.blocks.blocks_for(request.leader.num_tokens, self.max_num_batched_tokens)
+            needed = max(whole, self.blocks.blocks_needed(writes))
             if needed + num_running > self.blocks.pool.num_free:
                 break
             self.waiting.pop(0)
@@ -237,7 +240,8 @@ class Scheduler:
             token_ids=list(seq.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
             num_computed_tokens=seq.num_computed_tokens,
-            block_tables=[list(self.blocks.get_block_table(seq.seq_id, g)) for g in range(len(self.blocks.block_sizes))],
+            # No query reads what a window has left behind: any block will do for it.
+            block_tables=[[max(b, 0) for b in self.blocks.get_block_table(seq.seq_id, g)] for g in range(len(self.blocks.specs))],
             params=request.params,
             seed=seq.seed,
             stop_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
@@ -261,9 +265,11 @@ class Scheduler:
     def _most_blocks(self, prompt: int, max_tokens: int, n: int) -> int:
         """Blocks that a request can come to own. The last output token's key and value are never stored."""
         total = 0
-        for size in self.blocks.block_sizes:
-            shared = (prompt - 1) // size if n > 1 else 0
-            total += shared + n * (-(-(prompt + max_tokens - 1) // size) - shared)
+        for spec in self.blocks.specs:
+            each = spec.blocks_for(prompt + max_tokens - 1, self.max_num_batched_tokens)
+            whole = -(-(prompt + max_tokens - 1) // spec.block_size)
+            shared = (prompt - 1) // spec.block_size if n > 1 and each == whole else 0
+            total += shared + n * (each - shared)
         return total
 
     # Results
