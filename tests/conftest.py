@@ -7,24 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-def _save_tokenizer(folder: Path, vocab_size: int) -> None:
-    """A byte-level tokenizer with one token per byte, ids from vocab_size - 256 on; below it <s>, </s> and <pad>."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    first = vocab_size - 256
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<s>": 0, "</s>": 1, "<pad>": 2} | {c: i + first for i, c in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
-    fast.chat_template = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
-    fast.save_pretrained(folder)
+from llm_toolkit.testing import make_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +37,7 @@ def make_llama(tmp_path_factory):
             } | fields
             torch.manual_seed(0)
             model = LlamaForCausalLM(LlamaConfig(**shape)).to(getattr(torch, shape["dtype"])).eval()
-            folder = tmp_path_factory.mktemp(name)
-            model.save_pretrained(folder, **(save_options or {}))
-            _save_tokenizer(folder, shape["vocab_size"])
-            made[key] = folder, model
+            made[key] = make_checkpoint(tmp_path_factory.mktemp(name), model, **(save_options or {})), model
         return made[key]
 
     return make

@@ -75,6 +75,24 @@ def test_generate_keeps_order_and_survives_a_bad_line(tmp_path):
     assert "1000000" in bad["error"] and last["outputs"][0]["num_tokens"] == 5
 
 
+def test_generate_does_not_overwrite_its_input(tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Once", "logprobs": 2}) + "\n")
+    done = toolkit("generate", "tiny", "--prompts", prompts, "--out", prompts)
+    assert done.returncode == 2 and "would be overwritten" in done.stderr and "Once" in prompts.read_text()
+    toolkit("generate", "tiny", "--prompts", prompts, "--out", tmp_path / "out.jsonl", "--max-tokens", "3")
+    (row,) = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [len(entries) >= 2 for entries in row["outputs"][0]["logprobs"]] == [True] * 3
+
+
+@pytest.mark.parametrize("where", ["in-process", "url"])
+def test_a_long_conversation_begins_anew(where, request):
+    target = ["tiny"] if where == "in-process" else ["--url", request.getfixturevalue("server")]
+    done = toolkit("chat", *target, "--temperature", "0", stdin="What is 3 plus 4?\n" * 40)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("7") >= 36 and "forgotten" in done.stderr
+
+
 def test_explain_names_every_choice():
     shown = json.loads(toolkit("explain", "tiny", "--json").stdout)
     assert shown["architecture"] == "LlamaForCausalLM" and shown["renderer"] == "hf"

@@ -22,6 +22,7 @@ from llm_toolkit.errors import (
     PluginError,
     RequestError,
     ToolkitError,
+    UnsupportedError,
 )
 from llm_toolkit.plugin import PluginWarning, hookimpl
 from llm_toolkit_sdpa.backend import SdpaBackend
@@ -283,6 +284,11 @@ class TestBadRequests:
         assert caught.value.param == name
         assert len(str(caught.value)) < 300
 
+    @pytest.mark.parametrize("arguments", [(None,), (5,), ("a", {"max_tokens": 2}), (["a"], [None])], ids=str)
+    def test_wrong_arguments_of_generate(self, llm, arguments):
+        with pytest.raises(RequestError, match=r"prompts must be|params must be"):
+            llm.generate(*arguments, use_tqdm=False)
+
     def test_limits_of_the_engine(self, llm):
         with pytest.raises(RequestError, match="max_n"):
             llm.engine.add_request("bad", "abc", SamplingParams(n=129))
@@ -396,9 +402,11 @@ class TestBadStart:
             with pytest.raises(ConfigError, match=f"device '{device}' cannot be used.*Available: cpu"):
                 LLM(folder, device=device)
 
-    def test_plugins_from_code_are_objects(self, folder):
+    def test_plugins_by_name_or_as_objects(self, folder):
+        with LLM(folder, plugins=["decoder", "renderer_hf", "sdpa"], **SMALL) as llm:
+            assert {info.name for info in llm.engine.plugins.infos if info.status == "ok"} == {"core", "decoder", "renderer_hf", "sdpa"}
         with pytest.raises(PluginError, match="'sdpa' is a text"):
-            LLM(folder, plugins=["sdpa"])
+            LLM(folder, plugins=["sdpa", object()])
 
     def test_backends_that_cannot_be_imported_do_not_block_others(self, folder):
         class Broken:
@@ -476,7 +484,10 @@ class TestBadStart:
             ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM.*Did you mean 'LlamaForCausalLM'"),
             ({"architectures": None}, "names no model class"),
             ({"hidden_size": 128}, r"shape|size"),
-            ({"vocab_size": "272"}, "vocab_size must be an integer"),
+            ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
+            ({"intermediate_size": -4}, "cannot be made from this config.json|intermediate_size"),
+            ({"vocab_size": "272"}, "vocab_size must be an integer of at least 1"),
+            ({"head_dim": 0}, "head_dim must be an integer of at least 1"),
             ({"rope_parameters": "linear"}, "rope_parameters must be an object"),
             ({"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}}, "factor must be a number"),
         ],
@@ -487,6 +498,14 @@ class TestBadStart:
         config = json.loads((copy / "config.json").read_text()) | change
         (copy / "config.json").write_text(json.dumps(config))
         with pytest.raises(CheckpointError, match=message):
+            LLM(str(copy), **SMALL)
+
+    def test_quantized_weights_are_refused(self, folder, tmp_path):
+        copy = tmp_path / "copy"
+        shutil.copytree(folder, copy)
+        config = json.loads((copy / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+        (copy / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedError, match=r"quantized \('gptq'\)"):
             LLM(str(copy), **SMALL)
 
     @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -1,60 +1,23 @@
-"""The backend against the naive formula, over types, shapes, features and batches."""
+"""The backend passes the conformance kit; and what only it must do."""
 
 import numpy as np
 import pytest
 import torch
 from llm_toolkit.attention import AttentionType
+from llm_toolkit.testing import AttentionBackendConformance, AttentionStep
+from llm_toolkit.testing.attention import BATCHES
+from llm_toolkit_sdpa.backend import SdpaBackend
 from torch.nn.functional import scaled_dot_product_attention
 
-from .harness import Step, all_pairs
 
-BATCHES = {
-    "decode": [(1, 23), (1, 1), (1, 40), (1, 16), (1, 17)],
-    "uneven": [(1, 3), (1, 150), (1, 70)],
-    "prefill": [(19, 19), (1, 1), (33, 33)],
-    "chunks": [(7, 20), (16, 48), (2, 30)],
-    "mixed": [(1, 20), (18, 18), (5, 29), (1, 35), (1, 1), (9, 16)],
-}
-SPANS = [(2, 6), (12, 19), (25, 31)]
-FACTORS = {
-    "kind": ["decoder", "uncached", "encoder", "cross"],
-    "batch": list(BATCHES),
-    "heads": [(4, 4), (6, 2), (4, 1)],
-    "head_size": [16, 64, 80],
-    "block_size": [1, 16, 17],
-    "window": [None, 1, 8],
-    "soft_cap": [None, 2.0],
-    "sinks": [False, True],
-    "bias": [None, "alibi", "table"],
-    "spans": [False, True],
-}
+class TestSdpa(AttentionBackendConformance):
+    backend = SdpaBackend
 
 
-def make_step(kind: str = "decoder", batch: str = "mixed", spans: bool = False, **options) -> Step:
-    rows = BATCHES[batch]
-    if kind in ("uncached", "encoder"):
-        rows = [(keys, keys) for _, keys in rows]
-    # A span is whole in the keys that are there: the scheduler does not cut it.
-    spans_of_rows = [[s for s in SPANS if s[1] <= keys] for _, keys in rows] if spans else None
-    type = AttentionType.DECODER if kind == "uncached" else AttentionType(kind)
-    return Step(rows, type=type, cached=kind in ("decoder", "cross"), spans=spans_of_rows, **options)
+make_step = TestSdpa.step
 
 
-def makes_sense(case) -> bool:
-    return case["kind"] != "cross" or not (case["window"] or case["bias"] or case["spans"])
-
-
-def label(case) -> str:
-    return " ".join(str(value) for value in case.values())
-
-
-@pytest.mark.parametrize("case", all_pairs(FACTORS, makes_sense), ids=label)
-def test_equals_the_naive_formula(case) -> None:
-    step = make_step(**case)
-    assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
-
-
-def torch_sdpa(step: Step) -> torch.Tensor:
+def torch_sdpa(step: AttentionStep) -> torch.Tensor:
     """Plain attention of a decoder step, row by row, by torch."""
     outputs = []
     for q, k, v in zip(step.q, step.k, step.v, strict=True):
@@ -66,7 +29,7 @@ def torch_sdpa(step: Step) -> torch.Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("sharpness", [1.0, 8.0], ids=lambda s: f"sharpness {s}")
 @pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("explicit", [False, True], ids=["kernel", "formula"])
@@ -104,7 +67,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_a_row_without_keys_gives_zeros() -> None:
-    step = Step([(1, 0), (3, 5), (2, 0), (1, 9)], type=AttentionType.CROSS)
+    step = AttentionStep(SdpaBackend, [(1, 0), (3, 5), (2, 0), (1, 9)], type=AttentionType.CROSS)
     out = step.run()
     assert not out[0].any()
     assert not out[4:6].any()

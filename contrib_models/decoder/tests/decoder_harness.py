@@ -8,7 +8,6 @@ import torch
 from llm_toolkit.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.model import load_model
-from torch.nn import functional as F
 
 
 class CausalAttention(AttentionBackend):
@@ -29,9 +28,14 @@ class CausalAttention(AttentionBackend):
         raise NotImplementedError
 
     def forward(self, layer, q, k, v, kv_cache, meta, out):
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scale, enable_gqa=True)
-        out.copy_(attended.transpose(0, 1))
+        k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k).float() * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        hidden = (distance < 0) | (distance >= (layer.window or len(q)))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
+        out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
 
 
 def logits_of(models, input_ids, inputs_embeds=None):

@@ -98,16 +98,13 @@ def test_two_ranks_give_the_logits_of_one(variant, tmp_path):
     # 101 tokens do not split evenly: the last rank's vocabulary is padded.
     theirs = reference(**variant)
     checkpoint = save(theirs, tmp_path / "checkpoint")
-    outs = [tmp_path / f"{rank}.safetensors" for rank in (0, 1)]
     script = str(Path(__file__).with_name("decoder_rank.py"))
-    ranks = [
-        subprocess.Popen([sys.executable, script, str(checkpoint), str(rank), "2", str(tmp_path / "sync"), str(out)])
-        for rank, out in enumerate(outs)
-    ]
+    work = ["LlamaForCausalLM", str(checkpoint)]
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path), *work]) for rank in (0, 1)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     expected = logits_of([load(LlamaForCausalLM, checkpoint)], INPUT_IDS)
-    for out in outs:
-        torch.testing.assert_close(load_file(out)["logits"], expected, atol=1e-5, rtol=0)
+    for rank in (0, 1):
+        torch.testing.assert_close(load_file(tmp_path / f"LlamaForCausalLM.{rank}.safetensors")["logits"], expected, atol=1e-5, rtol=0)
 
 
 def test_the_family_of_the_readme_is_qwen2(tmp_path):

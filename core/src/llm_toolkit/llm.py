@@ -30,14 +30,22 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | None = None, *, config: VllmConfig | None = None, plugins: Plugins | Sequence[object] = (), **options: Any
+        self,
+        model: str | None = None,
+        *,
+        config: VllmConfig | None = None,
+        plugins: Plugins | Sequence[object] | Sequence[str] = (),
+        **options: Any,
     ) -> None:
         """Loads a model, in this process. `options` are those of VllmConfig, by name; LLM_TOOLKIT_* variables give the others.
 
-        `config` takes the place of all of these. `plugins` are plugin objects from code, or loaded Plugins. Raises ToolkitError.
+        `config` takes the place of all of these. `plugins` are names of installed plugins to load, or plugin objects from code, or loaded
+        Plugins. Raises ToolkitError.
         """
         if model is not None:
             options["model"] = model
+        if not isinstance(plugins, Plugins) and plugins and all(isinstance(p, str) for p in plugins):
+            options["plugins"], plugins = list(plugins), ()
         if config is not None and options:
             raise ConfigError(f"give either config or options, not both: {', '.join(options)}.")
         if config is None:
@@ -65,6 +73,8 @@ class LLM:
         `params` is one for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
         anything is computed. Calls from several threads run one after another.
         """
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise RequestError(f"prompts must be a text, a dict or a list of these, not a {type(prompts).__name__}.", "prompt")
         prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
         each = self._params(params, len(prompts))
         priorities = [0] * len(prompts) if priority is None else list(priority)
@@ -91,6 +101,8 @@ class LLM:
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
+            raise RequestError("params must be SamplingParams, or a list of them.", "params")
         if len(params) != count:
             raise RequestError(f"{len(params)} sampling params for {count} prompts: give one, or one for each.", "params")
         return list(params)

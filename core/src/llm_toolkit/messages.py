@@ -14,6 +14,14 @@ from llm_toolkit.params import SamplingParams
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class TokenizedWords(Struct, kw_only=True, frozen=True):
+    """What the texts among the sampling parameters are in tokens."""
+
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Sequences of which the last token is not to be drawn after the others."""
+    dry_breakers: list[int] = field(default_factory=list)
+
+
 class EngineRequest(Struct, kw_only=True):
     """Tokens in. All preparation of input has ended: no text from here on."""
 
@@ -22,6 +30,7 @@ class EngineRequest(Struct, kw_only=True):
     params: SamplingParams
     eos_token_ids: list[int] = field(default_factory=list)
     """End a sequence unless params.ignore_eos."""
+    words: TokenizedWords = field(default_factory=TokenizedWords)
     priority: int = 0
     """Smaller is served first, under the policy 'priority'."""
     arrival_time: float = 0.0
@@ -29,13 +38,16 @@ class EngineRequest(Struct, kw_only=True):
 
 
 class TokenLogprobs(Struct):
-    """Log probabilities of one sampled token (natural logarithm, of the model's own distribution before any sampling parameter)."""
+    """Log probabilities of one token, sampled or of the prompt.
+
+    Natural logarithms of the model's own distribution, before any sampling parameter.
+    """
 
     token_ids: list[int]
-    """The sampled token, then the likeliest ones in order."""
+    """The token, then the likeliest ones in order."""
     logprobs: list[float]
     rank: int
-    """Rank of the sampled token, 1 for the likeliest."""
+    """Rank of the token, 1 for the likeliest."""
 
 
 class EngineOutput(Struct, kw_only=True):
@@ -47,6 +59,8 @@ class EngineOutput(Struct, kw_only=True):
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     """One per token of token_ids, where the request asked for them."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's next tokens, from its second token on, where the request asked for them."""
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     """The token that ended the sequence, when one of params.stop_token_ids did."""
@@ -71,6 +85,11 @@ class NewSequence(Struct, kw_only=True):
     """Resolved: the request's own, or one drawn for it."""
     stop_token_ids: list[int]
     """All tokens that end it; they are kept from being drawn while fewer than min_tokens are out."""
+    words: TokenizedWords = field(default_factory=TokenizedWords)
+    mirostat_mu: float | None = None
+    """Where the sequence's last draw left mirostat; None before the first."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log probabilities were returned before: they are not computed again."""
 
 
 class ScheduledSequence(Struct):
@@ -124,5 +143,9 @@ class StepResult(Struct, kw_only=True):
     """Per row, the drawn tokens: none for a chunk that ends before the sequence does, one for a decode."""
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Per row; empty when no row asked for any."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for them."""
+    mirostat_mu: dict[int, float] = field(default_factory=dict)
+    """By seq_id, what NewSequence is to bring back after a preemption."""
     errors: dict[int, str] = field(default_factory=dict)
     """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others go on."""

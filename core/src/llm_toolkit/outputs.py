@@ -48,3 +48,5 @@ class RequestOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     """What went wrong, when a sequence's finish_reason is "error"."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per prompt token so far computed, where asked for: the token itself and the likeliest ones. None for the first."""

@@ -16,6 +16,7 @@ from llm_toolkit.attention import (
     forward_context,
 )
 from llm_toolkit.config import VllmConfig
+from llm_toolkit.errors import CheckpointError
 
 CONFIG = VllmConfig.default(block_size=32, dtype="bfloat16")
 
@@ -95,7 +96,7 @@ def test_defaults_are_multi_head_and_the_usual_scale() -> None:
 
 
 def test_heads_must_divide() -> None:
-    with pytest.raises(AssertionError, match=r"layers\.0\.attn: 4 heads over 3 KV heads"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attn.: 4 query heads cannot share 3 KV heads"):
         make_layer(num_kv_heads=3)
 
 

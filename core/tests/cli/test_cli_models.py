@@ -107,7 +107,7 @@ def test_explain_names_every_choice(toolkit, checkpoint):
 
 
 def test_an_unknown_architecture_is_one_error(toolkit, checkpoint):
-    done = toolkit("explain", checkpoint, "--disable-plugins", "decoder")
+    done = toolkit("explain", checkpoint, "--plugins", "sdpa")
     assert (done.code, done.out) == (1, "")
     assert "'LlamaForCausalLM'" in done.err
 

@@ -5,6 +5,7 @@ import sys
 import torch
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
+from llm_toolkit.model import Part, ShardedRMSNorm
 
 
 def main(rank: int, sync_file: str) -> None:
@@ -18,7 +19,18 @@ def main(rank: int, sync_file: str) -> None:
     assert tensor.all_gather(mine, 1).tolist() == [[first] * 3 + [first + 1] * 3] * 2
     assert tensor.all_gather(mine.t(), 0)[:, 0].tolist() == [first] * 3 + [first + 1] * 3
     assert pipeline.all_reduce(mine.clone())[0, 0] == 2 * (rank % 2) + 2
+    check_norm(rank % 2, VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank))
     destroy()
+
+
+def check_norm(tensor_rank: int, config: VllmConfig) -> None:
+    """An axis that is split over the ranks, and one that they all hold, are normed as by a rank alone."""
+    x, weight = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)), torch.arange(8.0)
+    expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-5)
+    for part in (Part.whole(8), Part(8, tensor_rank * 4, 4)):
+        norm, mine = ShardedRMSNorm(part, eps=1e-5, vllm_config=config), slice(part.start, part.start + part.size)
+        norm.weight.weight_loader(norm.weight, weight)
+        torch.testing.assert_close(norm(x[:, mine]), expected[:, mine])
 
 
 if __name__ == "__main__":

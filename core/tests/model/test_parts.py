@@ -4,7 +4,17 @@ import pytest
 import torch
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import CheckpointError, UnsupportedError
-from llm_toolkit.model import Absent, GatedActivation, HFConfig, RMSNorm, SiluAndMul, get_activation, make_layers
+from llm_toolkit.model import (
+    Absent,
+    GatedActivation,
+    HFConfig,
+    RMSNorm,
+    SiluAndMul,
+    VocabParallelEmbedding,
+    get_activation,
+    layer_index,
+    make_layers,
+)
 from llm_toolkit.model.activation import ACTIVATIONS
 from torch import nn
 from transformers.activations import ACT2FN
@@ -39,6 +49,23 @@ def test_a_residual_is_added_before_the_norm():
     normed, total = norm(x, residual)
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, norm(x + residual))
+
+
+def test_embeddings_are_scaled_and_their_weights_are_not():
+    plain, scaled = (
+        VocabParallelEmbedding(7, 4, scale=scale, vllm_config=VllmConfig.default(), prefix="embed_tokens") for scale in (1.0, 3.0)
+    )
+    weight = torch.randn(7, 4)
+    for embedding in (plain, scaled):
+        embedding.weight.copy_(weight)
+    input_ids = torch.tensor([6, 0, 6])
+    assert torch.equal(scaled(input_ids), 3 * plain(input_ids))
+    assert torch.equal(scaled.weight, weight)
+
+
+@pytest.mark.parametrize(("prefix", "index"), [("model.layers.3.self_attn", 3), ("layers.12", 12), ("model.layers.3.experts.5.w1", 3)])
+def test_modules_know_their_layer(prefix, index):
+    assert layer_index(prefix) == index
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

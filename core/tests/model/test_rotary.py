@@ -92,6 +92,11 @@ def test_the_first_training_length_stated_beside_wins():
     assert rope.stretch == 8
 
 
+def test_longrope_has_an_older_name():
+    older, newer = (parameters({**BASE, "rope_scaling": {"type": kind, **LONGROPE}}) for kind in ("su", "longrope"))
+    assert torch.equal(older.inverse_frequencies(300)[0], newer.inverse_frequencies(300)[0])
+
+
 def test_what_does_not_do_is_refused_by_name():
     with pytest.raises(UnsupportedError, match=r"unknown rope_type 'mystery'. Known: default, dynamic, linear, llama3, longrope, .*"):
         parameters({**BASE, "rope_scaling": {"type": "mystery"}})

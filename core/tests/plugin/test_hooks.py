@@ -14,9 +14,9 @@ from llm_toolkit.plugin import Plugins, hookimpl
 PAGES = Path(__file__).parents[3] / "docs" / "hooks"
 
 
-def page_example(page: Path) -> str:
-    """The second Python block of a hook's page."""
-    return page.read_text(encoding="utf-8").split("```python\n")[2].split("```")[0]
+def page_example(page: Path, block: int = 2) -> str:
+    """A Python block of a hook's page, by default the second."""
+    return page.read_text(encoding="utf-8").split("```python\n")[block].split("```")[0]
 
 
 @pytest.fixture
@@ -49,12 +49,25 @@ def test_toolkit_register_models(example):
     assert (entry.target, entry.plugin, entry.runner) == ("llm_toolkit_mine.model:MyForCausalLM", example.__name__, "generate")
 
 
+def test_the_page_of_toolkit_register_models_shows_a_fallback():
+    module = types.ModuleType("fallback_example")
+    exec(page_example(PAGES / "toolkit_register_models.md", block=3), module.__dict__)
+    models = load(module).models
+    assert (models.fallbacks(), models.architectures()) == (["mine"], [])
+    assert models.get("mine").is_fallback
+
+
 def test_toolkit_register_attention_backends(example):
     assert load(example).attention_backends.get("mine").priority == 50
 
 
 def test_toolkit_register_renderers(example):
     assert load(example).renderers.get("mine").reads == ("my_vocab.txt",)
+
+
+def test_toolkit_register_logits_processors(example):
+    entry = load(example).logits_processors.get("no_echo")
+    assert (entry.target, entry.plugin) == ("llm_toolkit_mine.no_echo:NoEcho", example.__name__)
 
 
 def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):

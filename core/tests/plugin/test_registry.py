@@ -37,6 +37,18 @@ def test_an_entry_holds_what_was_said():
     assert commands.get("go").help == "Go."
 
 
+def test_a_fallback_is_no_architecture():
+    models = ModelRegistry(owner=ONE)
+    models.add("X", "a:B")
+    models.add_fallback("any", "a:C", runner="pooling", renderer="hf")
+    entry = models.get("any")
+    assert (entry.is_fallback, entry.target, entry.runner, entry.renderer) == (True, "a:C", "pooling", "hf")
+    assert not models.get("X").is_fallback
+    assert (models.architectures(), models.fallbacks()) == (["X"], ["any"])
+    with pytest.raises(PluginError, match=r"'any' is registered by plugin 'one'"):
+        models.copy(TWO).add_fallback("any", "c:D")
+
+
 @pytest.mark.parametrize("target", ["", "a", "a.b", "a:", ":a", "a b:c", "a:b:c", "a..b:c", "../a:b", "a:b()", None, 3])
 def test_a_malformed_target_is_refused(target):
     with pytest.raises(PluginError, match=r"'one' .*target of model architecture 'X' must be a text 'module:Class'"):

@@ -76,7 +76,9 @@ class FakeEngine:
                 done = size == len(answer)
                 reason = ("error" if "broken" in text else "stop") if done else None
                 outputs = [self._sequence(i, answer[:size], params, reason) for i in range(params.n)]
-                yield RequestOutput("id", text, prompt["prompt_token_ids"], outputs, done, num_cached_tokens=1, error="NaN logits")
+                known = prompt["prompt_token_ids"]
+                logprobs = None if params.prompt_logprobs is None else [None, *({i: Logprob(-2.5, 3, chr(i))} for i in known[1:])]
+                yield RequestOutput("id", text, known, outputs, done, num_cached_tokens=1, error="NaN logits", prompt_logprobs=logprobs)
         finally:
             self.num_open -= 1
 

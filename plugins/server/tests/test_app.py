@@ -129,6 +129,62 @@ async def test_completion_logprobs(client, engine):
     assert engine.asked[-1][1].max_tokens == 16
 
 
+async def test_echo_with_logprobs(client):
+    body = {"prompt": "ab", "logprobs": 1, "echo": True, "n": 2}
+    whole = [choice["logprobs"] for choice in (await client.post(COMPLETE, json=body)).json()["choices"]]
+    assert (
+        whole
+        == [
+            {
+                "tokens": ["a", "b", "A", "B"],
+                "token_logprobs": [None, -2.5, -1.5, -1.5],
+                "top_logprobs": [None, {"b": -2.5}, {"A": -1.5, "~": -0.5}, {"B": -1.5, "~": -0.5}],
+                "text_offset": [0, 1, 2, 3],
+            }
+        ]
+        * 2
+    )
+    parts: list[dict] = [{}, {}]
+    for chunk in events_of(await client.post(COMPLETE, json={**body, "stream": True})):
+        [choice] = chunk["choices"]
+        for name, values in choice["logprobs"].items():
+            parts[choice["index"]].setdefault(name, []).extend(values)
+    assert parts == whole
+
+
+async def test_prompt_logprobs(client, engine):
+    expected = [None, {"98": {"logprob": -2.5, "rank": 3, "decoded_token": "b"}}]
+    reply = (await client.post(COMPLETE, json={"prompt": "ab", "prompt_logprobs": 2})).json()
+    assert reply["choices"][0]["prompt_logprobs"] == expected
+    assert (await client.post(CHAT, json={**HI, "prompt_logprobs": 2})).json()["prompt_logprobs"][0] is None
+    assert engine.asked[-1][1].prompt_logprobs == 2
+    assert "prompt_logprobs" not in (await client.post(CHAT, json=HI)).json()
+
+
+async def test_sampling_parameters_go_by_name(client, engine):
+    given = {
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "typical_p": 0.9,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+        "mirostat_tau": 4,
+        "mirostat_eta": 0.2,
+        "dry_multiplier": 0.8,
+        "dry_base": 2,
+        "dry_allowed_length": 3,
+        "dry_sequence_breakers": ["\n", 5],
+        "bad_words": ["no"],
+        "allowed_token_ids": [65, 66],
+        "logits_processors": {"mine": {"size": 3}},
+    }
+    assert (await client.post(COMPLETE, json={"prompt": "a", "logit_bias": {"65": -100}, **given})).status_code == 200
+    params = engine.asked[-1][1]
+    assert {name: getattr(params, name) for name in given} == given
+    assert params.logit_bias == {65: -100}
+
+
 async def test_models_version_and_health(client, engine):
     [card] = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("fake", 64)
@@ -160,8 +216,13 @@ BAD = [
     (CHAT, {**HI, "top_logprobs": 2}, 400, "top_logprobs", None),
     (CHAT, {**HI, "tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
     (CHAT, {**HI, "response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
-    (CHAT, {**HI, "logit_bias": {"5": 1}}, 400, "logit_bias", "unsupported_parameter"),
-    (CHAT, {**HI, "presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
+    (CHAT, {**HI, "logit_bias": {"five": 1}}, 400, "logit_bias", None),
+    (CHAT, {**HI, "logit_bias": {"5": 101}}, 400, "logit_bias", None),
+    (CHAT, {**HI, "presence_penalty": 2.5}, 400, "presence_penalty", None),
+    (CHAT, {**HI, "bad_words": [""]}, 400, "bad_words", None),
+    (COMPLETE, {"prompt": "a", "dry_sequence_breakers": [True]}, 400, "dry_sequence_breakers", None),
+    (COMPLETE, {"prompt": "a", "logits_processors": {"a": 1}}, 400, "logits_processors", None),
+    (COMPLETE, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs", None),
     (CHAT, {**HI, "messages": [{"role": "user", "content": "x" * 100}]}, 400, "prompt", "context_length_exceeded"),
     (COMPLETE, {"prompt": ""}, 400, "prompt", None),
     (COMPLETE, {"prompt": []}, 400, "prompt", None),
@@ -172,7 +233,6 @@ BAD = [
     (COMPLETE, {"prompt": "x" * 64}, 400, "prompt", "context_length_exceeded"),
     (COMPLETE, {"prompt": "refuse"}, 400, "n", None),
     (COMPLETE, {"prompt": ["a", "refuse"]}, 400, "n", None),
-    (COMPLETE, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo", None),
     (COMPLETE, {"prompt": "a", "temperature": -1}, 400, "temperature", None),
     (COMPLETE, {"prompt": "a", "temperature": "1"}, 400, "temperature", None),
     (COMPLETE, {"prompt": "a", "temperature": 1e300}, 400, "temperature", None),

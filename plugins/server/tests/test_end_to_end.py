@@ -154,6 +154,25 @@ def test_openai_logprobs_and_stop(client):
     assert (cut.text, cut.finish_reason) == (plain.split(stop)[0], "stop")
 
 
+def test_openai_sampling_parameters(client):
+    options = {"model": "random", "prompt": "aaaa", "max_tokens": 12, "temperature": 0}
+    plain = client.completions.create(**options, logprobs=0, echo=True, extra_body=FOREVER).choices[0]
+    assert len(plain.logprobs.tokens) == 4 + 12 and plain.logprobs.token_logprobs[0] is None
+    assert plain.logprobs.tokens[:4] == list("aaaa") and plain.text.startswith("aaaa")
+    prompt = client.completions.create(**options, extra_body={**FOREVER, "prompt_logprobs": 0}).choices[0].prompt_logprobs
+    found = [next(iter(one.values()))["logprob"] for one in prompt[1:]]
+    assert found == pytest.approx(plain.logprobs.token_logprobs[1:4], abs=1e-4)
+    biased = client.completions.create(**options, logit_bias={"40": 100.0}, extra_body=FOREVER).choices[0].text
+    assert len(set(biased)) == 1
+    # The made-up weights give logits that differ by less than the penalty: the two tokens take turns.
+    pair = {**FOREVER, "allowed_token_ids": [40, 41]}
+    text = client.completions.create(**options, frequency_penalty=2, extra_body=pair).choices[0].text
+    assert len(text) == 12 and [text.count(char) for char in set(text)] == [6, 6]
+    with pytest.raises(openai.BadRequestError) as unknown:
+        client.completions.create(**options, extra_body={"logits_processors": {"no_repeat_ngrams": {"size": 2}}})
+    assert unknown.value.param == "logits_processors"
+
+
 def test_openai_models_and_errors(client):
     assert [model.id for model in client.models.list()] == ["random"]
     assert client.models.retrieve("random").id == "random"

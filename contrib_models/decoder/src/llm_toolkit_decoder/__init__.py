@@ -2,7 +2,23 @@
 
 from llm_toolkit.plugin import ModelRegistry, hookimpl
 
+MODELS = {
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "OPTForCausalLM": "opt",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architectures, and the modules that hold a class of that name."""
+
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
-    models.add("LlamaForCausalLM", "llm_toolkit_decoder.llama:LlamaForCausalLM")
+    for architecture, module in MODELS.items():
+        models.add(architecture, f"llm_toolkit_decoder.{module}:{architecture}")

@@ -6,27 +6,28 @@ from typing import ClassVar
 
 from llm_toolkit.attention import Attention
 from llm_toolkit.config import VllmConfig
+from llm_toolkit.errors import CheckpointError
 from llm_toolkit.model import (
     Absent,
     GatedActivation,
     HFConfig,
     IntermediateTensors,
     MergedColumnParallelLinear,
-    Model,
-    ParallelLMHead,
     QKVParallelLinear,
     RMSNorm,
     RopeParameters,
     RotaryEmbedding,
     Rotation,
     RowParallelLinear,
-    VocabParallelEmbedding,
-    is_first_stage,
-    is_last_stage,
     join,
+    layer_index,
     make_layers,
 )
 from torch import Tensor, nn
+
+from llm_toolkit_decoder.causal_lm import CausalLM, Decoder
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def head_size_of(config: HFConfig) -> int:
@@ -34,9 +35,27 @@ def head_size_of(config: HFConfig) -> int:
     return config.get("head_dim", int) or config.require("hidden_size", int) // config.require("num_attention_heads", int)
 
 
-def norm_of(config: HFConfig, vllm_config: VllmConfig) -> RMSNorm:
+def eps_of(config: HFConfig) -> float:
+    """What keeps norms from dividing by zero."""
+    return config.get("rms_norm_eps", float, 1e-6)
+
+
+def layer_window(config: HFConfig, layer: int, *, otherwise: bool) -> int | None:
+    """`sliding_window` where `layer_types` calls the layer "sliding_attention"; `otherwise` counts where there are no `layer_types`."""
+    kinds = config.get("layer_types", list)
+    if kinds is None:
+        is_windowed = otherwise
+    elif layer < len(kinds) and kinds[layer] in LAYER_TYPES:
+        is_windowed = kinds[layer] == "sliding_attention"
+    else:
+        known, found = ", ".join(LAYER_TYPES), kinds[layer] if layer < len(kinds) else None
+        raise CheckpointError(f"config.json: 'layer_types' must name one of {known} for layer {layer}, not {found!r}.")
+    return config.require("sliding_window", int) if is_windowed else None
+
+
+def norm_of(config: HFConfig, vllm_config: VllmConfig, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
     """A norm of the hidden states."""
-    return RMSNorm(config.require("hidden_size", int), eps=config.get("rms_norm_eps", float, 1e-6), vllm_config=vllm_config)
+    return kind(config.require("hidden_size", int), eps=eps_of(config), vllm_config=vllm_config)
 
 
 class LlamaAttention(nn.Module):
@@ -69,6 +88,9 @@ class LlamaAttention(nn.Module):
             self.qkv_proj.num_heads,
             self.head_size,
             num_kv_heads=self.qkv_proj.num_kv_heads,
+            scale=self.scale(config),
+            window=self.window(config, layer_index(prefix)),
+            soft_cap=self.soft_cap(config),
             vllm_config=vllm_config,
             prefix=join(prefix, "attn"),
         )
@@ -79,11 +101,28 @@ class LlamaAttention(nn.Module):
     def has_output_bias(self, config: HFConfig) -> bool:
         return config.get("attention_bias", bool, False)
 
-    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+    def scale(self, config: HFConfig) -> float | None:
+        """What scores are multiplied by; None: head_size ** -0.5."""
+        return None
+
+    def window(self, config: HFConfig, layer: int) -> int | None:
+        """How many tokens a token sees, itself counted; None: all before it."""
+        return None
+
+    def soft_cap(self, config: HFConfig) -> float | None:
+        """What scores are held below; None: nothing."""
+        return None
+
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and values."""
         qkv = self.qkv_proj(x)
         # Queries and keys lie side by side, so one rotation serves both.
         rotation.rotate(qkv[:, : self.rotated_size].view(len(qkv), -1, self.head_size))
-        out: Tensor = self.o_proj(self.attn(*qkv.split(self.sizes, dim=-1)))
+        q, k, v = qkv.split(self.sizes, dim=-1)
+        return q, k, v
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        out: Tensor = self.o_proj(self.attn(*self.project(x, rotation)))
         return out
 
 
@@ -98,8 +137,11 @@ class LlamaMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(
             hidden_size, [inner_size, inner_size], bias=bias, vllm_config=vllm_config, prefix=join(prefix, "gate_up_proj")
         )
-        self.act_fn = GatedActivation(config.get("hidden_act", str, "silu"))
+        self.act_fn = GatedActivation(self.activation(config))
         self.down_proj = RowParallelLinear(inner_size, hidden_size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "down_proj"))
+
+    def activation(self, config: HFConfig) -> str:
+        return config.get("hidden_act", str, "silu")
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
@@ -111,51 +153,57 @@ class LlamaDecoderLayer(nn.Module):
 
     attention: ClassVar[type[nn.Module]] = LlamaAttention
     feed_forward: ClassVar[type[nn.Module]] = LlamaMLP
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """Names of the layer's norms of hidden states."""
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
-        self.input_layernorm = norm_of(config, vllm_config)
+        for name in self.norms:
+            self.add_module(name, norm_of(config, vllm_config, self.norm))
         self.self_attn = self.attention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
-        self.post_attention_layernorm = norm_of(config, vllm_config)
         self.mlp = self.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            residual, x = x, self.input_layernorm(x)
-        else:
-            x, residual = self.input_layernorm(x, residual)
+        x, residual = self.enter(x, residual)
         x = self.self_attn(x, rotation)
         x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
+    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What attention takes, and the residual; the first layer is given none."""
+        if residual is None:
+            return self.input_layernorm(x), x
+        out: tuple[Tensor, Tensor] = self.input_layernorm(x, residual)
+        return out
 
-class LlamaModel(Model):
+
+class LlamaModel(Decoder):
     """The embedding, the layers and the last norm."""
 
-    layer: ClassVar[type[nn.Module]] = LlamaDecoderLayer
+    layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config, parallel = HFConfig(vllm_config.hf_config), vllm_config.parallel
-        self.is_last = is_last_stage(parallel)
-        embeds = is_first_stage(parallel) or (self.is_last and config.get("tie_word_embeddings", bool, False))
-        self.embed_tokens = self._embedding(config) if embeds else Absent()
+        config = HFConfig(vllm_config.hf_config)
         self.rotary = self._rotary(config)
         self.layers = make_layers(
             config.require("num_hidden_layers", int),
             lambda prefix: self.layer(vllm_config=vllm_config, prefix=prefix),
             join(prefix, "layers"),
-            parallel,
+            vllm_config.parallel,
         )
-        self.norm = norm_of(config, vllm_config) if self.is_last else Absent()
-
-    def _embedding(self, config: HFConfig) -> VocabParallelEmbedding:
-        sizes = config.require("vocab_size", int), config.require("hidden_size", int)
-        return VocabParallelEmbedding(*sizes, vllm_config=self.vllm_config, prefix=join(self.prefix, "embed_tokens"))
+        self.norm = norm_of(config, vllm_config, self.layer.norm) if self.is_last else Absent()
 
     def _rotary(self, config: HFConfig) -> RotaryEmbedding:
         return RotaryEmbedding(RopeParameters.read(config, head_size_of(config)), vllm_config=self.vllm_config)
+
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """The rotation of tokens at positions [T], for each layer that this rank owns."""
+        return [self.rotary(positions)] * len(self.layers.owned)
 
     def forward(
         self,
@@ -169,9 +217,8 @@ class LlamaModel(Model):
         if intermediate is not None:
             x, residual = intermediate["hidden_states"], intermediate["residual"]
         else:
-            x, residual = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds, None
-        rotation = self.rotary(positions)
-        for layer in self.layers.owned:
+            x, residual = self.embed(input_ids, inputs_embeds), None
+        for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation)
         if not self.is_last:
             assert residual is not None, "a pipeline rank without layers"
@@ -180,36 +227,9 @@ class LlamaModel(Model):
         return out
 
 
-class LlamaForCausalLM(Model):
+class LlamaForCausalLM(CausalLM):
     """Llama with its language-modeling head."""
 
     packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     ignored = (r"rotary_emb\.inv_freq$",)
-    decoder: ClassVar[type[Model]] = LlamaModel
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        config = HFConfig(vllm_config.hf_config)
-        self.model = self.decoder(vllm_config=vllm_config, prefix=join(prefix, "model"))
-        self.lm_head = self._head(config) if is_last_stage(vllm_config.parallel) else Absent()
-
-    def _head(self, config: HFConfig) -> ParallelLMHead:
-        tied = self.model.get_submodule("embed_tokens") if config.get("tie_word_embeddings", bool, False) else None
-        assert tied is None or isinstance(tied, VocabParallelEmbedding)
-        sizes = config.require("vocab_size", int), config.require("hidden_size", int)
-        return ParallelLMHead(*sizes, tied_to=tied, vllm_config=self.vllm_config, prefix=join(self.prefix, "lm_head"))
-
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        *,
-        inputs_embeds: Tensor | None = None,
-        intermediate: IntermediateTensors | None = None,
-    ) -> Tensor | IntermediateTensors:
-        out: Tensor | IntermediateTensors = self.model(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
-        return out
-
-    def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden_states)
-        return logits
+    decoder = LlamaModel

@@ -9,6 +9,7 @@ from llm_toolkit.attention.backend import AttentionBias
 from llm_toolkit.attention.context import current
 from llm_toolkit.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
 from llm_toolkit.config import VllmConfig
+from llm_toolkit.errors import CheckpointError
 
 
 class Attention(nn.Module):
@@ -48,7 +49,8 @@ class Attention(nn.Module):
         self.prefix = prefix
         self.dtype = vllm_config.model.dtype
         self.block_size = vllm_config.cache.block_size
-        assert self.num_heads % self.num_kv_heads == 0, f"{prefix}: {self.num_heads} heads over {self.num_kv_heads} KV heads"
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise CheckpointError(f"layer {prefix!r}: {self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly.")
 
     def spec(self, device: torch.device) -> AttentionSpec:
         """What this layer asks of a backend on `device`."""

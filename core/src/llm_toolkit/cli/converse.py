@@ -12,7 +12,7 @@ from msgspec import Struct
 from llm_toolkit.cli.options import engine_command
 from llm_toolkit.cli.sampling import SamplingFlags
 from llm_toolkit.config import VllmConfig, option
-from llm_toolkit.errors import RequestError
+from llm_toolkit.errors import ContextLengthError, RequestError
 from llm_toolkit.plugin import Plugins
 
 
@@ -93,18 +93,31 @@ def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugi
     return LocalTalker(config, plugins)
 
 
-def _converse(talker: Talker, messages: list[dict[str, Any]], flags: SamplingFlags) -> None:
+def _converse(talker: Talker, start: list[dict[str, Any]], flags: SamplingFlags) -> None:
+    """Each line with what was said before it; when that no longer fits, from the start. At a terminal, ^C stops an answer."""
     interactive = sys.stdin.isatty()
+    messages = start
     for line in _lines():
-        asked = [*messages, {"role": "user", "content": line}]
+        question = {"role": "user", "content": line}
         try:
-            answer = _answer(talker, asked, flags)
+            try:
+                answer = _answer(talker, [*messages, question], flags)
+            except ContextLengthError as error:
+                if messages is start:
+                    raise
+                print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
+                messages = start
+                answer = _answer(talker, [*messages, question], flags)
         except RequestError as error:
             if not interactive:
                 raise
             print(f"error: {error}", file=sys.stderr)
-            continue
-        messages = [*asked, {"role": "assistant", "content": answer}]
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print()
+        else:
+            messages = [*messages, question, {"role": "assistant", "content": answer}]
 
 
 def _lines() -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,7 @@ from llm_toolkit.prompts import parse_prompt
 
 if TYPE_CHECKING:
     from llm_toolkit.engine import LLMEngine
-    from llm_toolkit.outputs import RequestOutput
+    from llm_toolkit.outputs import CompletionOutput, RequestOutput
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
@@ -38,6 +39,8 @@ def generate(
     that cannot be served gets an "error" in its line of the output; the others go on. The exit code is then 1.
     """
     lines = _read(prompts)
+    if out.exists() and out.samefile(prompts):
+        raise ConfigError(f"option 'out': {str(out)!r} is the file of prompts, which would be overwritten.")
     from llm_toolkit.engine import LLMEngine
 
     with _open(out) as file:
@@ -118,8 +121,16 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _row(line: str | dict[str, Any], output: RequestOutput) -> dict[str, Any]:
-    outputs = [{"text": one.text, "num_tokens": len(one.token_ids), "finish_reason": one.finish_reason} for one in output.outputs]
+    outputs = [_output(one) for one in output.outputs]
     return {"prompt": _prompt_of(line), "num_prompt_tokens": len(output.prompt_token_ids), "outputs": outputs, "error": output.error}
+
+
+def _output(one: CompletionOutput) -> dict[str, Any]:
+    row = {"text": one.text, "num_tokens": len(one.token_ids), "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+    if one.logprobs is not None:
+        row["token_ids"] = one.token_ids
+        row["logprobs"] = [{token: asdict(entry) for token, entry in entries.items()} for entries in one.logprobs]
+    return row
 
 
 def _prompt_of(line: str | dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""`toolkit plugins`: which plugins there are, and what each brings."""
+"""`toolkit plugins`: which plugins there are, what each brings, whether it is sound, and how a new one begins."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from llm_toolkit.cli.options import engine_command
+from llm_toolkit.cli.plugin_check import check_plugin
+from llm_toolkit.cli.plugin_new import new_plugin
 from llm_toolkit.config import PluginsConfig
-from llm_toolkit.plugin import Entry, Plugins, Registry
+from llm_toolkit.plugin import Entry, PluginInfo, Plugins, Registry
 
-app = typer.Typer(help="List the plugins, or show one of them.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="List, show, check and write plugins.", no_args_is_help=True, add_completion=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -27,7 +29,7 @@ _COLORS = {"ok": "green", "broken": "red", "disabled": "dim"}
 def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = False) -> None:
     """List the plugins in load order, broken and disabled ones included."""
     if json_output:
-        typer.echo(json.dumps([_row(plugins, info.name) for info in plugins.infos], indent=2))
+        typer.echo(json.dumps([_row(plugins, info) for info in plugins.infos], indent=2))
         return
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
@@ -45,7 +47,7 @@ def show_plugin(
     name: Annotated[str, typer.Argument(help="Name of the plugin.")], config: PluginsConfig, plugins: Plugins, json_output: AsJson = False
 ) -> None:
     """Show all that is known of one plugin: the entries that it registers, its options, and the traceback of its failure."""
-    row = _row(plugins, name)
+    row = _row(plugins, plugins.info(name))
     if json_output:
         typer.echo(json.dumps(row, indent=2))
         return
@@ -58,10 +60,14 @@ def show_plugin(
     Console().print(table)
 
 
-def _row(plugins: Plugins, name: str) -> dict[str, Any]:
-    row = dataclasses.asdict(plugins.info(name))
-    row["entries"] = {kind: entries for kind, registry in _registries(plugins) if (entries := _entries(registry, name))}
-    row["options"] = plugins.option_fields(name)
+app.command("check")(check_plugin)
+app.command("new")(new_plugin)
+
+
+def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
+    row = dataclasses.asdict(info)
+    row["entries"] = {kind: entries for kind, registry in _registries(plugins) if (entries := _entries(registry, info))}
+    row["options"] = plugins.option_fields(info.name) if info.status == "ok" else {}
     return row
 
 
@@ -69,8 +75,8 @@ def _registries(plugins: Plugins) -> list[tuple[str, Registry[Any]]]:
     return [(kind, registry) for kind, registry in vars(plugins).items() if isinstance(registry, Registry)]
 
 
-def _entries(registry: Registry[Any], plugin: str) -> dict[str, str]:
-    return {entry.key: entry.target + _replaces(entry) for entry in registry.entries() if entry.plugin == plugin}
+def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:
+    return {entry.key: entry.target + _replaces(entry) for entry in registry.entries() if entry.owner is plugin}
 
 
 def _replaces(entry: Entry) -> str:

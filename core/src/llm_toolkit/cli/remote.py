@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from llm_toolkit.cli.sampling import SamplingFlags
-from llm_toolkit.errors import ConfigError, RequestError, ToolkitError
+from llm_toolkit.errors import ConfigError, ContextLengthError, RequestError, ToolkitError
 
 _TIMEOUT = httpx.Timeout(600, connect=10)
 
@@ -64,11 +64,14 @@ class RemoteTalker:
 def _check(response: httpx.Response) -> None:
     if not response.is_error:
         return
+    code = None
     try:
-        reason = response.json()["error"]["message"]
+        reason, code = response.json()["error"]["message"], response.json()["error"].get("code")
     except (ValueError, LookupError, TypeError):
         reason = response.text[:500]
-    kind = RequestError if response.status_code in (400, 404, 422) else ToolkitError
+    kind: type[ToolkitError] = RequestError if response.status_code in (400, 404, 422) else ToolkitError
+    if code == "context_length_exceeded":
+        kind = ContextLengthError
     raise kind(f"the server refused the request ({response.status_code}): {reason}")
 
 

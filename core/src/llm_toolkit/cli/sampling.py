@@ -38,7 +38,7 @@ class SamplingFlags(dict[str, Any]):
             if name not in _TYPES:
                 raise RequestError(f"unknown sampling parameter {name!r}. {nearest(name, _TYPES)}", name)
         try:
-            return msgspec.convert(merged, SamplingParams)
+            return msgspec.convert(merged, SamplingParams, str_keys=True)
         except msgspec.ValidationError as error:
             if isinstance(error.__cause__, RequestError):
                 raise error.__cause__ from None

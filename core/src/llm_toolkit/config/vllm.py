@@ -24,6 +24,13 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int | None, option("Most tokens of prompt plus output. Default: the checkpoint's.", ge=1)] = None
     seed: Annotated[int | None, option("Seed of requests that bring none. Default: fresh randomness for each.", ge=0, le=2**63 - 1)] = None
     trust_remote_code: Annotated[bool, option("Allow code that a checkpoint brings along to run.")] = False
+    model_impl: Annotated[
+        str,
+        option(
+            "Model implementation. auto: the class registered for the architecture, else a fallback; or a fallback's name, such as "
+            "'transformers'."
+        ),
+    ] = "auto"
 
 
 class LoadConfig(Struct, frozen=True, kw_only=True):
@@ -121,7 +128,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
 
     path: str
     architecture: str
-    """The entry of config.json's `architectures` that names the model class in the registry."""
+    """The model class's key in the registry: the entry of config.json's `architectures` that has a class, or a fallback's name."""
     hf_config: dict[str, Any]
     """config.json; for a multimodal checkpoint the whole of it."""
     generation_config: dict[str, Any] = field(default_factory=dict)

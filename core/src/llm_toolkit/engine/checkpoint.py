@@ -1,21 +1,25 @@
-"""Finds a checkpoint's folder and reads its JSON files."""
+"""Finds a checkpoint's folder, reads its JSON files, and chooses the model class."""
 
 from __future__ import annotations
 
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
-from llm_toolkit.config import Checkpoint, VllmConfig
-from llm_toolkit.errors import CheckpointError, nearest
-from llm_toolkit.plugin import Plugins
+import msgspec
+
+from llm_toolkit.config import Checkpoint, ModelConfig, VllmConfig
+from llm_toolkit.errors import CheckpointError, ConfigError, PluginError, UnsupportedError, nearest
+from llm_toolkit.plugin import Plugins, PluginWarning
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def find_folder(model: str, revision: str | None, plugins: Plugins) -> Path:
+def find_folder(config: ModelConfig, plugins: Plugins) -> Path:
     """The folder of MODEL: a name that a plugin registers, a local folder, or a hub id. Raises CheckpointError."""
+    model = config.model
     if model in plugins.checkpoints:
         return Path(plugins.checkpoints.path(model))
     folder = Path(model).expanduser()
@@ -26,22 +30,24 @@ def find_folder(model: str, revision: str | None, plugins: Plugins) -> Path:
             f"model {model!r} is a file; it must be a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json)."
         )
     if _HUB_ID.fullmatch(model):
-        return _download(model, revision)
+        return _download(config)
     raise CheckpointError(
         f"model {model!r} is no folder, no hub id of the form owner/name, and no name that a plugin registers. "
         f"{nearest(model, plugins.checkpoints.keys())}"
     )
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(config: ModelConfig) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    if config.trust_remote_code:
+        patterns.append("*.py")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(
-            f"model {model!r} is no local folder, and could not be had from the hub: {type(error).__name__}: {error}"
+            f"model {config.model!r} is no local folder, and could not be had from the hub: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -60,31 +66,104 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     """What the checkpoint's folder says of the model. Raises CheckpointError, naming the file or the architecture."""
-    folder = find_folder(config.model.model, config.model.revision, plugins)
+    folder = find_folder(config.model, plugins)
     hf_config = read_json(folder / "config.json")
-    for key in ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers"):
-        if type(hf_config.get(key, 1)) is not int:
-            raise CheckpointError(f"{str(folder / 'config.json')!r}: {key} must be an integer, not {hf_config[key]!r}.")
+    _check_config(hf_config, folder / "config.json")
     generation = folder / "generation_config.json"
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=str(folder),
-        architecture=_architecture(hf_config, folder, plugins),
+        architecture=_architectures(hf_config, folder)[0],
         hf_config=hf_config,
         generation_config=read_json(generation) if generation.exists() else {},
     )
+    key, _ = choose_model(config.with_checkpoint(checkpoint), plugins)
+    if config.model.model_impl == "auto" and plugins.models.get(key).is_fallback:
+        warnings.warn(
+            f"no installed plugin has the architecture {checkpoint.architecture!r} of {str(folder)!r}: the fallback {key!r} runs it. "
+            f"`--model-impl {key}` silences this.",
+            PluginWarning,
+            stacklevel=2,
+        )
+    return msgspec.structs.replace(checkpoint, architecture=key)
 
 
-def _architecture(hf_config: dict[str, Any], folder: Path, plugins: Plugins) -> str:
+_SIZES = (
+    "vocab_size",
+    "max_position_embeddings",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+)
+"""Keys of config.json that, where they are given, are counts."""
+
+
+def _check_config(hf_config: dict[str, Any], path: Path) -> None:
+    """What would otherwise fail deep inside a model class."""
+    for key in _SIZES:
+        value = hf_config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{str(path)!r}: {key} must be an integer of at least 1, not {value!r}.")
+    if quantization := hf_config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(
+            f"{str(path)!r}: the weights are quantized ({method!r}), and no installed plugin can run that. Able: float weights."
+        )
+
+
+def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
+    """The key of the model class in the registry, and each candidate with the reason it was refused (None: able).
+
+    Raises ConfigError (no such fallback), UnsupportedError (the fallback that was asked for refuses) and CheckpointError (nothing
+    runs the architecture).
+    """
+    assert config.checkpoint is not None
+    checkpoint, wanted = config.checkpoint, config.model.model_impl
+    architectures = _architectures(checkpoint.hf_config, Path(checkpoint.path))
+    registered = [name for name in architectures if name in plugins.models.architectures()]
+    if wanted != "auto":
+        refusal = _ask(wanted, config, plugins)
+        if refusal is not None:
+            able = f" Able: {registered[0]} (--model-impl auto)." if registered else ""
+            raise UnsupportedError(
+                f"model implementation {wanted!r} cannot run {architectures[0]!r} of {checkpoint.path!r}: {refusal}.{able}"
+            )
+        return wanted, [(wanted, None), *((name, None) for name in registered)]
+    if registered:
+        return registered[0], [(registered[0], None)]
+    candidates: list[tuple[str, str | None]] = [(architectures[0], "no installed plugin registers it")]
+    for name in plugins.models.fallbacks():
+        try:
+            candidates.append((name, _ask(name, config, plugins)))
+        except PluginError as error:
+            # Nobody asked for it by name: it is passed over, and said to be.
+            candidates.append((name, str(error)))
+        if candidates[-1][1] is None:
+            return name, candidates
+    raise _nothing_runs(architectures[0], checkpoint.path, candidates[1:], plugins)
+
+
+def _ask(fallback: str, config: VllmConfig, plugins: Plugins) -> str | None:
+    """Why a fallback refuses the checkpoint; None when it can run it. Raises ConfigError when there is no such fallback."""
+    if fallback not in plugins.models.fallbacks():
+        raise ConfigError(f"no model implementation {fallback!r} is registered. {nearest(fallback, ['auto', *plugins.models.fallbacks()])}")
+    refusal: str | None = plugins.models.load(fallback).refuses(config)
+    return refusal
+
+
+def _architectures(hf_config: dict[str, Any], folder: Path) -> list[str]:
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
         raise CheckpointError(f"{str(folder / 'config.json')!r} names no model class: 'architectures' is {architectures!r}.")
-    for architecture in architectures:
-        if architecture in plugins.models:
-            return str(architecture)
-    name = architectures[0]
-    broken = [info.name for info in plugins.infos if info.status == "broken"]
-    hint = f" Broken plugins, which might have it: {', '.join(broken)} (see `toolkit plugins list`)." if broken else ""
-    raise CheckpointError(
-        f"no installed plugin has the architecture {name!r} of {str(folder)!r}. {nearest(name, plugins.models.keys())}{hint} "
+    return architectures
+
+
+def _nothing_runs(name: str, path: str, fallbacks: list[tuple[str, str | None]], plugins: Plugins) -> CheckpointError:
+    absent = [f"{info.name} ({info.status})" for info in plugins.infos if info.status != "ok"]
+    hint = f" Plugins that are not in use, and might have it: {', '.join(absent)} (see `toolkit plugins list`)." if absent else ""
+    refused = "".join(f" The fallback {fallback!r} cannot run it: {refusal}." for fallback, refusal in fallbacks)
+    return CheckpointError(
+        f"no installed plugin has the architecture {name!r} of {path!r}. {nearest(name, plugins.models.architectures())}{hint}{refused} "
         "Install a distribution that registers it (llm-toolkit-...), or write one: docs/hooks/toolkit_register_models.md."
     )

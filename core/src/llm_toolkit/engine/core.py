@@ -7,7 +7,8 @@ import time
 from llm_toolkit.attention import KVCacheConfig, block_bytes, group_layers
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine.memory import kv_cache_bytes
-from llm_toolkit.errors import CapacityError, RequestError
+from llm_toolkit.engine.parameters import check_token_ids
+from llm_toolkit.errors import CapacityError
 from llm_toolkit.events import LoadEvent, StepEvent
 from llm_toolkit.executor import Executor
 from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason
@@ -41,20 +42,20 @@ class EngineCore:
             raise CapacityError(f"the KV cache is to take {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
         num_blocks = memory // each if each else 0
         if num_blocks < one_sequence:
+            given = f"num_kv_blocks is {num_blocks}"
+            if cache.num_kv_blocks is None:
+                given = f"kv_cache_memory is {memory / 2**10:.0f} KiB, {num_blocks} blocks of {each / 2**10:.0f} KiB"
+            option = "--kv-cache-memory" if cache.num_kv_blocks is None else "--num-kv-blocks"
             raise CapacityError(
-                f"the KV cache cannot hold one sequence of max_model_len {length} tokens, {one_sequence} blocks: "
-                f"kv_cache_memory is {memory / 2**20:.1f} MiB, {num_blocks} blocks of {each / 2**10:.0f} KiB. "
-                "Lower --max-model-len or give more memory with --kv-cache-memory."
+                f"the KV cache cannot hold one sequence of max_model_len {length} tokens, {one_sequence} blocks: {given}. "
+                f"Lower --max-model-len or raise {option}."
             )
         # More than all sequences at full length is never used.
         return KVCacheConfig(min(num_blocks, one_sequence * self.config.scheduler.max_num_seqs), groups)
 
     def check(self, request: EngineRequest) -> None:
         """Raises RequestError for a request that could never be served. May be called from any thread."""
-        size = self.config.hf_config.get("vocab_size")
-        for token in request.prompt_token_ids:
-            if token < 0 or (size is not None and token >= size):
-                raise RequestError(f"token id {token} is outside the model's vocabulary of {size}.", "prompt_token_ids")
+        check_token_ids(request, self.config.hf_config.get("vocab_size"))
         self.scheduler.check(request)
 
     def add_request(self, request: EngineRequest) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from llm_toolkit.attention import Selection
 from llm_toolkit.config import VllmConfig
+from llm_toolkit.engine.checkpoint import choose_model
 from llm_toolkit.engine.resolve import choose_renderer, resolve_configured
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.runner import select_backends
@@ -31,6 +32,9 @@ class Explanation:
     config: VllmConfig
     """Resolved."""
     architecture: str
+    """The model class's key in the registry: the checkpoint's architecture, or a fallback's name."""
+    models: list[tuple[str, str | None]]
+    """Each model class or fallback that was considered, with its reason to refuse (None: able)."""
     model_class: str
     plugin: str
     """The plugin that registered the model class."""
@@ -48,7 +52,9 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     resolved = resolve_configured(configured, plugins)
     assert resolved.checkpoint is not None
     entry = plugins.models.get(resolved.checkpoint.architecture)
-    _, renderers = choose_renderer(configured.with_checkpoint(resolved.checkpoint), plugins)
+    open_config = configured.with_checkpoint(resolved.checkpoint)
+    _, models = choose_model(open_config, plugins)
+    _, renderers = choose_renderer(open_config, plugins)
     # Without storage: only the layers' shapes count.
     with torch.device("meta"):
         model = plugins.models.load(entry.key)(vllm_config=resolved)
@@ -57,6 +63,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     return Explanation(
         config=resolved,
         architecture=entry.key,
+        models=models,
         model_class=entry.target,
         plugin=entry.plugin,
         runner=entry.runner,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine.core import EngineCore
 from llm_toolkit.engine.output import RequestState
+from llm_toolkit.engine.parameters import check_processors, tokenize_words
 from llm_toolkit.engine.resolve import resolve
 from llm_toolkit.errors import EngineDeadError, RequestError
 from llm_toolkit.executor import InProcessExecutor
@@ -88,15 +89,18 @@ class LLMEngine:
         limits = self.config.limits
         if params.n > limits.max_n:
             raise RequestError(f"n is {params.n}; this engine allows at most {limits.max_n} (max_n).", "n")
-        if params.logprobs is not None and params.logprobs > limits.max_logprobs:
-            raise RequestError(
-                f"logprobs is {params.logprobs}; this engine allows at most {limits.max_logprobs} (max_logprobs).", "logprobs"
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > limits.max_logprobs:
+                raise RequestError(
+                    f"{name} is {getattr(params, name)}; this engine allows at most {limits.max_logprobs} (max_logprobs).", name
+                )
+        check_processors(params, self.plugins.logits_processors)
         message = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=self.renderer.eos_token_ids,
+            words=tokenize_words(params, self.renderer),
             priority=priority,
             arrival_time=time.monotonic(),
         )

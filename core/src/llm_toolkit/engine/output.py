@@ -56,6 +56,7 @@ class RequestState:
         self.renderer = renderer
         self.num_cached_tokens = 0
         self.error: str | None = None
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if request.params.prompt_logprobs is None else [None]
         n, total = request.params.n, None if request.params.logprobs is None else 0.0
         self._texts = [_SequenceText(request.params, renderer, request.prompt_token_ids) for _ in range(n)]
         self._sequences = [CompletionOutput(i, "", [], None if total is None else [], total) for i in range(n)]
@@ -75,6 +76,8 @@ class RequestState:
         self.error = output.error or self.error
         if sequence.finished:
             return False
+        if self._prompt_logprobs is not None:
+            self._prompt_logprobs += [self._entries(one) for one in output.prompt_logprobs]
         sequence.token_ids += output.token_ids
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
@@ -113,15 +116,28 @@ class RequestState:
             for s, t in zip(self._sequences, self._texts, strict=True)
         ]
         prompt_token_ids = list(self.request.prompt_token_ids)
-        return RequestOutput(self.request_id, self.prompt, prompt_token_ids, outputs, self.finished, self.num_cached_tokens, self.error)
+        prompt_logprobs = None if self._prompt_logprobs is None else list(self._prompt_logprobs)
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished,
+            num_cached_tokens=self.num_cached_tokens,
+            error=self.error,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _add_logprobs(self, sequence: CompletionOutput, found: TokenLogprobs) -> None:
         assert sequence.logprobs is not None and sequence.cumulative_logprob is not None
+        sequence.logprobs.append(self._entries(found))
+        sequence.cumulative_logprob += found.logprobs[0]
+
+    def _entries(self, found: TokenLogprobs) -> dict[int, Logprob]:
         texts = self.renderer.token_texts(found.token_ids) if self.request.params.detokenize else [None] * len(found.token_ids)
-        # The sampled token comes first and again in its place among the likeliest, if it is one of them.
+        # The token itself comes first, and again in its place among the likeliest, if it is one of them.
         ranks: Iterable[int] = [found.rank, *range(1, len(found.token_ids))]
         entries: dict[int, Logprob] = {}
         for token, logprob, rank, text in zip(found.token_ids, found.logprobs, ranks, texts, strict=True):
             entries.setdefault(token, Logprob(logprob, rank, text))
-        sequence.logprobs.append(entries)
-        sequence.cumulative_logprob += found.logprobs[0]
+        return entries

@@ -60,6 +60,18 @@ class Model(nn.Module):
         return load_parameters(self, weights, packed=self.packed, renames=self.renames, ignored=self.ignored)
 
 
+class FallbackModel(Model):
+    """A model class for architectures that have none of their own: registered by `models.add_fallback`."""
+
+    @classmethod
+    def refuses(cls, vllm_config: VllmConfig) -> str | None:
+        """Why this class cannot run the checkpoint; None when it can. Must not hold weights.
+
+        Of `vllm_config` only the checkpoint is resolved; its architecture is the first that config.json names.
+        """
+        raise NotImplementedError
+
+
 SHIM = """\
 class {name}Shim({name}):
     def __init__(self, *, vllm_config, prefix=""):

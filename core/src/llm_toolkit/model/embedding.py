@@ -18,11 +18,12 @@ def _vocab_part(vocab_size: int, vllm_config: VllmConfig) -> Part:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [T] -> [T, embedding_size]. Each rank holds the rows of its share of the vocabulary."""
+    """Token ids [T] -> [T, embedding_size], times `scale`. Each rank holds the rows of its share of the vocabulary."""
 
-    def __init__(self, vocab_size: int, embedding_size: int, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, vocab_size: int, embedding_size: int, *, scale: float = 1.0, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         self.prefix = prefix
+        self.scale = scale
         self.vocab_size = vocab_size
         self.parallel = vllm_config.parallel
         self.is_sharded = self.parallel.tensor_parallel_size > 1
@@ -30,6 +31,10 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = new_parameter((self.part.size, embedding_size), torch_dtype(vllm_config.model.dtype), ShardLoader((self.part,)))
 
     def forward(self, input_ids: Tensor) -> Tensor:
+        embedded = self._embed(input_ids)
+        return embedded if self.scale == 1 else embedded.mul_(self.scale)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
         if not self.is_sharded:
             return F.embedding(input_ids, self.weight)
         local = input_ids - self.part.start

@@ -44,3 +44,10 @@ def is_last_stage(parallel: ParallelConfig) -> bool:
 def join(prefix: str, name: str) -> str:
     """The name of a module's child: "model" and "norm" -> "model.norm"; a root's prefix is empty."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def layer_index(prefix: str) -> int:
+    """The number of the layer that a module belongs to: "model.layers.3.self_attn" -> 3."""
+    numbers = [part for part in prefix.split(".") if part.isdigit()]
+    assert numbers, f"{prefix!r} names no layer"
+    return int(numbers[0])

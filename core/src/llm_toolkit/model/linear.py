@@ -21,8 +21,9 @@ class _Linear(Projection):
         self.prefix = prefix
         self.input_size = input_size
         self.output_size = sum(part.size for part in outputs)
+        self.outputs = tuple(outputs)
         dtype = torch_dtype(vllm_config.model.dtype)
-        loader = ShardLoader(tuple(outputs))
+        loader = ShardLoader(self.outputs)
         self.weight = new_parameter((self.output_size, input_size), dtype, loader)
         self.bias = new_parameter((self.output_size,), dtype, loader) if bias else None
 

@@ -7,7 +7,7 @@ import zlib
 import torch
 
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError
+from llm_toolkit.errors import CheckpointError, ToolkitError
 from llm_toolkit.model.contract import Model, check_constructor
 from llm_toolkit.model.weights import CheckpointWeights
 
@@ -23,8 +23,7 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
     check_constructor(model_cls)
     assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
     weights = CheckpointWeights(vllm_config.checkpoint.path) if vllm_config.load.load_format == "safetensors" else None
-    with torch.device(device):
-        model = model_cls(vllm_config=vllm_config)
+    model = construct(model_cls, vllm_config, device)
     model.requires_grad_(False).eval()
     if weights is None:
         fill_randomly(model)
@@ -37,6 +36,18 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
         if process := getattr(module, "process_weights_after_loading", None):
             process()
     return model
+
+
+def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device) -> Model:
+    """The model without its weights. Raises CheckpointError where config.json describes something that cannot be made."""
+    try:
+        with torch.device(device):
+            return model_cls(vllm_config=vllm_config)
+    except (ToolkitError, ImportError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise CheckpointError(f"{model_cls.__name__} cannot be made from this config.json: {reason}") from error
 
 
 def fill_randomly(model: Model) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import overload
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from llm_toolkit.config import VllmConfig
+from llm_toolkit.distributed import tensor_parallel_group
 from llm_toolkit.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 
 
@@ -29,9 +31,32 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
+            return self.normalize(x)
         residual = x + residual
-        return F.rms_norm(residual, self.shape, self.weight, self.eps), residual
+        return self.normalize(residual), residual
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """The norm itself, which kinds of RMSNorm override."""
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, eps={self.eps}"
+
+
+class ShardedRMSNorm(nn.Module):
+    """RMSNorm over an axis that is split over the ranks: x [T, part.size] -> the same. Ranks may share a part, each as many."""
+
+    def __init__(self, part: Part, *, eps: float, vllm_config: VllmConfig) -> None:
+        super().__init__()
+        self.eps = eps
+        self.parallel = vllm_config.parallel
+        self.is_sharded = self.parallel.tensor_parallel_size > 1
+        self.weight = new_parameter((part.size,), torch_dtype(vllm_config.model.dtype), ShardLoader((part,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_sharded:
+            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        wide = x.float()
+        total = tensor_parallel_group(self.parallel).all_reduce(wide.square().mean(-1, keepdim=True))
+        scale = torch.rsqrt(total / self.parallel.tensor_parallel_size + self.eps)
+        return (wide * scale * self.weight).to(x.dtype)

@@ -19,7 +19,9 @@ from llm_toolkit.plugin.markers import PROJECT
 
 CORE_DISTRIBUTION = "llm-toolkit-core"
 
-BUILTIN = frozenset({"llm-toolkit-decoder", "llm-toolkit-renderer-hf", "llm-toolkit-sdpa", "llm-toolkit-server", "llm-toolkit-tiny"})
+BUILTIN = frozenset(
+    f"llm-toolkit-{name}" for name in ("decoder", "moe", "renderer-hf", "sampling-extra", "sdpa", "server", "tiny", "transformers")
+)
 """The distributions of this repository: they load first, so that third parties win where one result counts."""
 
 
@@ -35,10 +37,15 @@ class Candidate:
     """The imported module or object, once there is one."""
     required: bool = False
     """Asked for by name or from code: a failure is fatal."""
+    refusal: str | None = None
+    """Why it is not even imported."""
 
 
 def discover(config: PluginsConfig) -> list[Candidate]:
-    """The installed plugins in load order, disabled ones included. Raises PluginError for unknown and for duplicate names."""
+    """The installed plugins in load order, disabled ones included. Those that share a name are refused, but for one of this repository.
+
+    Raises PluginError where an option names a plugin that is not installed.
+    """
     found = _without_copies(_installed())
     names = {candidate.info.name for candidate in found}
     for option, listed in (("plugins", config.plugins or []), ("disable_plugins", config.disable_plugins)):
@@ -50,8 +57,9 @@ def discover(config: PluginsConfig) -> list[Candidate]:
         candidate.required = config.plugins is not None and info.name in config.plugins
         if info.name in config.disable_plugins or (config.plugins is not None and not candidate.required):
             info.status = "disabled"
-    _refuse_duplicates([c.info for c in found if c.info.status != "disabled"])
-    return sorted(found, key=lambda c: (c.info.distribution not in BUILTIN, c.info.name))
+    found.sort(key=lambda c: (c.info.distribution not in BUILTIN, c.info.name, c.info.distribution or ""))
+    _refuse_duplicates([c for c in found if c.info.status != "disabled"])
+    return found
 
 
 def from_objects(objects: Sequence[object]) -> list[Candidate]:
@@ -121,11 +129,14 @@ def _without_copies(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(first.values())
 
 
-def _refuse_duplicates(infos: Iterable[PluginInfo]) -> None:
-    seen: dict[str, PluginInfo] = {}
-    for info in infos:
-        if other := seen.get(info.name):
-            raise PluginError(
-                f"two installed plugins have the name {info.name!r}: {other} and {info}. Uninstall one, or disable {info.name!r}."
-            )
-        seen[info.name] = info
+def _refuse_duplicates(candidates: Iterable[Candidate]) -> None:
+    """Of two with one name, neither is right, unless one is of this repository."""
+    named: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        named.setdefault(candidate.info.name, []).append(candidate)
+    for name, same in named.items():
+        if len(same) > 1:
+            both = " and ".join(str(candidate.info) for candidate in same)
+            for candidate in same:
+                if candidate.info.distribution not in BUILTIN:
+                    candidate.refusal = f"two installed plugins have the name {name!r}: {both}. Uninstall one"

@@ -11,7 +11,14 @@ from types import ModuleType
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.events import Event
 from llm_toolkit.plugin.markers import hookspec
-from llm_toolkit.plugin.registry import AttentionBackendRegistry, CheckpointRegistry, CommandRegistry, ModelRegistry, RendererRegistry
+from llm_toolkit.plugin.registry import (
+    AttentionBackendRegistry,
+    CheckpointRegistry,
+    CommandRegistry,
+    LogitsProcessorRegistry,
+    ModelRegistry,
+    RendererRegistry,
+)
 
 
 @hookspec
@@ -43,6 +50,14 @@ def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> N
 @hookspec
 def toolkit_register_renderers(renderers: RendererRegistry) -> None:
     """Registers renderers.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
+    """Registers logits processors, which requests ask for by name.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

@@ -32,6 +32,7 @@ REGISTER_HOOKS = {
     "toolkit_register_models": "models",
     "toolkit_register_attention_backends": "attention_backends",
     "toolkit_register_renderers": "renderers",
+    "toolkit_register_logits_processors": "logits_processors",
     "toolkit_register_checkpoints": "checkpoints",
     "toolkit_register_commands": "commands",
 }
@@ -71,7 +72,7 @@ class Loader:
             if candidate.plugin is not None and self.manager.is_registered(candidate.plugin):
                 self.manager.unregister(candidate.plugin)
             warnings.warn(
-                f"{message}. It is left out. `toolkit plugins show {info.name}` prints the traceback; "
+                f"{message.rstrip('.')}. It is left out. `toolkit plugins show {info.name}` prints the traceback; "
                 f"`--disable-plugins {info.name}` silences this.",
                 PluginWarning,
                 stacklevel=5,
@@ -79,6 +80,8 @@ class Loader:
 
     def _import(self, candidate: Candidate) -> None:
         info = candidate.info
+        if candidate.refusal is not None:
+            raise PluginError(candidate.refusal)
         if candidate.entry is not None:
             check_api_version(candidate)
             light = [name for name in HEAVY if name not in sys.modules]

@@ -22,6 +22,7 @@ from llm_toolkit.plugin.registry import (
     AttentionBackendRegistry,
     CheckpointRegistry,
     CommandRegistry,
+    LogitsProcessorRegistry,
     ModelRegistry,
     RendererRegistry,
 )
@@ -33,6 +34,7 @@ class Plugins:
     models: ModelRegistry
     attention_backends: AttentionBackendRegistry
     renderers: RendererRegistry
+    logits_processors: LogitsProcessorRegistry
     checkpoints: CheckpointRegistry
     commands: CommandRegistry
     infos: list[PluginInfo]

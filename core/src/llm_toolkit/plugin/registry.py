@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from llm_toolkit.errors import CheckpointError, ConfigError, PluginError, ToolkitError, UnsupportedError, nearest
+from llm_toolkit.errors import CheckpointError, ConfigError, PluginError, RequestError, ToolkitError, UnsupportedError, nearest
 from llm_toolkit.plugin.info import PluginInfo
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
@@ -45,6 +45,8 @@ class ModelEntry(Entry):
     """The kind of runner that drives it."""
     renderer: str | None = None
     """Name of the renderer that it needs; None: any that can read the checkpoint."""
+    is_fallback: bool = False
+    """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,11 @@ class RendererEntry(Entry):
 
     reads: tuple[str, ...] = ()
     """File names; it can read a checkpoint folder that holds any of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsProcessorEntry(Entry):
+    """A logits processor class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +160,7 @@ class Registry(Generic[EntryT]):
 
 
 class ModelRegistry(Registry[ModelEntry]):
-    """Model classes, by the architecture that a checkpoint's config.json names."""
+    """Model classes, by the architecture that a checkpoint's config.json names; and fallbacks, by their own names."""
 
     noun = "model architecture"
     missing = UnsupportedError
@@ -161,6 +168,24 @@ class ModelRegistry(Registry[ModelEntry]):
     def add(self, architecture: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
         self._add(ModelEntry, architecture, target, _TARGET, "module:Class", runner=runner, renderer=renderer, override=override)
+
+    def add_fallback(
+        self, name: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False
+    ) -> None:
+        """Registers a `FallbackModel`: of those that do not refuse a checkpoint without a class of its own, the first runs it.
+
+        `name` is what the option `model_impl` calls it. Raises PluginError, as `add` does.
+        """
+        fields = {"runner": runner, "renderer": renderer, "override": override, "is_fallback": True}
+        self._add(ModelEntry, name, target, _TARGET, "module:Class", **fields)
+
+    def architectures(self) -> list[str]:
+        """The architectures that have a class of their own."""
+        return [entry.key for entry in self.entries() if not entry.is_fallback]
+
+    def fallbacks(self) -> list[str]:
+        """The names of the fallbacks, in the order in which they are asked."""
+        return [entry.key for entry in self.entries() if entry.is_fallback]
 
 
 class AttentionBackendRegistry(Registry[AttentionBackendEntry]):
@@ -183,6 +208,17 @@ class RendererRegistry(Registry[RendererEntry]):
     def add(self, name: str, target: str, *, reads: tuple[str, ...] = ("tokenizer.json",), override: bool = False) -> None:
         """Registers a renderer class. `reads`: file names, any of which in a checkpoint folder says that it can read it."""
         self._add(RendererEntry, name, target, _TARGET, "module:Class", reads=tuple(reads), override=override)
+
+
+class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
+    """Logits processors, by the name that SamplingParams.logits_processors gives."""
+
+    noun = "logits processor"
+    missing = RequestError
+
+    def add(self, name: str, target: str, *, override: bool = False) -> None:
+        """Registers a subclass of llm_toolkit.sampling.LogitsProcessor."""
+        self._add(LogitsProcessorEntry, name, target, _TARGET, "module:Class", override=override)
 
 
 class CheckpointRegistry(Registry[CheckpointEntry]):
@@ -224,6 +260,7 @@ class Registries:
     models: ModelRegistry = field(default_factory=ModelRegistry)
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
+    logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
     commands: CommandRegistry = field(default_factory=CommandRegistry)
 

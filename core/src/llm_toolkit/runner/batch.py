@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_toolkit.messages import NewSequence, StepPlan
-from llm_toolkit.sampling import SamplingRows
+from llm_toolkit.sampling import SamplingRows, TokenHistory
 
 
 class StepInputs(NamedTuple):
@@ -38,10 +38,11 @@ class PersistentBatch:
         self.block_sizes = block_sizes
         self.row_of: dict[int, int] = {}
         """By seq_id."""
-        self.sampling = SamplingRows(num_rows)
+        self.history = TokenHistory(num_rows, max_model_len)
+        self.sampling = SamplingRows(self.history)
+        self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
+        """Per row, prompt tokens whose log probabilities are known."""
         self._free_rows = list(range(num_rows))[::-1]
-        self._token_ids = np.zeros((num_rows, max_model_len), np.int32)
-        self._num_tokens = np.zeros(num_rows, np.int64)
         self._num_computed = np.zeros(num_rows, np.int64)
         self._block_tables = [np.zeros((num_rows, -(-max_model_len // size)), np.int32) for size in block_sizes]
         self._num_blocks = np.zeros((len(block_sizes), num_rows), np.int64)
@@ -81,7 +82,7 @@ class PersistentBatch:
             block_tables.append(table[rows, : -(-longest // size)])
         return StepInputs(
             rows=rows,
-            input_ids=self._token_ids[row_of_token, positions].astype(np.int64),
+            input_ids=self.history.token_ids[row_of_token, positions].astype(np.int64),
             positions=positions,
             query_start=query_start,
             seq_lens=seq_lens,
@@ -92,23 +93,19 @@ class PersistentBatch:
 
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """Remembers the tokens drawn for `rows`, the inputs of a later step."""
-        ends = self._num_tokens[rows]
-        inside = ends < self._token_ids.shape[1]
-        self._token_ids[rows[inside], ends[inside]] = np.array(token_ids, np.int32)[inside]
-        self._num_tokens[rows] += 1
+        self.history.append(rows, token_ids)
         self.sampling.position[rows] += 1
 
     def _add(self, seq: NewSequence) -> None:
         row = self._free_rows.pop()
         self.row_of[seq.seq_id] = row
-        count = len(seq.token_ids)
-        self._token_ids[row, :count] = seq.token_ids
-        self._num_tokens[row] = count
+        self.history.set(row, seq.token_ids, seq.num_prompt_tokens)
         self._num_computed[row] = seq.num_computed_tokens
         self._num_blocks[:, row] = 0
         for group, blocks in enumerate(seq.block_tables):
             self._append_blocks(row, group, blocks)
-        self.sampling.set(row, seq.params, seq.seed, seq.stop_token_ids, count - seq.num_prompt_tokens)
+        self.num_prompt_logprobs[row] = seq.num_prompt_logprobs
+        self.sampling.set(row, seq)
 
     def _append_blocks(self, row: int, group: int, blocks: list[int]) -> None:
         start = self._num_blocks[group, row]

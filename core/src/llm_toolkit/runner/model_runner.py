@@ -25,7 +25,8 @@ from llm_toolkit.model import Model, load_model, torch_dtype
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.runner.backends import attention_layers, select_backends
 from llm_toolkit.runner.batch import PersistentBatch, StepInputs
-from llm_toolkit.sampling import sample
+from llm_toolkit.runner.prompt_logprobs import prompt_logprobs
+from llm_toolkit.sampling import ProcessorTable, sample
 
 
 class ModelRunner:
@@ -44,6 +45,7 @@ class ModelRunner:
         self._caches: list[list[Tensor]] = []
         self.kv_cache: KVCacheConfig
         self._batch: PersistentBatch
+        self._processors = ProcessorTable(plugins.logits_processors, config, self.device)
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each attention layer's backend."""
@@ -88,6 +90,7 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step: applies the plan, computes its tokens, draws the next ones."""
         self._batch.apply(plan)
+        self._processors.update(plan)
         for copy in plan.copies:
             self._copy_block(copy)
         if not plan.scheduled:
@@ -121,19 +124,23 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits and tokens of the rows whose last token was computed."""
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
+        result.prompt_logprobs = prompt_logprobs(plan, inputs, self._batch, hidden_states, self.model.compute_logits)
         if not len(inputs.sampling):
             return result
         last = self._to_device(inputs.query_start[1:][inputs.sampling].astype(np.int64) - 1)
         logits = self.model.compute_logits(hidden_states[last])
         rows = inputs.rows[inputs.sampling]
-        sampled = sample(logits, self._batch.sampling.pick(rows))
+        sampled = sample(logits, self._batch.sampling.pick(rows), self._processors)
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(inputs.sampling, sampled.token_ids, strict=True):
             result.token_ids[index] = [token]
         if sampled.logprobs:
             by_row: dict[int, TokenLogprobs | None] = dict(zip(inputs.sampling.tolist(), sampled.logprobs, strict=True))
             result.logprobs = [by_row.get(i) for i in range(len(plan.scheduled))]
-        result.errors = {plan.scheduled[inputs.sampling[i]].seq_id: error for i, error in sampled.errors.items()}
+        seq_ids = [plan.scheduled[i].seq_id for i in inputs.sampling]
+        result.errors = {seq_ids[i]: error for i, error in sampled.errors.items()}
+        result.mirostat_mu = {seq_ids[i]: mu for i, mu in sampled.mirostat_mu.items()}
+        self._batch.sampling.mirostat_mu[rows[list(sampled.mirostat_mu)]] = list(sampled.mirostat_mu.values())
         return result
 
     def _copy_block(self, copy: BlockCopy) -> None:

@@ -1,6 +1,17 @@
 """The sampler: logits [R, V] and the rows' parameters become one token per row.
 
-Order of the filters: temperature, top-k, top-p, min-p, as in transformers. Each row's result is independent of the other rows.
+The steps, in order; each works on what the one before has left, and only on the rows that ask for it:
+
+1. masks: allowed_token_ids, bad_words, logit_bias, and the stop tokens that min_tokens holds back;
+2. penalties: repetition, presence, frequency; then DRY;
+3. plugins' logits processors that are not argmax-invariant;
+4. greedy rows (temperature 0) take the likeliest token, the first of equals;
+5. temperature;
+6. filters: top-k, top-p, min-p, typical, XTC, mirostat;
+7. plugins' logits processors that are argmax-invariant;
+8. one draw by inverse distribution function, from one uniform number per row.
+
+A row's result is a function of its logits, parameters, tokens and seed (and mirostat's mu), and never of the other rows.
 """
 
 from __future__ import annotations
@@ -12,6 +23,12 @@ import torch
 from torch import Tensor
 
 from llm_toolkit.messages import TokenLogprobs
+from llm_toolkit.sampling.dry import dry
+from llm_toolkit.sampling.filters import distribution, learn
+from llm_toolkit.sampling.logprobs import token_logprobs
+from llm_toolkit.sampling.masks import mask
+from llm_toolkit.sampling.penalties import penalize
+from llm_toolkit.sampling.processors import ProcessorTable
 from llm_toolkit.sampling.rows import SamplingRows
 from llm_toolkit.sampling.uniform import uniform
 
@@ -26,106 +43,86 @@ class Sampled(NamedTuple):
     logprobs: list[TokenLogprobs | None]
     """Empty when no row asked."""
     errors: dict[int, str]
-    """By row: logits that hold NaN, or allow no token."""
+    """By row: logits that hold NaN, or allow no token; a plugin's logits processor that failed."""
+    mirostat_mu: dict[int, float]
+    """By row, for those that use mirostat: what its next draw begins with."""
 
 
-def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """Draws a token for each row of logits [R, V], any float dtype. The logits may be changed in place."""
-    raw = logits
-    logits = _suppress_stops(logits, rows)
+def sample(logits: Tensor, rows: SamplingRows, processors: ProcessorTable | None = None) -> Sampled:
+    """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are."""
     best, token_ids = logits.max(dim=-1)
-    random = np.flatnonzero(rows.temperature >= _MIN_TEMPERATURE)
-    if len(random):
-        index = torch.from_numpy(random).to(logits.device)
-        token_ids[index] = _draw(logits[index].float(), rows.pick(random))
+    edited = np.flatnonzero(rows.edited)
+    changed = _edit(logits[_to(edited, logits)].float(), rows.pick(edited), processors) if len(edited) else None
+    if changed is not None:
+        best = best.float()
+        best[_to(edited, logits)], token_ids[_to(edited, logits)] = changed.max(dim=-1)
     # max() passes NaN on, and is -inf where no token is allowed.
-    errors = {row: _why_none(raw[row]) for row in (~torch.isfinite(best)).nonzero()[:, 0].tolist()}
-    return Sampled(token_ids.tolist(), _logprobs(raw, token_ids, rows.logprobs), errors)
+    failed = ~torch.isfinite(best)
+    mu: dict[int, float] = {}
+    random = np.flatnonzero((rows.temperature >= _MIN_TEMPERATURE) & ~failed.cpu().numpy())
+    if len(random):
+        index = _to(random, logits)
+        scores = logits[index].float()
+        if changed is not None:
+            place = np.full(len(rows), -1)
+            place[edited] = np.arange(len(edited))
+            also_edited = np.flatnonzero(place[random] >= 0)
+            scores[_to(also_edited, logits)] = changed[_to(place[random[also_edited]], logits)]
+        token_ids[index], drawn_mu, none_left = _draw(scores, rows.pick(random), processors)
+        mu = {int(random[row]): value for row, value in drawn_mu.items()}
+        failed[index] |= none_left
+    errors = {row: _why_none(logits[row]) for row in failed.nonzero()[:, 0].tolist()}
+    if processors is not None and processors.errors:
+        errors |= {row: processors.errors[key] for row, key in enumerate(rows.key.tolist()) if key in processors.errors}
+    return Sampled(token_ids.tolist(), _logprobs(logits, token_ids, rows.logprobs), errors, mu)
+
+
+def _edit(logits: Tensor, rows: SamplingRows, processors: ProcessorTable | None) -> Tensor:
+    """The steps that come before greedy rows take the likeliest token. In place."""
+    mask(logits, rows)
+    penalize(logits, rows)
+    dry(logits, rows)
+    if processors is not None and rows.processed.any():
+        processors.apply(logits, rows, argmax_invariant=False)
+    return logits
+
+
+def _draw(logits: Tensor, rows: SamplingRows, processors: ProcessorTable | None) -> tuple[Tensor, dict[int, float], Tensor]:
+    """[R, V] float32 -> [R] tokens; mirostat's mu by row; [R] where nothing was left to draw."""
+    probs = distribution(logits, rows)
+    if processors is not None and rows.processed.any():
+        users = processors.users(rows, argmax_invariant=True)
+        if len(users):
+            left = probs[_to(users, probs)].log()
+            processors.apply(left, rows.pick(users), argmax_invariant=True)
+            probs[_to(users, probs)] = torch.softmax(left, dim=-1)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    u = torch.from_numpy(uniform(rows.seed, rows.position)).to(probs.device)[:, None]
+    # The first token whose cumulative probability exceeds u of the whole.
+    token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
+    mu = {}
+    if rows.mirostat_tau.any():
+        drawn = probs.double().gather(-1, token_ids) / cumulative[:, -1:]
+        mu = learn(rows, drawn[:, 0].cpu().numpy())
+    return token_ids[:, 0], mu, ~(cumulative[:, -1] > 0)
 
 
 def _why_none(logits: Tensor) -> str:
     if torch.isfinite(logits.max()):
-        return "min_tokens and stop_token_ids leave no token that could be drawn"
+        return "the request's sampling parameters leave no token that could be drawn"
     return "the model's logits are not finite"
 
 
-def _suppress_stops(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Rules out the tokens that would end a row before its min_tokens are out."""
-    early = np.flatnonzero(rows.position < rows.min_tokens)
-    if not len(early):
-        return logits
-    logits = logits.clone()
-    for row in early:
-        logits[row, [t for t in rows.stop_token_ids[row] if t < logits.shape[-1]]] = -torch.inf
-    return logits
-
-
-def _draw(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """[R, V] float32 -> [R]: one draw by inverse distribution function from one uniform number per row."""
-    device = logits.device
-    # Shifting by the maximum first keeps tiny temperatures finite.
-    logits = (logits - logits.max(dim=-1, keepdim=True).values) / torch.from_numpy(rows.temperature).to(device)[:, None]
-    u = torch.from_numpy(uniform(rows.seed, rows.position)).to(device)[:, None]
-    top_k = np.where(rows.top_k > 0, np.minimum(rows.top_k, logits.shape[-1]), logits.shape[-1])
-    if (top_k == logits.shape[-1]).all() and (rows.top_p >= 1).all() and (rows.min_p <= 0).all():
-        return _inverse(torch.softmax(logits, dim=-1), u)
-    # Rows are drawn from their sorted distribution whenever one of them needs it: a row's draw must not depend on which others do,
-    # so rows that need no sorting are drawn apart.
-    plain = (top_k == logits.shape[-1]) & (rows.top_p >= 1) & (rows.min_p <= 0)
-    tokens = torch.empty(len(plain), dtype=torch.int64, device=device)
-    sorted_rows = torch.from_numpy(np.flatnonzero(~plain)).to(device)
-    if plain.any():
-        plain_rows = torch.from_numpy(np.flatnonzero(plain)).to(device)
-        tokens[plain_rows] = _inverse(torch.softmax(logits[plain_rows], dim=-1), u[plain_rows])
-    tokens[sorted_rows] = _draw_filtered(logits[sorted_rows], rows.pick(np.flatnonzero(~plain)), top_k[~plain], u[sorted_rows])
-    return tokens
-
-
-def _draw_filtered(logits: Tensor, rows: SamplingRows, top_k: np.ndarray, u: Tensor) -> Tensor:
-    """Draws under top-k, top-p and min-p: each keeps a prefix of the tokens sorted by probability."""
-    device = logits.device
-    logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(logits.shape[-1], device=device)
-    logits = logits.masked_fill(ranks >= torch.from_numpy(top_k).to(device)[:, None], -torch.inf)
-    probs = torch.softmax(logits, dim=-1)
-    before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-    dropped = before >= torch.from_numpy(rows.top_p).to(device)[:, None]
-    # 1.0 keeps all: rounding must not cut the tail off.
-    dropped &= torch.from_numpy(rows.top_p < 1).to(device)[:, None]
-    dropped |= probs < torch.from_numpy(rows.min_p).to(device)[:, None] * probs[:, :1]
-    dropped[:, 0] = False
-    return order.gather(-1, _inverse(probs.masked_fill(dropped, 0.0), u)[:, None])[:, 0]
-
-
-def _inverse(weights: Tensor, u: Tensor) -> Tensor:
-    """weights [R, V] (not normalised), u [R, 1] in [0, 1) -> [R]: the first token whose cumulative weight exceeds u of the whole."""
-    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
-    token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-    return token_ids.clamp_(max=weights.shape[-1] - 1)
-
-
 def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[TokenLogprobs | None]:
-    """Per row, the log probability of its token and of the likeliest `wanted` ones, before any sampling parameter."""
     asking = np.flatnonzero(wanted >= 0)
     if not len(asking):
         return []
-    index = torch.from_numpy(asking).to(logits.device)
-    logprobs = torch.log_softmax(logits[index].float(), dim=-1)
-    chosen = token_ids[index][:, None]
-    chosen_logprobs = logprobs.gather(-1, chosen)
-    ranks = ((logprobs > chosen_logprobs).sum(dim=-1) + 1).tolist()
-    top = logprobs.topk(min(int(wanted.max()), logprobs.shape[-1]), dim=-1)
     rows: list[TokenLogprobs | None] = [None] * len(wanted)
-    columns = zip(
-        asking.tolist(),
-        chosen[:, 0].tolist(),
-        chosen_logprobs[:, 0].tolist(),
-        ranks,
-        top.indices.tolist(),
-        top.values.tolist(),
-        strict=True,
-    )
-    for row, token, logprob, rank, top_ids, top_values in columns:
-        count = int(wanted[row])
-        rows[row] = TokenLogprobs([token, *top_ids[:count]], [logprob, *top_values[:count]], rank)
+    index = _to(asking, logits)
+    for row, found in zip(asking, token_logprobs(logits[index], token_ids[index], wanted[asking]), strict=True):
+        rows[row] = found
     return rows
+
+
+def _to(index: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(index).to(like.device)

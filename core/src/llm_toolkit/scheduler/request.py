@@ -16,7 +16,18 @@ class Sequence:
     A token that a running step will draw is a placeholder until `Scheduler.update`: it counts, but has no id yet.
     """
 
-    __slots__ = ("finish_reason", "held", "index", "num_computed_tokens", "num_placeholders", "request", "seed", "seq_id", "token_ids")
+    __slots__ = (
+        "finish_reason",
+        "held",
+        "index",
+        "mirostat_mu",
+        "num_computed_tokens",
+        "num_placeholders",
+        "request",
+        "seed",
+        "seq_id",
+        "token_ids",
+    )
 
     def __init__(self, request: Request, index: int, seq_id: int, seed: int) -> None:
         self.request = request
@@ -29,6 +40,8 @@ class Sequence:
         self.num_placeholders = 0
         self.held = False
         """The runner holds it: a plan has made it known, and none has dropped it."""
+        self.mirostat_mu: float | None = None
+        """Where its last draw left mirostat, for when it comes back from a preemption."""
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -53,6 +66,7 @@ class Request:
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.params = message.params
+        self.words = message.words
         self.priority = message.priority
         self.arrival_time = message.arrival_time
         self.max_tokens = max_tokens
@@ -60,6 +74,8 @@ class Request:
         self.eos_token_ids = frozenset(() if message.params.ignore_eos else message.eos_token_ids)
         self.stop_token_ids = frozenset(message.params.stop_token_ids or ())
         self.num_cached_tokens = 0
+        self.num_prompt_logprobs = 0
+        """Prompt tokens whose log probabilities were returned."""
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
         seed = message.params.seed if message.params.seed is not None else default_seed

@@ -124,12 +124,17 @@ class Scheduler:
             seq = by_id.get(row.seq_id)
             if seq is None or seq.finish_reason is not None:
                 continue
+            prompt_logprobs = result.prompt_logprobs.get(row.seq_id, [])
+            seq.request.num_prompt_logprobs += len(prompt_logprobs)
             if row.seq_id in result.errors:
                 outputs += self._fail(seq.request, result.errors[row.seq_id])
             elif row.samples:
+                seq.mirostat_mu = result.mirostat_mu.get(row.seq_id)
                 seq.num_placeholders -= 1
                 seq.token_ids += tokens
-                outputs.append(self._output(seq, tokens, None if row_logprobs is None else [row_logprobs]))
+                outputs.append(self._output(seq, tokens, None if row_logprobs is None else [row_logprobs], prompt_logprobs))
+            elif prompt_logprobs:
+                outputs.append(EngineOutput(request_id=seq.request.request_id, index=seq.index, prompt_logprobs=prompt_logprobs))
         return outputs
 
     def give_up(self, plan: StepPlan) -> None:
@@ -245,6 +250,9 @@ class Scheduler:
             params=request.params,
             seed=seq.seed,
             stop_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
+            words=request.words,
+            mirostat_mu=seq.mirostat_mu,
+            num_prompt_logprobs=request.num_prompt_logprobs,
         )
 
     def _preempt(self, request: Request) -> None:
@@ -274,7 +282,9 @@ class Scheduler:
 
     # Results
 
-    def _output(self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> EngineOutput:
+    def _output(
+        self, seq: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, prompt_logprobs: list[TokenLogprobs]
+    ) -> EngineOutput:
         request = seq.request
         if request.first_token_time is None:
             request.first_token_time = time.monotonic()
@@ -284,6 +294,7 @@ class Scheduler:
             index=seq.index,
             token_ids=tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=request.num_cached_tokens,
         )
         last = tokens[-1]

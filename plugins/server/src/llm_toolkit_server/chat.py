@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from llm_toolkit_server.event_stream import EventStream
 from llm_toolkit_server.generation import Generation, Piece, check_model
-from llm_toolkit_server.logprobs import chat_logprobs
+from llm_toolkit_server.logprobs import chat_logprobs, prompt_logprobs
 from llm_toolkit_server.protocol import ChatBody
 
 if TYPE_CHECKING:
@@ -34,7 +34,10 @@ class Chat:
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = [_choice(choice, body) for choice in await generation.choices()]
-        return JSONResponse({**self._head(generation, "chat.completion"), "choices": choices, "usage": generation.usage()})
+        reply = {**self._head(generation, "chat.completion"), "choices": choices, "usage": generation.usage()}
+        if body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs(0))
+        return JSONResponse(reply)
 
     async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(generation, "chat.completion.chunk") | ({"usage": None} if body.include_usage else {})

@@ -71,7 +71,8 @@ def bind(host: str, port: int) -> socket.socket:
         return listener
     except OSError as error:
         listener.close()
-        hint = " Is another server running there? --port 0 takes a free port."
+        in_use = error.errno == errno.EADDRINUSE
+        hint = " Is another server running there? --port 0 takes a free port." if in_use else ""
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}.{hint}") from error
 
 

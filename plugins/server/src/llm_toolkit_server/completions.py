@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Response
@@ -13,7 +12,7 @@ from llm_toolkit.prompts import TokensPrompt
 
 from llm_toolkit_server.event_stream import EventStream
 from llm_toolkit_server.generation import Generation, Piece, check_model
-from llm_toolkit_server.logprobs import completion_logprobs
+from llm_toolkit_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from llm_toolkit_server.options import ServerOptions
 from llm_toolkit_server.protocol import CompletionBody
 
@@ -39,20 +38,31 @@ class Completions:
         generation = await Generation.start(self._engine, token_ids, params, body.priority)
         if body.stream:
             return EventStream(self._chunks(body, generation, echoes, params.n), generation)
-        whole = [replace(one, text=echoes[one.index // params.n] + one.text) for one in await generation.choices()]
-        choices = [_choice(one, body.logprobs) for one in whole]
+        choices = []
+        for one in await generation.choices():
+            choice = _choice(one, body.logprobs, len(echoes[one.index // params.n]))
+            if body.echo:
+                echo = self._echo(body, generation, one.index, echoes[one.index // params.n])
+                choice["text"] = echo["text"] + choice["text"]
+                choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
+            if body.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs(one.index))
+            choices.append(choice)
         return JSONResponse({**self._head(generation), "choices": choices, "usage": generation.usage()})
 
     async def _chunks(
         self, body: CompletionBody, generation: Generation, echoes: list[str], n: int
     ) -> AsyncGenerator[dict[str, Any], None]:
         head = self._head(generation) | ({"usage": None} if body.include_usage else {})
-        if body.echo:
-            for index in range(len(echoes) * n):
-                yield {**head, "choices": [_choice(Piece(index, echoes[index // n]), body.logprobs)]}
+        echoed: set[int] = set()
         async for one in generation.deltas():
+            echo = echoes[one.index // n]
+            # The prompt's log probabilities are known when its first token is there.
+            if body.echo and one.index not in echoed:
+                echoed.add(one.index)
+                yield {**head, "choices": [self._echo(body, generation, one.index, echo)]}
             if one.text or one.logprobs or one.finish_reason is not None:
-                yield {**head, "choices": [_choice(one, body.logprobs)]}
+                yield {**head, "choices": [_choice(one, body.logprobs, len(echo))]}
         if body.include_usage:
             yield {**head, "choices": [], "usage": generation.usage()}
 
@@ -63,6 +73,16 @@ class Completions:
     def _echoes(self, prompts: list[str] | list[list[int]]) -> list[str]:
         return [one if isinstance(one, str) else self._engine.renderer.decode(one) for one in prompts]
 
+    def _echo(self, body: CompletionBody, generation: Generation, index: int, text: str) -> dict[str, Any]:
+        """The part of a choice that gives its prompt back."""
+        choice = _choice(Piece(index, text), None)
+        if body.echoes_logprobs:
+            prompt, logprobs = generation.prompt(index), generation.prompt_logprobs(index)
+            assert logprobs is not None and body.logprobs is not None
+            [first] = self._engine.renderer.token_texts(prompt[:1])
+            choice["logprobs"] = echo_logprobs(prompt, logprobs, body.logprobs, first)
+        return choice
+
     def _head(self, generation: Generation) -> dict[str, Any]:
         return {
             "id": f"cmpl-{generation.id}",
@@ -72,11 +92,13 @@ class Completions:
         }
 
 
-def _choice(one: Piece, logprobs: int | None) -> dict[str, Any]:
+def _choice(one: Piece, logprobs: int | None, offset: int = 0) -> dict[str, Any]:
+    """`offset`: characters of the prompt before the choice's text."""
+    offset += one.text_offset
     return {
         "index": one.index,
         "text": one.text,
-        "logprobs": None if logprobs is None else completion_logprobs(one.token_ids, one.logprobs, logprobs, one.text_offset),
+        "logprobs": None if logprobs is None else completion_logprobs(one.token_ids, one.logprobs, logprobs, offset),
         "finish_reason": one.finish_reason,
         "stop_reason": one.stop_reason,
     }

@@ -72,6 +72,15 @@ class Generation:
         """Aborts what is not finished."""
         await self._rest.aclose()
 
+    def prompt_logprobs(self, choice: int) -> list[dict[int, Logprob] | None] | None:
+        """Those of a choice's prompt, whole once the choice has a token; None where nobody asked."""
+        latest = self._latest.get(choice // self._n)
+        return None if latest is None else latest.prompt_logprobs
+
+    def prompt(self, choice: int) -> list[int]:
+        """The token ids of a choice's prompt."""
+        return self._prompts[choice // self._n]
+
     async def deltas(self) -> AsyncGenerator[Piece, None]:
         """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence."""
         for piece in self._news(*self._first):

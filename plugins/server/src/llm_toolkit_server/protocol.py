@@ -15,16 +15,12 @@ _NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -75,12 +71,30 @@ class SamplingBody(Body):
     top_p: float | None = None
     n: int | None = None
     seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id, which JSON can only write as text."""
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    repetition_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_sequence_breakers: list[str | int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    logits_processors: dict[str, dict[str, Any]] | None = None
+    prompt_logprobs: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
@@ -94,9 +108,17 @@ class SamplingBody(Body):
             raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
         if abs(self.priority) >= 2**63:
             raise RequestError("priority must fit in 64 bits.", "priority")
-        names = set(SamplingParams.__struct_fields__) & set(SamplingBody.model_fields) - {"max_tokens"}
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
+        names = set(SamplingParams.__struct_fields__) & set(SamplingBody.model_fields) - {"max_tokens", "logit_bias"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(**given, **more)
+        return SamplingParams(**{**given, "logit_bias": self._logit_bias(), **more})
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        for key in self.logit_bias or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 12):
+                raise RequestError(f"logit_bias maps token ids to numbers; {key[:20]!r} is no token id.", "logit_bias")
+        return None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
 
     @property
     def include_usage(self) -> bool:
@@ -141,9 +163,16 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
 
     def params(self) -> SamplingParams:
-        if self.echo and self.logprobs is not None:
-            raise RequestError("echo together with logprobs is not supported: no log probabilities are computed for the prompt.", "echo")
-        return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs)
+        more: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        if self.echoes_logprobs:
+            assert self.logprobs is not None
+            more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return self.sampling_params(**more)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """The prompt comes back with log probabilities of its own."""
+        return self.echo and self.logprobs is not None
 
     def prompts(self, most: int) -> list[str] | list[list[int]]:
         """Each prompt. Raises RequestError where there is none, or more than `most`."""

@@ -1,0 +1,18 @@
+"""Both families through the whole engine: mixed lengths, a pool that makes it preempt, chunked prefill, shards, weight errors."""
+
+from llm_toolkit.testing import TransformersConformance
+from moe_harness import MIXTRAL, QWEN3_MOE, make_mixtral, make_qwen3_moe
+
+
+class TestMixtral(TransformersConformance):
+    variants = MIXTRAL
+
+    def make_hf_model(self, **variant):
+        return make_mixtral(**variant)
+
+
+class TestQwen3Moe(TransformersConformance):
+    variants = QWEN3_MOE
+
+    def make_hf_model(self, **variant):
+        return make_qwen3_moe(**variant)

@@ -1,0 +1,61 @@
+"""One forward pass without an engine gives the logits of transformers: in one rank, in two, as a pipeline, and by the grouped product."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from llm_toolkit.model.moe import RoutedExperts
+from llm_toolkit.testing import randomize
+from moe_harness import CASES, FAMILIES, WINDOW, load, logits_of, make, reference_logits
+from safetensors.torch import load_file
+
+INPUT_IDS = torch.arange(3, 3 + WINDOW + 20)
+FIRST_CASES = [(family, next(iter(variants))) for family, (_, variants) in FAMILIES.items()]
+
+
+def checkpoint(family, variant, folder):
+    """The class of the family, and a transformers model that was saved to `folder`."""
+    theirs = make(family, variant)
+    randomize(theirs)
+    theirs.save_pretrained(folder)
+    return FAMILIES[family][0], theirs
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_logits_are_those_of_transformers(family, variant, tmp_path):
+    model_cls, theirs = checkpoint(family, variant, tmp_path)
+    expected = reference_logits(theirs, INPUT_IDS)
+    assert expected.std() > 0.1
+    torch.testing.assert_close(logits_of([load(model_cls, tmp_path)], INPUT_IDS), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "variant"), FIRST_CASES)
+def test_pipeline_stages_chain_to_the_same_logits(family, variant, tmp_path):
+    model_cls, theirs = checkpoint(family, variant, tmp_path)
+    stages = [load(model_cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
+    torch.testing.assert_close(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(("family", "variant"), FIRST_CASES)
+def test_the_grouped_product_gives_the_same_logits(family, variant, tmp_path, monkeypatch):
+    # On the CPU a loaded model computes its experts one by one.
+    monkeypatch.setattr(RoutedExperts, "process_weights_after_loading", lambda self: None)
+    model_cls, theirs = checkpoint(family, variant, tmp_path)
+    ours = load(model_cls, tmp_path)
+    assert all(module.stacked is not None for module in ours.modules() if isinstance(module, RoutedExperts))
+    torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
+
+
+def test_two_ranks_give_the_logits_of_one(tmp_path):
+    for family, variant in FIRST_CASES:
+        checkpoint(family, variant, tmp_path / family)
+    script = str(Path(__file__).with_name("moe_rank.py"))
+    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path), *FAMILIES]) for rank in (0, 1)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    for family, (model_cls, _) in FAMILIES.items():
+        expected = logits_of([load(model_cls, tmp_path / family)], torch.arange(3, 40))
+        for rank in (0, 1):
+            ours = load_file(tmp_path / f"{family}.{rank}.safetensors")["logits"]
+            torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)

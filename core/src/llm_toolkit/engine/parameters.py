@@ -1,0 +1,73 @@
+"""What sampling parameters need of the renderer, the plugins and the vocabulary, before a request is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from llm_toolkit.errors import RequestError
+from llm_toolkit.messages import EngineRequest, TokenizedWords
+from llm_toolkit.params import DRY_BREAKERS, SamplingParams
+from llm_toolkit.plugin import LogitsProcessorRegistry
+from llm_toolkit.renderer import Renderer
+from llm_toolkit.sampling import load_processor
+
+
+def tokenize_words(params: SamplingParams, renderer: Renderer) -> TokenizedWords:
+    """The token sequences of bad_words, and DRY's breakers. Raises RequestError, naming the parameter."""
+    bad_words = [tokens for word in params.bad_words or () for tokens in _bad_word(word, renderer)]
+    given = () if not params.dry_multiplier else params.dry_sequence_breakers
+    breakers = DRY_BREAKERS if given is None else given
+    # A letter before a text keeps tokenizers from joining it with the beginning of a sequence.
+    ids = (one if isinstance(one, int) else _tokens(f"a{one}", renderer, "dry_sequence_breakers")[-1] for one in breakers)
+    return TokenizedWords(bad_words=bad_words, dry_breakers=sorted(set(ids)))
+
+
+def _bad_word(word: str, renderer: Renderer) -> Iterator[list[int]]:
+    """As it is at the beginning of a text, and, where that is another token, after a space."""
+    word = word.lstrip(" ")
+    plain = _tokens(word, renderer, "bad_words")
+    yield plain
+    spaced = _tokens(f" {word}", renderer, "bad_words")
+    if spaced[0] != plain[0] and len(spaced) == len(plain):
+        yield spaced
+
+
+def _tokens(text: str, renderer: Renderer, param: str) -> list[int]:
+    try:
+        token_ids, _ = renderer.render_prompt(text, add_special_tokens=False)
+    except RequestError as error:
+        raise RequestError(f"{param}: {text!r} cannot be tokenized: {error}", param) from None
+    return token_ids
+
+
+def check_processors(params: SamplingParams, registry: LogitsProcessorRegistry) -> None:
+    """Raises RequestError for an unknown logits processor, or arguments that it does not take."""
+    for name, arguments in (params.logits_processors or {}).items():
+        try:
+            registry.get(name)
+        except RequestError as error:
+            raise RequestError(str(error), "logits_processors") from None
+        processor = load_processor(registry, name)
+        try:
+            processor.check(arguments)
+        except Exception as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise RequestError(f"logits processor {name!r}: {reason}", "logits_processors") from error
+
+
+def check_token_ids(request: EngineRequest, vocab_size: int | None) -> None:
+    """Raises RequestError, naming the parameter, for token ids that the model does not have."""
+    for param, token_ids in _token_ids(request):
+        for token in token_ids:
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                raise RequestError(f"token id {token} is outside the model's vocabulary of {vocab_size}.", param)
+
+
+def _token_ids(request: EngineRequest) -> Iterator[tuple[str, Iterable[int]]]:
+    yield "prompt_token_ids", request.prompt_token_ids
+    yield "allowed_token_ids", request.params.allowed_token_ids or ()
+    yield "logit_bias", request.params.logit_bias or ()
+    for word in request.words.bad_words:
+        yield "bad_words", word
+    # Breakers come from texts as well: ids that the model does not have are no error, for they never come up.
+    yield "dry_sequence_breakers", [one for one in request.params.dry_sequence_breakers or () if isinstance(one, int)]

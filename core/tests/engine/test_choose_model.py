@@ -1,0 +1,110 @@
+"""Which class runs a checkpoint: the architecture's own, else the first fallback that does not refuse; or the one asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+
+import pytest
+from llm_toolkit.config import PluginsConfig, VllmConfig
+from llm_toolkit.engine.checkpoint import choose_model, read_checkpoint
+from llm_toolkit.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
+from llm_toolkit.plugin import Plugins, PluginWarning, hookimpl
+
+KNOWN, UNKNOWN = {"architectures": ["KnownForCausalLM"]}, {"architectures": ["KnowmForCausalLM"]}
+
+
+class Takes:
+    @classmethod
+    def refuses(cls, vllm_config):
+        assert vllm_config.checkpoint.architecture == vllm_config.hf_config["architectures"][0]
+
+
+class Refuses:
+    @classmethod
+    def refuses(cls, vllm_config):
+        return "it is too new"
+
+
+@pytest.fixture(autouse=True)
+def targets(monkeypatch):
+    module = types.ModuleType("fallback_targets")
+    module.Takes, module.Refuses = Takes, Refuses
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def plugins(**fallbacks) -> Plugins:
+    class Registers:
+        @hookimpl
+        def toolkit_register_models(self, models):
+            models.add("KnownForCausalLM", "known:KnownForCausalLM")
+            for name, target in fallbacks.items():
+                models.add_fallback(name, f"fallback_targets:{target}")
+
+    return Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()])
+
+
+def choose(hf_config, model_impl="auto", **fallbacks):
+    return choose_model(VllmConfig.default(hf_config, model_impl=model_impl), plugins(**fallbacks))
+
+
+def test_a_class_goes_before_fallbacks():
+    assert choose(KNOWN, one="Takes") == ("KnownForCausalLM", [("KnownForCausalLM", None)])
+    both = {"architectures": ["KnowmForCausalLM", "KnownForCausalLM"]}
+    assert choose(both, one="Takes")[0] == "KnownForCausalLM"
+
+
+def test_a_fallback_can_be_asked_for():
+    assert choose(KNOWN, "one", one="Takes") == ("one", [("one", None), ("KnownForCausalLM", None)])
+    with pytest.raises(UnsupportedError, match=r"'one' cannot run 'KnownForCausalLM' .*: it is too new. Able: KnownForCausalLM"):
+        choose(KNOWN, "one", one="Refuses")
+    with pytest.raises(UnsupportedError, match=r"it is too new\.$"):
+        choose(UNKNOWN, "one", one="Refuses", two="Takes")
+
+
+@pytest.mark.parametrize("name", ["onne", "KnownForCausalLM"])
+def test_an_unknown_fallback_is_named(name):
+    with pytest.raises(ConfigError, match=rf"no model implementation '{name}' is registered.*'?one"):
+        choose(KNOWN, name, one="Takes")
+
+
+def test_the_first_fallback_that_does_not_refuse_is_taken():
+    own = ("KnowmForCausalLM", "no installed plugin registers it")
+    assert choose(UNKNOWN, one="Refuses", two="Takes", three="Takes") == ("two", [own, ("one", "it is too new"), ("two", None)])
+
+
+def test_a_broken_fallback_is_passed_over_unless_asked_for():
+    key, candidates = choose(UNKNOWN, one="Absent", two="Takes")
+    assert key == "two" and "cannot be loaded" in candidates[1][1]
+    with pytest.raises(PluginError, match=r"'one' cannot be loaded"):
+        choose(UNKNOWN, "one", one="Absent", two="Takes")
+
+
+def test_an_architecture_that_nothing_runs_is_one_error():
+    message = r"'KnowmForCausalLM'.* Did you mean 'KnownForCausalLM'\?.* The fallback 'one' cannot run it: it is too new\. Install"
+    with pytest.raises(CheckpointError, match=message):
+        choose(UNKNOWN, one="Refuses")
+
+
+def test_a_fallbacks_name_is_no_architecture():
+    with pytest.raises(CheckpointError, match="'one'"):
+        choose({"architectures": ["one"]}, one="Refuses")
+
+
+def test_a_fallback_that_nobody_asked_for_is_said(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(UNKNOWN))
+    with pytest.warns(PluginWarning, match=r"'KnowmForCausalLM' .*: the fallback 'one' runs it. `--model-impl one` silences this"):
+        found = read_checkpoint(VllmConfig.make(model=str(tmp_path)), plugins(one="Takes"))
+    assert (found.architecture, found.hf_config) == ("one", UNKNOWN)
+    # A warning would be an error here.
+    assert read_checkpoint(VllmConfig.make(model=str(tmp_path), model_impl="one"), plugins(one="Takes")) == found
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_code_is_had_from_the_hub_only_where_it_is_trusted(tmp_path, monkeypatch, trusted):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN))
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, allow_patterns, **__: asked.extend(allow_patterns) or tmp_path)
+    read_checkpoint(VllmConfig.make(model="someone/some-model", trust_remote_code=trusted), plugins())
+    assert ("*.py" in asked) == trusted

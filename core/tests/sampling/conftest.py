@@ -1,0 +1,45 @@
+"""Rows for the sampler, made of sampling parameters and tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from llm_toolkit.messages import NewSequence, TokenizedWords
+from llm_toolkit.sampling import SamplingRows, TokenHistory
+
+
+def _make_rows(*params, prompts=None, outputs=None, seeds=None, stops=None, words=None, mu=None) -> SamplingRows:
+    """One row per SamplingParams; the other arguments are lists, one entry per row."""
+    num = len(params)
+    prompts = prompts or [[0]] * num
+    outputs = outputs or [[]] * num
+    history = TokenHistory(num, 1 + max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)))
+    rows = SamplingRows(history)
+    for i, one in enumerate(params):
+        tokens = [*prompts[i], *outputs[i]]
+        history.set(i, tokens, len(prompts[i]))
+        seq = NewSequence(
+            seq_id=i,
+            token_ids=tokens,
+            num_prompt_tokens=len(prompts[i]),
+            num_computed_tokens=0,
+            block_tables=[],
+            params=one,
+            seed=seeds[i] if seeds else i,
+            stop_token_ids=stops[i] if stops else [],
+            words=words[i] if words else TokenizedWords(),
+            mirostat_mu=mu[i] if mu else None,
+        )
+        rows.set(i, seq)
+    return rows
+
+
+@pytest.fixture(scope="session")
+def make_rows():
+    return _make_rows
+
+
+@pytest.fixture(scope="session")
+def make_logits():
+    """make_logits(rows, seed=0, vocab=64) -> [rows, vocab] normal float32."""
+    return lambda rows, seed=0, vocab=64: torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,137 @@
+"""Masks, penalties and DRY, against transformers where it has them, else against their definitions in plain Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from llm_toolkit.messages import TokenizedWords
+from llm_toolkit.params import SamplingParams
+from llm_toolkit.sampling import sample
+from llm_toolkit.sampling.dry import dry
+from llm_toolkit.sampling.masks import mask
+from llm_toolkit.sampling.penalties import penalize
+
+VOCAB = 13
+LENGTHS = [1, 2, 5, 12, 30, 90]
+
+
+@pytest.fixture(scope="module")
+def sequences():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+def edited(step, logits, rows):
+    changed = logits.clone()
+    step(changed, rows)
+    return changed
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
+def test_repetition_penalty_is_that_of_transformers(make_rows, make_logits, sequences, penalty):
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    logits = make_logits(len(LENGTHS), vocab=VOCAB)
+    rows = make_rows(
+        *[SamplingParams(repetition_penalty=penalty)] * len(LENGTHS), prompts=[s[:1] for s in sequences], outputs=[s[1:] for s in sequences]
+    )
+    ours = edited(penalize, logits, rows)
+    for i, tokens in enumerate(sequences):
+        theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([tokens]), logits[i : i + 1].clone())
+        assert torch.equal(ours[i], theirs[0])
+
+
+def test_presence_and_frequency_penalties_count_the_output_only(make_rows, make_logits, sequences):
+    params = [SamplingParams(presence_penalty=0.7), SamplingParams(frequency_penalty=-0.3), SamplingParams()] * 2
+    logits = make_logits(len(LENGTHS), vocab=VOCAB)
+    ours = edited(penalize, logits, make_rows(*params, prompts=[[3, 3, 4]] * len(LENGTHS), outputs=sequences))
+    for row, p, tokens, before in zip(ours, params, sequences, logits, strict=True):
+        counts = np.bincount(tokens, minlength=VOCAB)
+        expected = before.numpy() - p.presence_penalty * (counts > 0) - p.frequency_penalty * counts
+        assert np.allclose(row.numpy(), expected, atol=1e-6)
+
+
+def test_bad_words_are_those_of_transformers(make_rows, make_logits, sequences):
+    from transformers import NoBadWordsLogitsProcessor
+
+    words = [[3], [5, 6], [1, 2, 3]] + [[a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in (7, 8)] + [[4] * 20]
+    logits = make_logits(len(LENGTHS), vocab=VOCAB)
+    tokenized = [TokenizedWords(bad_words=words)] * len(LENGTHS)
+    rows = make_rows(*[SamplingParams()] * len(LENGTHS), outputs=sequences, words=tokenized)
+    ours = edited(mask, logits, rows)
+    assert 1 < (ours[-1] == -torch.inf).sum() < VOCAB
+    for i, tokens in enumerate(sequences):
+        theirs = NoBadWordsLogitsProcessor(bad_words_ids=words, eos_token_id=[])(torch.tensor([tokens]), logits[i : i + 1].clone())
+        assert torch.equal(ours[i], theirs[0])
+
+
+def test_bad_words_do_not_begin_in_the_prompt(make_rows, make_logits):
+    words = [TokenizedWords(bad_words=[[5, 6, 7]])] * 3
+    rows = make_rows(*[SamplingParams()] * 3, prompts=[[5, 6], [5], [1]], outputs=[[], [6], [5, 6]], words=words)
+    banned = edited(mask, make_logits(3, vocab=VOCAB), rows) == -torch.inf
+    assert banned.nonzero().tolist() == [[2, 7]]
+
+
+def test_bias_allowed_and_min_tokens(make_rows, make_logits):
+    logits = make_logits(4, vocab=VOCAB)
+    params = [
+        SamplingParams(logit_bias={2: 1.5, 9: -100.0}),
+        SamplingParams(allowed_token_ids=[4, 7, 4], logit_bias={7: 2.0, 1: 3.0}),
+        SamplingParams(min_tokens=1),
+        SamplingParams(),
+    ]
+    ours = edited(mask, logits, make_rows(*params, stops=[[5, 10**6]] * 4))
+    expected = logits.clone()
+    expected[0, 2] += 1.5
+    expected[0, 9] -= 100
+    expected[1] = -torch.inf
+    expected[1, 4], expected[1, 7] = logits[1, 4], logits[1, 7] + 2
+    expected[2, 5] = -torch.inf
+    assert torch.equal(ours, expected)
+
+
+def test_parameters_that_leave_no_token_fail_alone(make_rows, make_logits):
+    params = [SamplingParams(allowed_token_ids=[3]), SamplingParams(), SamplingParams(allowed_token_ids=[3], temperature=0)]
+    words = [TokenizedWords(bad_words=[[3]]), TokenizedWords(), TokenizedWords(bad_words=[[3]])]
+    sampled = sample(make_logits(3), make_rows(*params, words=words))
+    assert set(sampled.errors) == {0, 2} and "leave no token" in sampled.errors[0]
+
+
+def dry_by_definition(tokens, logits, p, breakers):
+    """The author's loop."""
+    scores, last = logits.numpy().copy(), tokens[-1]
+    if last in breakers:
+        return scores
+    longest = {}
+    for i in range(len(tokens) - 1):
+        following = tokens[i + 1]
+        if tokens[i] != last or following in breakers:
+            continue
+        length = 1
+        while length < 50 and i - length >= 0 and tokens[i - length] == tokens[-1 - length] and tokens[i - length] not in breakers:
+            length += 1
+        longest[following] = max(length, longest.get(following, 0))
+    for token, length in longest.items():
+        if length >= p.dry_allowed_length:
+            scores[token] -= p.dry_multiplier * p.dry_base ** (length - p.dry_allowed_length)
+    return scores
+
+
+@pytest.mark.parametrize("allowed_length", [1, 2, 4])
+@pytest.mark.parametrize("breakers", [[], [3], [0, 1, 11]])
+def test_dry_is_its_definition(make_rows, make_logits, sequences, allowed_length, breakers):
+    tokens = [*sequences, [1, 2, 3, 4] * 40, [5] * 200, [1, 2, 3, 4, 3, 4, 1, 2, 3, 4]]
+    params = [SamplingParams(dry_multiplier=0.8, dry_base=1.1, dry_allowed_length=allowed_length)] * len(tokens)
+    logits = make_logits(len(tokens), vocab=VOCAB)
+    words = [TokenizedWords(dry_breakers=breakers)] * len(tokens)
+    ours = edited(dry, logits, make_rows(*params, prompts=[t[:1] for t in tokens], outputs=[t[1:] for t in tokens], words=words))
+    assert not torch.equal(ours, logits)
+    for row, line, before in zip(ours, tokens, logits, strict=True):
+        assert np.allclose(row.numpy(), dry_by_definition(line, before, params[0], breakers), rtol=1e-5, atol=1e-5)
+
+
+def test_a_huge_dry_penalty_rules_the_token_out(make_rows, make_logits):
+    params = SamplingParams(temperature=0, dry_multiplier=1000, dry_base=100, dry_allowed_length=1)
+    sampled = sample(make_logits(1) * 0 + torch.eye(64)[5] * 1e4, make_rows(params, outputs=[[5] * 100]))
+    assert sampled.token_ids != [5] and not sampled.errors

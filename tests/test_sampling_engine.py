@@ -1,0 +1,182 @@
+"""Sampling parameters through the whole engine: preemption, chunked prefill, company, words, prompt log probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from llm_toolkit import LLM, SamplingParams
+from llm_toolkit.errors import RequestError
+from llm_toolkit.plugin import hookimpl
+
+LENGTHS = [5, 17, 40, 3, 33, 1, 21, 9]
+MAX_TOKENS = 24
+# 30 blocks of 4 tokens do not hold all eight sequences, and a step computes at most 12 tokens: it preempts, and prefills in chunks.
+TIGHT = {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 12}
+PARAMETERS = {
+    "typical_p": {"typical_p": 0.9},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+    "mirostat": {"mirostat_tau": 3.0, "mirostat_eta": 0.5},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    "dry": {"dry_multiplier": 1.0, "temperature": 0.0},
+    "bad_words": {"bad_words": ["a", "bc", "!"]},
+    "logit_bias": {"logit_bias": {40: 2.0, 41: -50.0}},
+    "allowed_token_ids": {"allowed_token_ids": list(range(16, 60))},
+    "all": {
+        "typical_p": 0.95,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.1,
+        "mirostat_tau": 4.0,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "dry_multiplier": 0.5,
+        "bad_words": ["a"],
+        "logit_bias": {40: 2.0},
+        "allowed_token_ids": list(range(16, 200)),
+        "top_p": 0.95,
+        "top_k": 50,
+        "min_p": 0.001,
+        "prompt_logprobs": 0,
+    },
+}
+
+
+class Preemptions:
+    """A plugin that counts."""
+
+    name = "preemptions"
+
+    def __init__(self):
+        self.count = 0
+
+    @hookimpl
+    def toolkit_event(self, event):
+        self.count += getattr(event, "kind", None) == "preempted"
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(16, vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def llama(make_llama):
+    return make_llama("sampling")
+
+
+@pytest.fixture(scope="module")
+def counter():
+    return Preemptions()
+
+
+@pytest.fixture(scope="module")
+def llm(llama, counter):
+    with LLM(str(llama[0]), plugins=[counter], **TIGHT) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def work(llama):
+    return prompts(llama[1].config.vocab_size)
+
+
+def generate(llm, work, params):
+    outputs = llm.generate([{"prompt_token_ids": p} for p in work], params, use_tqdm=False)
+    assert [o.error for o in outputs] == [None] * len(outputs)
+    return outputs
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_same_alone_and_preempted_in_company(llm, counter, work, name):
+    """Half of the rows use the parameters, half use none; all get what they get alone."""
+    plain = [SamplingParams(temperature=0.9, seed=i, max_tokens=MAX_TOKENS, ignore_eos=True) for i in range(len(work))]
+    params = [p.replace(**PARAMETERS[name]) if i % 2 else p for i, p in enumerate(plain)]
+    before = counter.count
+    together = generate(llm, work, params)
+    assert counter.count > before, "the pool was meant to be too small"
+    alone = [generate(llm, [p], s)[0] for p, s in zip(work, params, strict=True)]
+    assert [o.outputs[0].token_ids for o in together] == [o.outputs[0].token_ids for o in alone]
+    free = [generate(llm, [p], s)[0] for p, s in zip(work, plain, strict=True)]
+    assert [o.outputs[0].token_ids for o in free[1::2]] != [o.outputs[0].token_ids for o in alone[1::2]]
+
+
+def test_n_sequences_each_have_their_mirostat(llm, work):
+    params = SamplingParams(n=3, mirostat_tau=3.0, mirostat_eta=0.5, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True)
+    together = generate(llm, work[:6], [params] * 6)
+    alone = [generate(llm, [p], params)[0] for p in work[:6]]
+    assert [[s.token_ids for s in o.outputs] for o in together] == [[s.token_ids for s in o.outputs] for o in alone]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompt_logprobs_are_those_of_transformers(llm, llama, counter, work, n, monkeypatch):
+    model, runner = llama[1], llm.engine.core.executor.runner
+    rows, compute = [], runner.model.compute_logits
+    monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: (rows.append(len(hidden)), compute(hidden))[1])
+    params = SamplingParams(n=n, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, prompt_logprobs=3)
+    before = counter.count
+    outputs = generate(llm, work, params)
+    assert counter.count > before
+    for prompt, output in zip(work, outputs, strict=True):
+        with torch.inference_mode():
+            reference = torch.log_softmax(model(torch.tensor([prompt])).logits[0].float(), dim=-1)
+        first, *rest = output.prompt_logprobs
+        assert first is None and len(rest) == len(prompt) - 1
+        for position, entries in enumerate(rest):
+            token = prompt[position + 1]
+            assert entries[token].decoded_token is not None
+            assert entries[token].rank == int((reference[position] > reference[position, token]).sum()) + 1
+            assert set(reference[position].topk(3).indices.tolist()) <= set(entries)
+            for candidate, entry in entries.items():
+                assert entry.logprob == pytest.approx(reference[position, candidate].item(), abs=1e-4)
+    # One row per prompt token but the first, and one per draw: none of them twice, for all the preemptions.
+    assert sum(rows) == sum(len(p) - 1 for p in work) + n * MAX_TOKENS * len(work)
+
+
+def test_prompt_logprobs_stream_with_the_chunks(llm, work):
+    llm.engine.add_request("chunks", {"prompt_token_ids": work[2]}, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    lengths = []
+    while llm.engine.has_unfinished_requests():
+        lengths += [len(output.prompt_logprobs) for output in llm.engine.step()]
+    assert lengths == [13, 25, 37, 40]
+
+
+def test_bad_words_are_texts(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    text = llm.generate("abc", params, use_tqdm=False)[0].outputs[0].text
+    word = next(text[i : i + 2] for i in range(len(text)) if text[i : i + 2].isascii() and text[i : i + 2].strip() and i > 4)
+    other = llm.generate("abc", params.replace(bad_words=[word]), use_tqdm=False)[0].outputs[0].text
+    assert word in text and word not in other and other[: text.index(word) + 1] == text[: text.index(word) + 1]
+
+
+def test_dry_breakers_are_texts_or_ids(llm, llama):
+    """Byte tokens: the id of a character is 16 above its place in the byte alphabet."""
+    words = [
+        llm.engine.prepare("x", "a", SamplingParams(dry_multiplier=1, dry_sequence_breakers=given)).message.words.dry_breakers
+        for given in (["b", "ab"], [17], None, [])
+    ]
+    [b] = llm.engine.renderer.render_prompt("b", add_special_tokens=False)[0]
+    assert words[0] == [b] and words[1] == [17] and len(words[2]) == 4 and words[3] == []
+    assert llm.engine.prepare("x", "a", SamplingParams()).message.words.dry_breakers == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {272: 1.0}}, "token id 272 is outside"),
+        ({"allowed_token_ids": [5, 300]}, "token id 300 is outside"),
+        ({"dry_sequence_breakers": ["a", 999]}, "token id 999 is outside"),
+        ({"prompt_logprobs": 21}, "at most 20"),
+        ({"logits_processors": {"nothing_like_it": {}}}, "no logits processor 'nothing_like_it'"),
+        ({"bad_words": ["\ud800"]}, "bad_words: .* cannot be tokenized"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(llm, fields, message):
+    with pytest.raises(RequestError, match=message) as error:
+        llm.generate("a", SamplingParams(**fields), use_tqdm=False)
+    assert error.value.param == next(iter(fields))
+
+
+def test_a_request_whose_parameters_leave_no_token_fails_alone(llm):
+    params = [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(allowed_token_ids=[1], min_tokens=2, max_tokens=3)]
+    good, bad = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert good.outputs[0].finish_reason == "length"
+    assert bad.outputs[0].finish_reason == "error" and "leave no token" in bad.error
