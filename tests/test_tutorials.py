@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from llm_toolkit.cli.plugin_new import Kind, write_plugin
 TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 NAMES = {"model": "seed", "attention_backend": "naive", "renderer": "bytes"}
 """Page -> the plugin that it makes."""
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 GENERATED = {Kind.MODEL: "new-model", Kind.COMMAND: "new-command"}
 """Those of the other kinds are written down in the tutorials."""
 
@@ -39,26 +39,26 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def environ(sources, tmp_path_factory) -> dict[str, str]:
-    """An environment in which all of them are installed."""
-    site = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "--target", site, *sources.values()], check=True)
-    return {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+def bin_folder(sources, fresh_environment) -> Path:
+    """Of an environment in which all of them are installed, beside the wheels of this repository."""
+    folder = fresh_environment / "bin"
+    pip = [folder / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, *sources.values()], check=True)
+    return folder
 
 
 @pytest.mark.parametrize("name", [*NAMES.values(), *GENERATED.values()])
-def test_it_passes_its_own_tests(sources, environ, name):
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "tests"]
-    done = subprocess.run(command, cwd=sources[name], env=environ, capture_output=True, text=True, timeout=280)
+def test_it_passes_its_own_tests(sources, bin_folder, name):
+    command = [bin_folder / "python", "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=sources[name], env=ENVIRON, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-5000:]
     assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.parametrize("name", [*NAMES.values(), *GENERATED.values()])
-def test_it_passes_the_check(environ, name):
-    command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "plugins", "check", f"llm-toolkit-{name}", "--json"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+def test_it_passes_the_check(bin_folder, name):
+    command = [bin_folder / "toolkit", "plugins", "check", f"llm-toolkit-{name}", "--json"]
+    done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     report = json.loads(done.stdout)
     assert report["problems"] == []

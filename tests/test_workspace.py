@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import tomllib
-import venv
 from pathlib import Path
 
 import pytest
@@ -53,43 +51,19 @@ def test_the_meta_distribution_depends_on_all():
     assert needed == {project(folder)["name"] for folder in FOLDERS}
 
 
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("wheels")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--disable-pip-version-check",
-        "-w",
-        target,
-        ROOT,
-        *FOLDERS,
-    )
-    return target
-
-
 def test_wheels_share_one_version(wheels):
     versions = {wheel.name.split("-")[1] for wheel in wheels.glob("*.whl")}
     assert len(versions) == 1 and len(list(wheels.glob("*.whl"))) == len(FOLDERS) + 1
 
 
 @pytest.mark.slow
-def test_wheels_work_in_a_fresh_environment(wheels, tmp_path):
+def test_wheels_work_in_a_fresh_environment(fresh_environment, tmp_path):
     """Installed, not editable, with the dependencies that the wheels themselves name."""
-    environment = tmp_path / "venv"
-    venv.create(environment, with_pip=True)
-    python, toolkit = environment / "bin" / "python", environment / "bin" / "toolkit"
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
-    run(*pip, *wheels.glob("*.whl"), timeout=280)
+    toolkit = fresh_environment / "bin" / "toolkit"
     plugins = json.loads(run(toolkit, "plugins", "list", "--json", cwd=tmp_path))
-    assert {p["distribution"] for p in plugins} == {project(folder)["name"] for folder in FOLDERS}
+    assert {p["distribution"] for p in plugins} >= {project(folder)["name"] for folder in FOLDERS}
     assert {p["status"] for p in plugins} == {"ok"}
-    assert all(str(environment) in p["file"] for p in plugins)
+    assert all(str(fresh_environment) in p["file"] for p in plugins)
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]}) + "\n")
     run(toolkit, "generate", "tiny", "--prompts", prompts, "--out", out, "--temperature", "0", "--max-tokens", "32", cwd=tmp_path)
