@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import typer
@@ -97,9 +97,12 @@ def _flag(o: Option, panel: str) -> inspect.Parameter:
 
 def _sampling_flag(name: str) -> inspect.Parameter:
     kind = get_type_hints(SamplingParams)[name]
-    flag = typer.Option(f"--{name.replace('_', '-')}", help=sampling.HELP[name], rich_help_panel="Sampling")
+    names = set(get_args(kind)) or {kind}
+    metavar = "TEXT" if str in names or "str" in str(kind) else "NUMBER" if float in names else "INTEGER"
+    flag = f"--{name.replace('_', '-')}"
     if kind is bool:
-        return _parameter(name, Annotated[bool | None, flag])
+        return _parameter(name, Annotated[bool | None, typer.Option(flag, help=sampling.HELP[name], rich_help_panel="Sampling")])
+    flag = typer.Option(flag, metavar=metavar, help=sampling.HELP[name], rich_help_panel="Sampling")
     return _parameter(name, Annotated[list[str] | None if "list" in str(kind) else str | None, flag])
 
 
