@@ -4,11 +4,9 @@ import copy
 import importlib
 from pathlib import Path
 
-import torch
 import transformers
 from decoder_harness import save
 from llm_toolkit_decoder import MODELS
-from tokenizers import Tokenizer, models
 
 VOCAB_SIZE = 101
 # Shorter than most prompts, and longer than some: a sequence grows and then gives blocks back.
@@ -127,19 +125,15 @@ def our_class(architecture: str):
     return getattr(importlib.import_module(f"llm_toolkit_decoder.{MODELS[architecture]}"), architecture)
 
 
-def make_family(architecture: str, variant: str, folder: Path):
-    """Writes a checkpoint with a tokenizer of one word per token; returns the transformers model."""
+def make_model(architecture: str, fields: dict):
+    """The model of transformers, in float32."""
     reference_class = getattr(transformers, architecture)
-    fields = copy.deepcopy(VARIANTS[architecture][variant])  # A config changes its rope_parameters in place.
-    config = reference_class.config_class(**{**SPECIAL_TOKENS, "dtype": "float32", **fields})
-    model = reference_class(config)
+    # A config changes its rope_parameters in place.
+    return reference_class(reference_class.config_class(**{**SPECIAL_TOKENS, "dtype": "float32", **copy.deepcopy(fields)}))
+
+
+def make_family(architecture: str, variant: str, folder: Path):
+    """Writes a checkpoint; returns the model of transformers."""
+    model = make_model(architecture, VARIANTS[architecture][variant])
     save(model, folder)
-    Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0")).save(str(folder / "tokenizer.json"))
     return model
-
-
-def reference_logprobs(model, prompt, output):
-    """[output tokens, V] log probabilities by transformers, teacher-forced along our output."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([prompt + output])).logits[0].float()
-    return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)

@@ -1,26 +1,21 @@
-"""Every family gives what transformers gives: in one forward pass, through the whole engine, and over two ranks."""
+"""Every family gives what transformers gives, without an engine: in one forward pass, in a pipeline, over two ranks, of older files.
 
-import copy
+The whole engine is the matter of test_decoder_conformance.py.
+"""
+
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from decoder_families import CASES, FACTORS, VARIANTS, VOCAB_SIZE, make_family, our_class, reference_logprobs
+from decoder_families import CASES, FACTORS, VARIANTS, make_family, our_class
 from decoder_harness import load, logits_of, reference_logits
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.errors import CapacityError, CheckpointError, UnsupportedError
-from llm_toolkit.plugin import hookimpl
+from llm_toolkit.errors import CheckpointError, UnsupportedError
 from safetensors.torch import load_file, save_file
 
 INPUT_IDS = torch.arange(3, 40)
-LENGTHS = [5, 17, 40, 1, 33, 21, 12, 29]
-MAX_TOKENS = 12
-# A step computes at most 12 tokens: prompts are prefilled in chunks.
-TIGHT = {"device": "cpu", "block_size": 2, "max_model_len": 52, "max_num_seqs": 8, "max_num_batched_tokens": 12}
 FIRST_CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]
 
 
@@ -69,73 +64,6 @@ def test_two_ranks(make, tmp_path):
             assert_same_logprobs(load_file(tmp_path / f"{architecture}.{rank}.safetensors")["logits"], expected)
 
 
-def smallest_pool(folder):
-    """How many blocks hold one sequence of max_model_len, and so not all prompts: the engine says it."""
-    with pytest.raises(CapacityError) as refusal:
-        LLM(str(folder), num_kv_blocks=1, **TIGHT)
-    return int(re.search(r"tokens, (\d+) blocks", str(refusal.value)).group(1))
-
-
-def engine_outputs(folder, **options):
-    """(prompt, output tokens, [output tokens, V] log probabilities) of each prompt, and how often the engine preempted."""
-    generator = torch.Generator().manual_seed(7)
-    work = [torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=VOCAB_SIZE)
-    counter = Preemptions()
-    options = {**TIGHT, "num_kv_blocks": smallest_pool(folder), "max_logprobs": VOCAB_SIZE, **options}
-    with LLM(str(folder), plugins=[counter], **options) as llm:
-        outputs = [output.outputs[0] for output in llm.generate([{"prompt_token_ids": p} for p in work], params, use_tqdm=False)]
-    tables = [torch.tensor([[entries[token].logprob for token in range(VOCAB_SIZE)] for entries in o.logprobs]) for o in outputs]
-    return [(p, o.token_ids, table) for p, o, table in zip(work, outputs, tables, strict=True)], counter.count
-
-
-class Preemptions:
-    """A plugin that counts."""
-
-    count = 0
-
-    @hookimpl
-    def toolkit_event(self, event):
-        self.count += getattr(event, "kind", None) == "preempted"
-
-
-@pytest.mark.parametrize(("architecture", "variant"), CASES)
-def test_whole_engine(make, architecture, variant):
-    folder, theirs = make(architecture, variant)
-    outputs, preemptions = engine_outputs(folder)
-    assert preemptions > 0, "the pool was meant to be too small"
-    for prompt, tokens, ours in outputs:
-        expected = reference_logprobs(theirs, prompt, tokens)
-        assert len(tokens) == MAX_TOKENS
-        assert (ours - expected).abs().max() < 1e-4
-        best = expected.topk(2, dim=-1)
-        sure = best.values[:, 0] - best.values[:, 1] > 1e-3
-        assert (torch.tensor(tokens) == best.indices[:, 0])[sure].all()
-
-
-@pytest.mark.parametrize(
-    ("architecture", "variant"),
-    [
-        ("Gemma2ForCausalLM", "no soft caps"),
-        ("Gemma3ForCausalLM", "two rotary embeddings"),
-        ("GraniteForCausalLM", "multipliers"),
-        ("Olmo2ForCausalLM", "grouped"),
-        ("OPTForCausalLM", "norms first"),
-    ],
-)
-def test_bfloat16_is_no_further_from_float32_than_transformers(make, architecture, variant):
-    folder, model = make(architecture, variant)
-    theirs = copy.deepcopy(model).bfloat16()
-    exact = copy.deepcopy(theirs).float()
-    errors = [[], []]
-    for prompt, tokens, ours in engine_outputs(folder, dtype="bfloat16")[0]:
-        expected = reference_logprobs(exact, prompt, tokens)
-        errors[0].append((ours - expected).square().mean())
-        errors[1].append((reference_logprobs(theirs, prompt, tokens) - expected).square().mean())
-    ours_rms, theirs_rms = (torch.stack(e).mean().sqrt() for e in errors)
-    assert ours_rms <= 1.5 * theirs_rms
-
-
 def edited(folder, tmp_path, change, **config_changes):
     """A copy of a checkpoint with other weights (`change` maps the tensors) and config; a value of None takes a key out."""
     values = json.loads((folder / "config.json").read_text()) | config_changes
@@ -143,18 +71,6 @@ def edited(folder, tmp_path, change, **config_changes):
     tensors = change(load_file(folder / "model.safetensors"))
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     return tmp_path
-
-
-@pytest.mark.parametrize(("architecture", "variant"), FIRST_CASES)
-def test_missing_and_unexpected_weights_are_named(make, tmp_path, architecture, variant):
-    def change(tensors):
-        layer = next(name for name in tensors if ".1." in name and name.endswith("weight"))
-        return {name.replace(".1.", ".7.") if name == layer else name: tensor for name, tensor in tensors.items()}
-
-    folder = edited(make(architecture, variant)[0], tmp_path, change)
-    message = rf"^{architecture} cannot take .* 1 missing: \S*\.1\.\S*weight; 1 unexpected: \S*\.7\.\S*weight\.$"
-    with pytest.raises(CheckpointError, match=message):
-        load(our_class(architecture), folder)
 
 
 def as_older_gpt2(tensors):
