@@ -8,7 +8,10 @@ VOCAB_SIZE = 32000
 
 
 def make_llama_160m(folder: Path) -> Path:
-    """A Llama of 153 M random parameters in bf16, with a byte-level tokenizer. Needs torch, transformers and tokenizers."""
+    """A Llama of 153 M random parameters in bf16. Its tokens are the bytes, and words that tell their ids: " w260", " w261", ...
+
+    Needs torch, transformers and tokenizers.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -33,7 +36,9 @@ def make_llama_160m(folder: Path) -> Path:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i + 4 for i, c in enumerate(alphabet)}, merges=[]))
+    # A space is written as G with a dot above.
+    words = [f"\u0120w{i}" for i in range(4 + len(alphabet), VOCAB_SIZE)]
+    tokenizer = Tokenizer(models.BPE(vocab={token: i + 4 for i, token in enumerate([*alphabet, *words])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_toolkit.testing import make_checkpoint
+from llm_toolkit.events import Event, LoadEvent, RequestEvent, StepEvent
+from llm_toolkit.outputs import RequestOutput
+from llm_toolkit.plugin import hookimpl
+from llm_toolkit.testing import assert_same_logits, assert_same_tokens, make_checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +47,97 @@ def make_llama(tmp_path_factory):
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_windowed(tmp_path_factory):
+    """A function () -> (folder, transformers model in eval mode) of a Gemma 3 whose layers have a window of 12 tokens, but for one."""
+    made: list[tuple[Path, Any]] = []
+
+    def make() -> tuple[Path, Any]:
+        import torch
+        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+        if not made:
+            config = Gemma3TextConfig(
+                vocab_size=272,
+                hidden_size=64,
+                intermediate_size=96,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                max_position_embeddings=256,
+                sliding_window=12,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+                bos_token_id=0,
+                eos_token_id=1,
+                pad_token_id=2,
+                initializer_range=0.2,
+                dtype="float32",
+            )
+            torch.manual_seed(0)
+            model = Gemma3ForCausalLM(config).eval()
+            made.append((make_checkpoint(tmp_path_factory.mktemp("windowed"), model), model))
+        return made[0]
+
+    return make
+
+
+class Watch:
+    """A plugin that remembers the engine's events."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    @hookimpl
+    def toolkit_event(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def num_tokens(self) -> int:
+        """Computed in all steps so far."""
+        return sum(event.num_tokens for event in self.events if isinstance(event, StepEvent))
+
+    def count(self, kind: str) -> int:
+        """Events in the lives of requests."""
+        return sum(isinstance(event, RequestEvent) and event.kind == kind for event in self.events)
+
+    def most(self, name: str) -> int:
+        """The greatest value of a field of the load."""
+        return max(getattr(event, name) for event in self.events if isinstance(event, LoadEvent))
+
+    def last(self, name: str) -> int:
+        """The last value of a field of the load."""
+        return next(getattr(event, name) for event in reversed(self.events) if isinstance(event, LoadEvent))
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture(scope="session")
+def assert_parity():
+    """A function (transformers model, RequestOutputs): greedy tokens, and logprobs of the whole vocabulary, are the model's own."""
+
+    def check(model: Any, outputs: list[RequestOutput]) -> None:
+        import torch
+
+        for output in outputs:
+            for completion in output.outputs:
+                tokens, prompt = list(completion.token_ids), output.prompt_token_ids
+                with torch.inference_mode():
+                    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+                reference = torch.log_softmax(logits, dim=-1)
+                assert_same_tokens(tokens, reference)
+                for row, entries in enumerate(completion.logprobs or ()):
+                    ours = torch.tensor([[entries[token].logprob for token in range(reference.shape[1])]])
+                    assert_same_logits(ours, reference[row : row + 1])
+
+    return check
 
 
 ROOT = Path(__file__).parents[1]

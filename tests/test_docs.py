@@ -205,7 +205,9 @@ def test_the_tables_of_options_are_current():
 def test_the_flags_in_the_guides_exist():
     options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions)
     known = {o.flag for o in options} | {f"--no-{o.flag[2:]}" for o in options if o.is_flag} | {f"--{flag}" for flag in SAMPLING_FLAGS}
-    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--out"}
+    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out"}
+    # Those of `toolkit bench startup`, and of the scripts in benchmarks/.
+    known |= {"--runs", "--ways", "--states", "--minutes", "--python"}
     for page in [*GUIDES, *DOCS.glob("hooks/*.md")]:
         lines = [line for line in read(page).splitlines() if not line.lstrip().startswith(("pip ", "curl "))]
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines))) <= known, name(page)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from itertools import count
 
 import pytest
 import torch
-from llm_toolkit import LLM, AsyncLLM, LLMEngine, SamplingParams, VllmConfig
+from llm_toolkit import LLM, LLMEngine, SamplingParams
 from llm_toolkit.errors import (
     CapacityError,
     CheckpointError,
@@ -43,7 +40,7 @@ def llm(folder):
 
 
 def used_blocks(llm: LLM) -> int:
-    return llm.engine.core.scheduler.blocks.pool.num_used
+    return llm.engine.client.core.scheduler.blocks.pool.num_used
 
 
 class TestGenerate:
@@ -65,7 +62,7 @@ class TestGenerate:
 
     def test_n_computes_the_prompt_once(self, llm, monkeypatch):
         tokens = []
-        runner = llm.engine.core.executor.runner
+        runner = llm.engine.client.core.executor.runner
         execute = runner.execute
         monkeypatch.setattr(runner, "execute", lambda plan: (tokens.append(plan.num_tokens), execute(plan))[1])
         params = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=6, ignore_eos=True)
@@ -156,7 +153,7 @@ class TestGenerate:
         assert [o.request_id for o in _drain(llm.engine)] == ["mine"]
 
     def test_an_interrupted_step_leaves_nothing_behind(self, llm, monkeypatch):
-        runner = llm.engine.core.executor.runner
+        runner = llm.engine.client.core.executor.runner
         expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         for method in ("execute", "_forward", "_sample"):
             calls = count()
@@ -176,7 +173,7 @@ class TestGenerate:
 
     def test_an_interrupted_loop_goes_on(self, llm, monkeypatch):
         """With requests added by hand the step is taken again, and the answers are the same."""
-        runner = llm.engine.core.executor.runner
+        runner = llm.engine.client.core.executor.runner
         expected = [o.outputs[0].token_ids for o in llm.generate(["abc", "de"], GREEDY, use_tqdm=False)]
         for name, prompt in (("0", "abc"), ("1", "de")):
             llm.engine.add_request(name, prompt, GREEDY)
@@ -348,7 +345,7 @@ class TestBadRequests:
         assert used_blocks(llm) == 0
 
     def test_nan_logits_fail_one_request(self, llm, monkeypatch):
-        model = llm.engine.core.executor.runner.model
+        model = llm.engine.client.core.executor.runner.model
         compute = model.compute_logits
 
         def poisoned(hidden):
@@ -432,7 +429,7 @@ class TestBadStart:
 
         expected = llm.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
         with LLM(folder, plugins=[Picky()], **SMALL) as other:
-            assert [group.backend for group in other.engine.core.kv_cache.groups] == ["picky", "sdpa"]
+            assert [group.backend for group in other.engine.client.core.kv_cache.groups] == ["picky", "sdpa"]
             assert other.generate("abc", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == expected
 
     def test_use_after_shutdown(self, folder):
@@ -523,233 +520,3 @@ class TestBadStart:
         (copy / "model.safetensors").unlink()
         with pytest.raises(CheckpointError, match="safetensors"):
             LLM(str(copy), **SMALL)
-
-
-class TestAsync:
-    def run(self, folder, body):
-        async def main():
-            async with AsyncLLM(VllmConfig.make(model=folder, **SMALL)) as engine:
-                return await asyncio.wait_for(body(engine), 60)
-
-        return asyncio.run(main())
-
-    def test_equal_to_offline(self, folder, llm):
-        prompts = ["abc", "defg", "h"]
-        offline = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
-
-        async def one(engine, prompt):
-            async for output in engine.generate(prompt, GREEDY):
-                last = output
-            assert last.finished
-            return last.outputs[0].token_ids
-
-        async def body(engine):
-            return await asyncio.gather(*(one(engine, p) for p in prompts))
-
-        assert self.run(folder, body) == offline
-
-    def test_leaving_frees_blocks_and_others_go_on(self, folder):
-        long = GREEDY.replace(max_tokens=100)
-
-        async def body(engine):
-            async def leave():
-                stream = engine.generate("abc", long)
-                async for _ in stream:
-                    break
-                await stream.aclose()
-
-            async def stay():
-                async for output in engine.generate("abc", long):
-                    last = output
-                return len(last.outputs[0].token_ids)
-
-            stayed, *_ = await asyncio.gather(stay(), leave(), leave())
-            assert stayed == 100
-            for _ in range(100):
-                if engine.engine.core.scheduler.blocks.pool.num_used == 0:
-                    return
-                await asyncio.sleep(0.05)
-            raise AssertionError("blocks leak")
-
-        self.run(folder, body)
-
-    def test_cancelled_caller(self, folder):
-        async def body(engine):
-            async def consume():
-                async for _ in engine.generate("abc", GREEDY.replace(max_tokens=120)):
-                    pass
-
-            task = asyncio.create_task(consume())
-            await asyncio.sleep(0.05)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            for _ in range(100):
-                if not engine.engine.has_unfinished_requests():
-                    return
-                await asyncio.sleep(0.05)
-            raise AssertionError("the request goes on")
-
-        self.run(folder, body)
-
-    def test_bad_request_raises_and_spares_others(self, folder):
-        async def body(engine):
-            async def good():
-                async for output in engine.generate("abc", GREEDY):
-                    last = output
-                return last
-
-            async def bad(prompt):
-                with pytest.raises(RequestError):
-                    async for _ in engine.generate(prompt, GREEDY):
-                        pass
-
-            outputs = await asyncio.gather(good(), good(), *(bad(p) for p, _ in BAD_PROMPTS.values()))
-            assert [len(o.outputs[0].token_ids) for o in outputs[:2]] == [12, 12]
-
-        self.run(folder, body)
-
-    def test_abort_by_id(self, folder):
-        async def body(engine):
-            async for output in engine.generate("abc", GREEDY.replace(max_tokens=120), request_id="mine"):
-                await engine.abort("mine")
-                last = output
-            assert last.outputs[0].finish_reason == "abort"
-
-        self.run(folder, body)
-
-    def test_a_dead_engine_says_why(self, folder):
-        async def body(engine):
-            def broken(plan):
-                raise MemoryError("out of blocks of wood")
-
-            engine.engine.core.executor.runner.execute = broken
-            with pytest.raises(EngineDeadError, match="out of blocks of wood") as caught:
-                async for _ in engine.generate("abc", GREEDY):
-                    pass
-            assert isinstance(caught.value.__cause__, MemoryError) and isinstance(engine.error, MemoryError)
-            with pytest.raises(EngineDeadError, match="out of blocks of wood"):
-                async for _ in engine.generate("abc", GREEDY):
-                    pass
-
-        self.run(folder, body)
-
-    def test_two_engines_in_one_process(self, folder):
-        async def main():
-            config = VllmConfig.make(model=folder, **SMALL)
-            async with AsyncLLM(config) as one, AsyncLLM(config) as two:
-
-                async def ask(engine):
-                    async for output in engine.generate("abc", GREEDY):
-                        last = output
-                    return last.outputs[0].token_ids
-
-                return await asyncio.gather(ask(one), ask(two), ask(one), ask(two))
-
-        results = asyncio.run(main())
-        assert all(r == results[0] for r in results)
-
-    def test_a_bad_id_or_priority_harms_nobody(self, folder):
-        async def body(engine):
-            async def good():
-                async for output in engine.generate("abc", GREEDY.replace(max_tokens=60)):
-                    last = output
-                return last
-
-            async def bad(**options):
-                with pytest.raises(RequestError):
-                    async for _ in engine.generate("abc", GREEDY, **options):
-                        pass
-
-            output, *_ = await asyncio.gather(good(), bad(request_id=["a"]), bad(priority="high"), bad(priority=float("nan")))
-            assert len(output.outputs[0].token_ids) == 60
-
-        self.run(folder, body)
-
-    def test_a_failing_submit_is_its_callers(self, folder, monkeypatch):
-        async def body(engine):
-            def broken(*args, **kwargs):
-                raise KeyError("no stream")
-
-            monkeypatch.setattr(engine.renderer, "decode_stream", broken)
-            with pytest.raises(KeyError):
-                async for _ in engine.generate("abc", GREEDY):
-                    pass
-            monkeypatch.undo()
-            async for output in engine.generate("abc", GREEDY):
-                last = output
-            assert len(last.outputs[0].token_ids) == 12
-
-        self.run(folder, body)
-
-    def test_an_abort_during_rendering_counts(self, folder, monkeypatch):
-        async def body(engine):
-            started, render = threading.Event(), engine.renderer.render_prompt
-
-            def slow(*args, **kwargs):
-                started.set()
-                time.sleep(0.2)
-                return render(*args, **kwargs)
-
-            monkeypatch.setattr(engine.renderer, "render_prompt", slow)
-
-            async def consume():
-                async for output in engine.generate("abc", GREEDY.replace(max_tokens=100), request_id="mine"):
-                    last = output
-                return last
-
-            task = asyncio.create_task(consume())
-            await asyncio.to_thread(started.wait)
-            await engine.abort("mine")
-            assert (await task).outputs[0].finish_reason == "abort"
-
-        self.run(folder, body)
-
-    def test_an_id_in_use_is_refused(self, folder):
-        async def body(engine):
-            async def consume():
-                async for output in engine.generate("abc", GREEDY, request_id="same"):
-                    last = output
-                return len(last.outputs[0].token_ids)
-
-            results = await asyncio.gather(consume(), consume(), return_exceptions=True)
-            assert 12 in results
-            assert any(isinstance(r, RequestError) and "in use" in str(r) for r in results)
-
-        self.run(folder, body)
-
-    def test_everybody_is_answered_at_shutdown(self, folder):
-        async def main():
-            engine = AsyncLLM(VllmConfig.make(model=folder, **SMALL))
-            execute = engine.engine.core.executor.runner.execute
-
-            def slow(plan):
-                time.sleep(0.1)
-                return execute(plan)
-
-            engine.engine.core.executor.runner.execute = slow
-
-            async def consume():
-                async for _ in engine.generate("abc", GREEDY.replace(max_tokens=100)):
-                    pass
-
-            tasks = [asyncio.create_task(consume()) for _ in range(3)]
-            await asyncio.sleep(0.3)
-            closing = [asyncio.create_task(engine.shutdown()) for _ in range(2)]
-            tasks += [asyncio.create_task(consume()) for _ in range(3)]
-            results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
-            assert all(isinstance(r, EngineDeadError) for r in results)
-            await asyncio.gather(*closing)
-
-        asyncio.run(main())
-
-    def test_after_shutdown(self, folder):
-        async def main():
-            engine = AsyncLLM(VllmConfig.make(model=folder, **SMALL))
-            await engine.shutdown()
-            await engine.shutdown()
-            with pytest.raises(EngineDeadError, match="shut down"):
-                async for _ in engine.generate("abc", GREEDY):
-                    pass
-
-        asyncio.run(main())

@@ -12,7 +12,22 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parent / "plugins"
-SHIPPED = ["core", "decoder", "moe", "renderer_hf", "sampling_extra", "sdpa", "server", "tiny", "transformers"]
+SHIPPED = [
+    "bench",
+    "core",
+    "decoder",
+    "encoder",
+    "moe",
+    "opentelemetry",
+    "pooling_adapters",
+    "renderer_hf",
+    "reward",
+    "sampling_extra",
+    "sdpa",
+    "server",
+    "tiny",
+    "transformers",
+]
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,7 @@ def test_n_sequences_each_have_their_mirostat(llm, work):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_prompt_logprobs_are_those_of_transformers(llm, llama, counter, work, n, monkeypatch):
-    model, runner = llama[1], llm.engine.core.executor.runner
+    model, runner = llama[1], llm.engine.client.core.executor.runner
     rows, compute = [], runner.model.compute_logits
     monkeypatch.setattr(runner.model, "compute_logits", lambda hidden: (rows.append(len(hidden)), compute(hidden))[1])
     params = SamplingParams(n=n, temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, prompt_logprobs=3)

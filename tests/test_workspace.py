@@ -47,7 +47,8 @@ def test_distribution_is_well_formed(folder):
 
 
 def test_the_meta_distribution_depends_on_all():
-    needed = {re.match(r"[\w-]+", d).group() for d in project(ROOT)["dependencies"]}
+    extras = project(ROOT)["optional-dependencies"]
+    needed = {re.match(r"[\w-]+", d).group() for d in [*project(ROOT)["dependencies"], *(d for extra in extras.values() for d in extra)]}
     assert needed == {project(folder)["name"] for folder in FOLDERS}
 
 

@@ -5,9 +5,9 @@ The public names are resolved when they are used: importing this package imports
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from llm_toolkit._lazy import resolver
 from llm_toolkit._version import __version__
 
 if TYPE_CHECKING:
@@ -19,16 +19,12 @@ if TYPE_CHECKING:
     from llm_toolkit.prompts import TextPrompt, TokensPrompt
 
 _HOMES = {
-    "LLM": "llm_toolkit.llm",
-    "AsyncLLM": "llm_toolkit.engine",
-    "LLMEngine": "llm_toolkit.engine",
-    "VllmConfig": "llm_toolkit.config",
-    "SamplingParams": "llm_toolkit.params",
-    "TextPrompt": "llm_toolkit.prompts",
-    "TokensPrompt": "llm_toolkit.prompts",
-    "CompletionOutput": "llm_toolkit.outputs",
-    "Logprob": "llm_toolkit.outputs",
-    "RequestOutput": "llm_toolkit.outputs",
+    "llm": ("LLM",),
+    "engine": ("AsyncLLM", "LLMEngine"),
+    "config": ("VllmConfig",),
+    "params": ("SamplingParams",),
+    "prompts": ("TextPrompt", "TokensPrompt"),
+    "outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
 }
 
 __all__ = [
@@ -46,10 +42,11 @@ __all__ = [
 ]
 
 
+_resolve = resolver(__name__, _HOMES)
+
+
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'llm_toolkit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return _resolve(name)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,8 @@ ToolkitError
 ├── UnsupportedError                a combination that no registered component can run
 ├── CapacityError                   not enough memory for what was asked
 ├── RequestError (ValueError)       one request; the others go on
-│   └── ContextLengthError          its prompt does not fit in max_model_len
+│   ├── ContextLengthError          its prompt does not fit in max_model_len
+│   └── QueueFullError              too many requests wait; `retry_after` says when to come again
 └── EngineDeadError                 the engine has stopped; `__cause__` says why
 """
 
@@ -51,6 +52,14 @@ class RequestError(ToolkitError, ValueError):
 
 class ContextLengthError(RequestError):
     """A request's prompt does not fit in max_model_len."""
+
+
+class QueueFullError(RequestError):
+    """Too many requests, or too many tokens, wait for a place in the batch. `retry_after` is in seconds, a guess."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class EngineDeadError(ToolkitError):

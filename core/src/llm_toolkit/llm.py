@@ -12,6 +12,7 @@ from typing import Any
 from llm_toolkit.config import VllmConfig, load_options
 from llm_toolkit.engine import LLMEngine, PreparedRequest
 from llm_toolkit.errors import ConfigError, RequestError, ToolkitError
+from llm_toolkit.llm_pooling import PoolingFace
 from llm_toolkit.outputs import RequestOutput
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.plugin import Plugins
@@ -21,7 +22,7 @@ Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests)."""
 
 
-class LLM:
+class LLM(PoolingFace):
     """Generates for whole lists of prompts.
 
     llm = LLM(model="tiny")
@@ -37,7 +38,9 @@ class LLM:
         plugins: Plugins | Sequence[object] | Sequence[str] = (),
         **options: Any,
     ) -> None:
-        """Loads a model, in this process. `options` are those of VllmConfig, by name; LLM_TOOLKIT_* variables give the others.
+        """Loads a model: in this process, unless the option `engine_process` is True.
+
+        `options` are those of VllmConfig, by name; LLM_TOOLKIT_* variables give the others.
 
         `config` takes the place of all of these. `plugins` are names of installed plugins to load, or plugin objects from code, or loaded
         Plugins. Raises ToolkitError.
@@ -110,7 +113,7 @@ class LLM:
     def _next_id(self) -> str:
         return f"llm-{next(self._ids)}"
 
-    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[RequestOutput]:
+    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]:
         if progress is None and use_tqdm and prepared:
             return self._run_with_bar(prepared)
         ids = [p.message.request_id for p in prepared]
@@ -123,10 +126,11 @@ class LLM:
                 return self._drain(ids, progress)
             finally:
                 # An interrupt in the middle must not leave requests behind for the next call.
-                self.engine.abort(ids)
+                if self.engine.abort(ids):
+                    self.engine.advance(timeout=0)
 
-    def _drain(self, ids: list[str], progress: Progress | None) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
+    def _drain(self, ids: list[str], progress: Progress | None) -> list[Any]:
+        done: dict[str, Any] = {}
         while len(done) < len(ids):
             for state in self.engine.advance():
                 if state.finished:
@@ -135,13 +139,18 @@ class LLM:
                         progress(len(done), len(ids))
         return [done[request_id] for request_id in ids]
 
-    def _run_with_bar(self, prepared: list[PreparedRequest]) -> list[RequestOutput]:
+    def _run_with_bar(self, prepared: list[PreparedRequest]) -> list[Any]:
         from rich.console import Console
         from rich.progress import Progress as Bar
 
         with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task("Processed prompts", total=len(prepared))
             return self._run(prepared, False, lambda done, total: bar.update(task, completed=done))
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached of prompts that were seen before."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Releases the model and its memory."""

@@ -1,17 +1,35 @@
 """Everything that crosses a process boundary: msgspec structs, never pickle.
 
-front → engine: EngineRequest, abort ids. engine → front: EngineOutput. engine → worker: StepPlan. worker → engine: StepResult.
+front → engine: EngineRequest, abort ids. engine → front: EngineOutputs. engine → worker: StepPlan. worker → engine: StepResult.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 from msgspec import Struct, field
 
-from llm_toolkit.params import SamplingParams
+from llm_toolkit.events import Event
+from llm_toolkit.params import FinishReason, SamplingParams
+from llm_toolkit.pooling_params import PoolingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+
+class PoolingRules(Struct, frozen=True):
+    """What a model allows the scheduler to do with a task's prompts."""
+
+    chunkable: bool
+    """They may be computed in several steps."""
+    reads_prefix_cache: bool
+    """They may begin after a cached prefix."""
+    size: int | None
+    """Of the last axis of its results; None: not known."""
+
+
+class Array(Struct, frozen=True):
+    """A tensor on its way between processes: C order, little-endian."""
+
+    dtype: str
+    """numpy's name of it, such as "float32"."""
+    shape: list[int]
+    data: bytes
 
 
 class TokenizedWords(Struct, kw_only=True, frozen=True):
@@ -35,6 +53,16 @@ class EngineRequest(Struct, kw_only=True):
     """Smaller is served first, under the policy 'priority'."""
     arrival_time: float = 0.0
     """time.monotonic() of the front."""
+    deadline: float | None = None
+    """time.monotonic() at which it ends with "timeout", wherever it is."""
+    cache_salt: str | None = None
+    """Only requests of the same salt share cached prefixes."""
+    context: dict[str, str] = field(default_factory=dict)
+    """For events: what the caller attached."""
+    pooling: PoolingParams | None = None
+    """Set: the prompt is pooled, and no token is drawn; `params` has no meaning."""
+    second_text_start: int | None = None
+    """Of a pair of texts: the position of the first token of the second (token type 1, where the model has types)."""
 
 
 class TokenLogprobs(Struct):
@@ -48,6 +76,13 @@ class TokenLogprobs(Struct):
     logprobs: list[float]
     rank: int
     """Rank of the token, 1 for the likeliest."""
+
+
+class Candidates(Struct):
+    """The likeliest next tokens of one sequence, in order. Log probabilities are those of the tokens that the request allows."""
+
+    token_ids: list[int]
+    logprobs: list[float]
 
 
 class EngineOutput(Struct, kw_only=True):
@@ -66,8 +101,26 @@ class EngineOutput(Struct, kw_only=True):
     """The token that ended the sequence, when one of params.stop_token_ids did."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were found in the cache."""
+    cumulative_logprob: float | None = None
+    """Of a sequence that a beam search has found: it comes whole."""
+    score: float | None = None
+    """What the beam search ranks it by."""
     error: str | None = None
     """What went wrong, when finish_reason is "error"."""
+    pooled: Array | None = None
+    """A pooling request's result."""
+
+
+class EngineOutputs(Struct, kw_only=True):
+    """What one step, or one call between steps, gave."""
+
+    time: float
+    """time.monotonic() at which the engine gave it."""
+    outputs: list[EngineOutput] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    """Requests that left the queue for the batch, for the first time."""
+    events: list[Event] = field(default_factory=list)
+    """In order; empty when nobody listens."""
 
 
 class NewSequence(Struct, kw_only=True):
@@ -90,6 +143,10 @@ class NewSequence(Struct, kw_only=True):
     """Where the sequence's last draw left mirostat; None before the first."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log probabilities were returned before: they are not computed again."""
+    pooling: PoolingParams | None = None
+    second_text_start: int | None = None
+    num_candidates: int = 0
+    """Of a beam: how many of the likeliest tokens are returned where others draw one."""
 
 
 class ScheduledSequence(Struct):
@@ -101,7 +158,7 @@ class ScheduledSequence(Struct):
     new_blocks: list[list[int]]
     """Per KV group, block ids to append to the table; for a NewSequence of the same plan these are in its block_tables already."""
     samples: bool
-    """True when the last of these tokens is the sequence's last: a next token is drawn."""
+    """True when the last of these tokens is the sequence's last: a next token is drawn, or a beam search's candidates are returned."""
 
 
 class BlockCopy(Struct):
@@ -128,6 +185,10 @@ class StepPlan(Struct, kw_only=True):
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     """Sequences that the runner forgets first: finished, aborted or preempted."""
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    """From the device's pool (source) to the host's (target), before anything else is written."""
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    """From the host's pool (source) to the device's (target), next."""
     copies: list[BlockCopy] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
 
@@ -140,12 +201,16 @@ class StepResult(Struct, kw_only=True):
     """What came of a step, in the order of `plan.scheduled`."""
 
     token_ids: list[list[int]]
-    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, one for a decode."""
+    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, nor for a beam, one for a decode."""
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """Per row; empty when no row asked for any."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for them."""
     mirostat_mu: dict[int, float] = field(default_factory=dict)
     """By seq_id, what NewSequence is to bring back after a preemption."""
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    """By seq_id, of the rows of beam searches. They draw no token."""
+    pooled: dict[int, Array] = field(default_factory=dict)
+    """By seq_id, of the pooling sequences whose last token was computed."""
     errors: dict[int, str] = field(default_factory=dict)
     """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others go on."""

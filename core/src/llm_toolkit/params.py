@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from llm_toolkit.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+"""Why a sequence ended: "abort" by its caller, "timeout" by its request's deadline, "error" with a message."""
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
@@ -32,11 +35,42 @@ _RANGES: dict[str, tuple[float, float]] = {
     "dry_multiplier": (0, 1000),
     "dry_base": (1, 100),
     "mirostat_eta": (0, 1),
+    "length_penalty": (-10, 10),
 }
 _POSITIVE: dict[str, float] = {"top_p": 1, "typical_p": 1, "repetition_penalty": 1000, "mirostat_tau": 100}
 """Above 0, and at most this."""
-_INTEGERS = ("n", "top_k", "max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "dry_allowed_length")
-_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "mirostat_tau")
+_INTEGERS = (
+    "n",
+    "best_of",
+    "beam_width",
+    "top_k",
+    "max_tokens",
+    "min_tokens",
+    "seed",
+    "logprobs",
+    "prompt_logprobs",
+    "dry_allowed_length",
+)
+_OPTIONAL = ("best_of", "beam_width", "max_tokens", "seed", "logprobs", "prompt_logprobs", "mirostat_tau")
+_BEAM_ONLY = ("beam_width", "length_penalty", "early_stopping")
+_WITH_BEAMS = frozenset(
+    (
+        *_BEAM_ONLY,
+        "use_beam_search",
+        "n",
+        "best_of",
+        "bad_words",
+        "allowed_token_ids",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "max_tokens",
+        "min_tokens",
+        "detokenize",
+        "skip_special_tokens",
+    )
+)
+"""The parameters that mean something in a beam search. The others say how a token is drawn, and none is."""
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -47,6 +81,17 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     n: int = 1
     """Sequences per prompt; the prompt is computed once."""
+    best_of: int | None = None
+    """Sequences that are computed, of which the n with the highest log probability per token are returned. None: n."""
+    use_beam_search: bool = False
+    """Search for the n likeliest sequences, as transformers' beam search does. Parameters that say how tokens are drawn are refused."""
+    beam_width: int | None = None
+    """Sequences that a beam search goes on with at each token; at least 2. None: best_of, or n."""
+    length_penalty: float = 1.0
+    """A beam search ranks by log probability / length ** length_penalty: above 0 favors long sequences, below 0 short ones."""
+    early_stopping: bool | Literal["never"] = False
+    """When a beam search that has beam_width ended sequences is over. True: at once. False: when the likeliest beam, had it ended now,
+    would not be among them. "never": when no beam could come to be among them."""
     temperature: float = 1.0
     """0 is greedy. Logits are divided by it."""
     top_p: float = 1.0
@@ -129,6 +174,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         self._check_words()
         self._check_token_ids()
         self._check_processors()
+        self._check_best_of()
+        self._check_beams()
 
     def _check_types(self) -> None:
         for name in (*_RANGES, *_POSITIVE):
@@ -139,7 +186,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             integer = (value is None and name in _OPTIONAL) or (type(value) is int and abs(value) < 2**63)
             _require(integer, name, "an integer of at most 64 bits", value)
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
+        for name in ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             _require(type(getattr(self, name)) is bool, name, "true or false", getattr(self, name))
 
     def _check_stops(self) -> None:
@@ -188,6 +235,50 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         _require(len(entries) <= MAX_LOGITS_PROCESSORS, "logits_processors", f"at most {MAX_LOGITS_PROCESSORS} processors", len(entries))
         ok = all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in entries.items())
         _require(ok, "logits_processors", wanted, given)
+
+    def _check_best_of(self) -> None:
+        _require(self.best_of is None or self.best_of >= self.n, "best_of", f"at least n ({self.n})", self.best_of)
+
+    def _check_beams(self) -> None:
+        early = self.early_stopping
+        _require(type(early) is bool or early == "never", "early_stopping", 'true, false or "never"', early)
+        defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
+        if not self.use_beam_search:
+            for name in _BEAM_ONLY:
+                if getattr(self, name) != defaults[name]:
+                    raise RequestError(f"{name} means something with use_beam_search only.", name)
+            return
+        param, width = self.widest
+        _require(width >= 2, "beam_width", "at least 2 (a search of width 1 is temperature 0)", width)
+        _require(width >= self.n, param, f"at least n ({self.n})", width)
+        _require(self.best_of in (None, width), "best_of", f"unset, or beam_width ({width})", self.best_of)
+        off: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (-1,)}
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name not in _WITH_BEAMS and value != defaults[name] and value not in ([], {}) and value not in off.get(name, ()):
+                raise RequestError(f"{name} means nothing with use_beam_search, which draws no tokens.", name)
+
+    @property
+    def widest(self) -> tuple[str, int]:
+        """The sequences that are computed at a time, and the parameter that says so."""
+        if self.use_beam_search and self.beam_width is not None:
+            return "beam_width", self.beam_width
+        return ("n", self.n) if self.best_of is None or self.best_of == self.n else ("best_of", self.best_of)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed at a time: n of them are returned."""
+        return self.widest[1]
+
+    @property
+    def num_outputs(self) -> int:
+        """Sequences that the engine gives: all those of best_of, for the front to choose from; of a search the n that it has found."""
+        return self.n if self.use_beam_search else self.num_sequences
+
+    @property
+    def ranks(self) -> bool:
+        """The best of several sequences are wanted: there is nothing to return before all have ended."""
+        return self.use_beam_search or self.num_sequences > self.n
 
     @property
     def stop_texts(self) -> list[str]:

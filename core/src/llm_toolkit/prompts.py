@@ -24,6 +24,9 @@ class TokensPrompt(TypedDict):
 Prompt = str | TextPrompt | TokensPrompt
 """What `LLM.generate` takes."""
 
+TextPair = tuple[str, str]
+"""Two texts that a pooling model reads together: a query and a document."""
+
 Message = Mapping[str, Any]
 """One message of a conversation, in OpenAI's shape: role, content, and what the chat template reads besides."""
 

@@ -25,6 +25,31 @@ BAD = {
     "allowed_token_ids": [[], [-1], [1.0], "1", [2**31], {1: 2}],
     "prompt_logprobs": [-1, 1.5, True, 2**64],
     "logits_processors": [["a"], {"a": 1}, {1: {}}, {str(i): {} for i in range(17)}],
+    "best_of": [0, 1.5, True, "2"],
+    "use_beam_search": [1, None, "true"],
+    # These mean nothing without a search, whatever their value.
+    "beam_width": [1, 4, 1.5, True],
+    "length_penalty": [10.5, -11, 2.0, None, float("nan")],
+    "early_stopping": [1, None, "always", "never", True],
+}
+DRAWS = {
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "typical_p": 0.9,
+    "xtc_probability": 0.5,
+    "mirostat_tau": 3.0,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "dry_multiplier": 0.5,
+    "logit_bias": {5: 1.0},
+    "logits_processors": {"no_repeat_ngram": {"size": 3}},
+    "seed": 0,
+    "stop": "a",
+    "logprobs": 0,
+    "prompt_logprobs": 0,
 }
 
 
@@ -35,6 +60,45 @@ def test_a_value_out_of_range_names_its_parameter(name, value):
     assert error.value.param == name and len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_beam_search_refuses_what_says_how_to_draw(name):
+    assert SamplingParams(**{name: DRAWS[name]})
+    with pytest.raises(RequestError, match=f"{name} means nothing with use_beam_search") as error:
+        SamplingParams(use_beam_search=True, n=2, **{name: DRAWS[name]})
+    assert error.value.param == name
+
+
+def test_a_beam_search_takes_what_is_off():
+    SamplingParams(use_beam_search=True, n=2, temperature=0, top_k=-1, top_p=1.0, stop=[], logit_bias={}, presence_penalty=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", r"at least n \(3\)"),
+        ({"use_beam_search": True}, "beam_width", "at least 2"),
+        ({"use_beam_search": True, "beam_width": 1}, "beam_width", "at least 2"),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", r"at least n \(3\)"),
+        ({"use_beam_search": True, "best_of": 3, "beam_width": 4}, "best_of", r"unset, or beam_width \(4\)"),
+    ],
+)
+def test_widths_that_contradict_one_another(fields, param, message):
+    with pytest.raises(RequestError, match=message) as error:
+        SamplingParams(**fields)
+    assert error.value.param == param
+
+
+def test_how_many_sequences_are_computed_and_given():
+    def numbers(**fields):
+        params = SamplingParams(**fields)
+        return params.num_sequences, params.num_outputs, params.ranks
+
+    assert numbers(n=2) == numbers(n=2, best_of=2) == (2, 2, False)
+    assert numbers(n=2, best_of=5) == (5, 5, True)
+    assert numbers(n=2, best_of=5, use_beam_search=True) == numbers(n=2, beam_width=5, use_beam_search=True) == (5, 2, True)
+    assert numbers(n=2, use_beam_search=True) == (2, 2, True)
+
+
 def test_it_crosses_a_process_boundary():
     params = SamplingParams(
         logit_bias={5: -100, 7: 1.5},
@@ -43,5 +107,8 @@ def test_it_crosses_a_process_boundary():
         allowed_token_ids=[1],
         mirostat_tau=5,
         logits_processors={"no_repeat_ngram": {"size": 3}},
+        best_of=3,
     )
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    params = SamplingParams(n=2, use_beam_search=True, early_stopping="never", length_penalty=-1)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params

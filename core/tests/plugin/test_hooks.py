@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.events import StepEvent
+from llm_toolkit.events import RequestEvent, StepEvent
 from llm_toolkit.plugin import Plugins, hookimpl
+from llm_toolkit.renderer import score_prompt
 
 PAGES = Path(__file__).parents[3] / "docs" / "hooks"
 
@@ -70,6 +71,20 @@ def test_toolkit_register_logits_processors(example):
     assert (entry.target, entry.plugin) == ("llm_toolkit_mine.no_echo:NoEcho", example.__name__)
 
 
+def test_toolkit_register_pooling(example):
+    entry = load(example).converters.get("first_token")
+    assert (entry.target, entry.plugin) == ("llm_toolkit_mine.first_token:as_first_token_model", example.__name__)
+
+
+def test_toolkit_register_score_templates(example):
+    templates = load(example).score_templates
+    entry = templates.get("mine")
+    assert (entry.target, entry.architectures) == ("llm_toolkit_mine.score_templates:MINE", ("MineForCausalLM",))
+    shown = types.ModuleType("score_template_example")
+    exec(page_example(PAGES / "toolkit_register_score_templates.md", block=3), shown.__dict__)
+    assert score_prompt(shown.MINE, "q", "d", "Instruct.") == "Instruct.\nQuery: q\nPassage: d\nRelevant:"
+
+
 def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):
     folder = tmp_path / "llm_toolkit_mine" / "checkpoint"
     folder.mkdir(parents=True)
@@ -89,6 +104,27 @@ def test_toolkit_configure(example):
 
 
 def test_toolkit_event(example):
-    event = StepEvent(time=0, duration=1, num_tokens=1)
-    load(example).event(event)
-    assert example.steps == [event]
+    plugins = load(example)
+    plugins.event(StepEvent(time=0, duration=0.25, num_tokens=1))
+    times = {"time": 0, "arrival_time": 0}
+    for tenant, tokens, kind in (("a", 1, "first_token"), ("a", 5, "finished"), ("b", 2, "aborted")):
+        plugins.event(
+            RequestEvent(kind=kind, request_id="1", num_prompt_tokens=3, num_output_tokens=tokens, context={"tenant": tenant}, **times)
+        )
+    assert (example.busy, example.tokens) == ([0.25], {"a": 5, "b": 2})
+
+
+def test_toolkit_watch(example, capsys):
+    first = {"kind": "first_token", "request_id": "1", "num_prompt_tokens": 3, "arrival_time": 0}
+    config = PluginsConfig(plugins=[], plugin_option={example.__name__: {"slow": 1}})
+    plugins = Plugins.load(config, extra=[example])
+    assert not plugins.has_event_listeners
+    for model in ("mine", "yours"):
+        plugins.watch(VllmConfig.make(model=model))
+        assert plugins.has_event_listeners
+        plugins.event(RequestEvent(time=2, **first))
+        plugins.event(RequestEvent(time=0.5, **first))
+        plugins.close()
+        assert not plugins.has_event_listeners
+    plugins.close()
+    assert capsys.readouterr().out == "mine: 1 slow requests\nyours: 1 slow requests\n"

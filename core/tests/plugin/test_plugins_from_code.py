@@ -47,6 +47,25 @@ class Watch(Base):
             raise RuntimeError("cannot count")
 
 
+class Maker(Base):
+    """Makes listeners that note what happens, or fail."""
+
+    @hookimpl
+    def toolkit_watch(self, config, options):
+        assert options is None
+        self.fails("watch")
+        return self.listener
+
+    @property
+    def listener(self):
+        return types.SimpleNamespace(on_event=lambda event: self.fails("event"), close=lambda: self.fails("close"))
+
+    def fails(self, when):
+        self.seen.append(when)
+        if when == self.when:
+            raise RuntimeError(f"cannot {when}")
+
+
 def load(*objects, **config):
     return Plugins.load(PluginsConfig(plugins=[], **config), extra=objects)
 
@@ -181,6 +200,53 @@ def test_events_reach_every_watcher_and_a_failing_one_is_dropped():
         plugins.event(STEP)
     plugins.event(STEP)
     assert (len(good.seen), len(bad.seen)) == (2, 1)
+
+
+def test_what_watches_one_engine_ends_with_it():
+    maker, watch = Maker("maker", seen=[], when=None), Watch("watch", seen=[], fails=False)
+    plugins = load(maker, watch)
+    plugins.event(STEP)
+    plugins.watch(VllmConfig.make())
+    plugins.event(STEP)
+    plugins.close()
+    plugins.event(STEP)
+    plugins.close()
+    assert (maker.seen, len(watch.seen)) == (["watch", "event", "close"], 3)
+
+
+def test_a_plugin_may_have_nothing_to_watch():
+    plugins = load(module_from("from llm_toolkit.plugin import hookimpl\n@hookimpl\ndef toolkit_watch(config): return None"))
+    plugins.watch(VllmConfig.make())
+    assert not plugins.has_event_listeners
+
+
+def test_a_listener_that_fails_is_dropped_and_closed():
+    bad, good = Maker("bad", seen=[], when="event"), Maker("good", seen=[], when=None)
+    plugins = load(bad, good)
+    plugins.watch(VllmConfig.make())
+    with pytest.warns(PluginWarning, match=r"plugin 'bad' .*gets no more events: RuntimeError: cannot event"):
+        plugins.event(STEP)
+    plugins.event(STEP)
+    plugins.close()
+    assert (bad.seen, good.seen) == (["watch", "event", "close"], ["watch", "event", "event", "close"])
+
+
+def test_a_listener_that_cannot_be_closed_is_warned_about():
+    bad, good = Maker("bad", seen=[], when="close"), Maker("good", seen=[], when=None)
+    plugins = load(bad, good)
+    plugins.watch(VllmConfig.make())
+    with pytest.warns(PluginWarning, match=r"plugin 'bad' .*failed to close its event listener: RuntimeError: cannot close"):
+        plugins.close()
+    assert good.seen == ["watch", "close"]
+
+
+def test_a_watch_that_fails_is_fatal_and_leaves_no_listener():
+    good, bad = Maker("good", seen=[], when=None), Maker("bad", seen=[], when="watch")
+    plugins = load(good, bad)
+    with pytest.raises(PluginError, match=r"plugin 'bad' .*failed in toolkit_watch: RuntimeError: cannot watch"):
+        plugins.watch(VllmConfig.make())
+    assert good.seen == ["watch", "close"]
+    assert not plugins.has_event_listeners
 
 
 def test_without_watchers_there_is_nothing_to_do():

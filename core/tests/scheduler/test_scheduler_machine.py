@@ -1,155 +1,169 @@
-"""Random requests, aborts and tiny pools; the invariants are checked after every step."""
+"""Random requests, aborts, deadlines, failures and tiny pools, through EngineCore; the invariants are checked after every step."""
 
 from __future__ import annotations
 
-import numpy as np
+import logging
+from collections import Counter
+from types import SimpleNamespace
+from unittest import mock
+
+from fake_engine import NAN, POISON, FakeCore, kv_cache, next_token
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from llm_toolkit.attention import KVCacheConfig, KVCacheSpec, KVGroup
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import RequestError
-from llm_toolkit.messages import EngineRequest, StepPlan, StepResult
+from llm_toolkit.messages import BlockCopy, EngineRequest
 from llm_toolkit.params import SamplingParams
-from llm_toolkit.runner import PersistentBatch
-from llm_toolkit.scheduler import Scheduler
+from llm_toolkit.scheduler import BlockManager
+from llm_toolkit.scheduler import scheduler as scheduler_module
 from llm_toolkit.scheduler.block_manager import NO_BLOCK
 
-MAX_MODEL_LEN = 16
+MAX_MODEL_LEN = 20
 GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
 """Of KV groups: block size and window."""
+OPENINGS = [[7 * (i + k) % NAN for i in range(MAX_MODEL_LEN)] for k in (0, 0, 1)]
+"""What prompts begin with, so that many share a prefix."""
+
+REQUEST = st.fixed_dictionaries(
+    {
+        "opening": st.sampled_from(OPENINGS),
+        "shared": st.one_of(st.integers(0, 9), st.integers(0, MAX_MODEL_LEN)),
+        "tail": st.lists(st.integers(0, NAN - 1), max_size=4),
+        "bad": st.sampled_from([None] * 20 + [NAN, POISON]),
+        "n": st.sampled_from([1, 1, 2, 4]),
+        "max_tokens": st.one_of(st.none(), st.none(), st.integers(1, 12)),
+        "eos": st.lists(st.integers(0, POISON), max_size=3),
+        "ignore_eos": st.booleans(),
+        "priority": st.integers(-2, 2),
+        "salt": st.sampled_from([None, None, 1]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        "patience": st.sampled_from([None] * 9 + [-1, 3, 9]),
+    }
+)
 
 
-def kv_cache(num_blocks: int, groups: list[tuple[int, int | None]]) -> KVCacheConfig:
-    """Groups as (block size, window)."""
-    specs = [
-        KVCacheSpec(kind="full" if w is None else "window", block_size=size, num_kv_heads=1, head_size=8, dtype="float32", window=w)
-        for size, w in groups
-    ]
-    return KVCacheConfig(num_blocks, [KVGroup(spec, "none", [f"layer{i}"]) for i, spec in enumerate(specs)])
+class CheckedBlocks(BlockManager):
+    """Holds each call to the equations of what it moves and releases."""
 
+    def swap_out(self, request_id, seq_ids) -> list[BlockCopy] | None:
+        # Exactly those whose reference count reaches zero when the request's references go.
+        moved, before = self._unshared(request_id, seq_ids), self._used()
+        copies = super().swap_out(request_id, seq_ids)
+        if copies is None:
+            assert len(moved) > self.host_pool.num_free
+            assert self._used() == before
+        else:
+            assert sorted(copy.source for copy in copies) == sorted(moved)
+            assert len({copy.target for copy in copies}) == len(moved)
+            assert self._used() == (before[0] - len(moved), before[1] + len(moved))
+        return copies
 
-class FakeRunner:
-    """Runs plans on the real PersistentBatch. A cache slot holds the prefix of tokens up to its own position, as a tuple."""
+    def swap_in(self, request_id, seq_ids) -> list[BlockCopy]:
+        hosted = {entry for _, entry in self._entries(request_id, seq_ids) if entry < NO_BLOCK}
+        needed, before = self.num_swapped(request_id, seq_ids), self._used()
+        copies = super().swap_in(request_id, seq_ids)
+        assert len(copies) == needed == len(hosted)
+        assert self._used() == (before[0] + len(hosted), before[1] - len(hosted))
+        assert all(entry >= NO_BLOCK for _, entry in self._entries(request_id, seq_ids))
+        return copies
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, groups: list[tuple[int, int | None]], num_blocks: int, vocab: int = 50):
-        self.batch = PersistentBatch(max_num_seqs, max_model_len, [size for size, _ in groups])
-        self.windows = [window for _, window in groups]
-        # Groups of one block size share their memory.
-        memory = {size: [[None] * size for _ in range(num_blocks)] for size, _ in groups}
-        self.caches = [memory[size] for size, _ in groups]
-        self.tokens: dict[int, list[int]] = {}
-        self.vocab = vocab
-        self.num_computed = 0
+    def free(self, seq_id) -> None:
+        entries = [entry for table in self._tables.get(seq_id, []) for entry in table if entry != NO_BLOCK]
+        last = [entry for entry in entries if self._owners(entry) == 1]
+        before = self._used()
+        super().free(seq_id)
+        assert self._used() == (before[0] - sum(e >= 0 for e in last), before[1] - sum(e < 0 for e in last))
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.batch.apply(plan)
-        for seq_id in plan.dropped:
-            del self.tokens[seq_id]
-        for copy in plan.copies:
-            self.caches[copy.group][copy.target] = list(self.caches[copy.group][copy.source])
-        for new in plan.new:
-            self.tokens[new.seq_id] = list(new.token_ids)
-        if not plan.scheduled:
-            return StepResult(token_ids=[])
-        inputs = self.batch.inputs(plan)
-        self.num_computed += int(inputs.query_start[-1])
-        self._write(plan, inputs)
-        self._check_reads(plan, inputs)
-        drawn = [[self.next_token(self.tokens[s.seq_id])] if s.samples else [] for s in plan.scheduled]
-        for scheduled, tokens in zip(plan.scheduled, drawn, strict=True):
-            self.tokens[scheduled.seq_id] += tokens
-        rows = inputs.rows[inputs.sampling]
-        self.batch.append_tokens(rows, [drawn[i][0] for i in inputs.sampling])
-        return StepResult(token_ids=drawn)
+    def _unshared(self, request_id, seq_ids) -> list[int]:
+        counts = Counter(entry for _, entry in self._entries(request_id, seq_ids) if entry >= 0)
+        return [block for block, count in counts.items() if self.pool.ref_counts[block] - count == 0]
 
-    def next_token(self, tokens: list[int]) -> int:
-        """Greedy: a function of the whole prefix."""
-        return hash(tuple(tokens)) % self.vocab
-
-    def _write(self, plan: StepPlan, inputs) -> None:
-        for r, scheduled in enumerate(plan.scheduled):
-            tokens = self.tokens[scheduled.seq_id]
-            for t in range(inputs.query_start[r], inputs.query_start[r + 1]):
-                position = int(inputs.positions[t])
-                assert inputs.input_ids[t] == tokens[position]
-                for group, size in enumerate(self.batch.block_sizes):
-                    block, offset = divmod(int(inputs.slot_mappings[group][t]), size)
-                    self.caches[group][block][offset] = (group, *tokens[: position + 1])
-
-    def _check_reads(self, plan: StepPlan, inputs) -> None:
-        for r, scheduled in enumerate(plan.scheduled):
-            tokens, first = self.tokens[scheduled.seq_id], int(inputs.positions[inputs.query_start[r]])
-            assert inputs.seq_lens[r] == inputs.positions[inputs.query_start[r + 1] - 1] + 1
-            for group, size in enumerate(self.batch.block_sizes):
-                table = inputs.block_tables[group][r]
-                window = self.windows[group]
-                for position in range(0 if window is None else max(0, first - window + 1), inputs.seq_lens[r]):
-                    assert self.caches[group][table[position // size]][position % size] == (group, *tokens[: position + 1]), (
-                        f"sequence {scheduled.seq_id} reads a foreign key at position {position}"
-                    )
-        assert inputs.query_start[-1] == np.sum([s.num_tokens for s in plan.scheduled])
+    def _used(self) -> tuple[int, int]:
+        return self.pool.num_used, self.host_pool.num_used
 
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        spare=st.integers(0, 12),
-        groups=st.sampled_from(
-            [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
-        ),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(0, 20),
+        spare=st.integers(0, 8),
+        host_blocks=st.sampled_from([0, 0, 2, 5, 40]),
+        groups=st.sampled_from(GROUPS),
+        max_num_seqs=st.integers(1, 8),
+        budget=st.integers(0, 24),
         policy=st.sampled_from(["fcfs", "priority"]),
+        caching=st.booleans(),
+        mode=st.sampled_from(["recompute", "swap", "auto"]),
+        blocks_per_token=st.floats(0.1, 2),
+        overlaps=st.booleans(),
     )
-    def start(self, spare, groups, max_num_seqs, budget, policy):
+    def start(self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, overlaps):
         config = VllmConfig.default(
-            max_model_len=MAX_MODEL_LEN, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + budget, scheduling_policy=policy
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + budget,
+            scheduling_policy=policy,
+            enable_prefix_caching=caching,
+            preemption_mode=mode,
         )
         specs = [group.spec for group in kv_cache(0, groups).groups]
         num_blocks = sum(spec.blocks_for(MAX_MODEL_LEN, max_num_seqs + budget) for spec in specs) + spare
-        self.scheduler = Scheduler(config, kv_cache(num_blocks, groups))
-        self.runner = FakeRunner(max_num_seqs, MAX_MODEL_LEN, groups, num_blocks)
+        self.now = 0.0
+        self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.clock.start()
+        logging.getLogger("llm_toolkit.engine.core").setLevel(logging.CRITICAL)
+        self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), overlaps)
+        self.scheduler = self.core.scheduler
+        self.scheduler.blocks.__class__ = CheckedBlocks
+        # By a clock, "auto" would not choose the same each time.
+        cost = self.scheduler.preemption
+        cost.observe = lambda num_tokens, seconds: None
+        cost._seconds_per_token = 2 * blocks_per_token * cost.block_bytes / 4e9
+        self.messages: dict[str, EngineRequest] = {}
         self.outputs: dict[str, dict[int, list[int]]] = {}
         self.reasons: dict[str, dict[int, str]] = {}
-        self.messages: dict[str, EngineRequest] = {}
-        self.count = 0
+        self.prompt_logprobs: dict[str, list[int]] = {}
+        self.idle = 0
 
-    @rule(
-        prompt=st.lists(st.integers(0, 49), min_size=1, max_size=MAX_MODEL_LEN),
-        n=st.integers(1, 4),
-        max_tokens=st.one_of(st.none(), st.integers(1, 12)),
-        eos=st.lists(st.integers(0, 49), max_size=3),
-        ignore_eos=st.booleans(),
-        priority=st.integers(-2, 2),
-    )
-    def add(self, prompt, n, max_tokens, eos, ignore_eos, priority):
-        self.count += 1
+    @rule(requests=st.lists(REQUEST, min_size=1, max_size=3))
+    def add(self, requests):
+        for request in requests:
+            self.queue(**request)
+
+    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, salt, prompt_logprobs, patience):
+        prompt = [*opening[:shared], *tail, *([] if bad is None else [bad])]
         message = EngineRequest(
-            request_id=f"r{self.count}",
+            request_id=f"r{len(self.messages)}",
             prompt_token_ids=prompt,
-            params=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=ignore_eos),
+            params=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=salt, prompt_logprobs=prompt_logprobs),
             eos_token_ids=eos,
             priority=priority,
-            arrival_time=float(self.count),
+            arrival_time=float(len(self.messages)),
+            deadline=None if patience is None else self.now + patience,
+            cache_salt=None if salt is None else f"salt {salt}",
         )
         try:
-            self.scheduler.add(message)
+            self.core.add_request(message)
         except RequestError:
             pool = self.scheduler.blocks.pool.num_blocks
             most = n * self.scheduler.blocks.blocks_for(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
-            assert len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or most > pool
+            assert not prompt or len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or most > pool
         else:
             self.messages[message.request_id] = message
             self.outputs[message.request_id] = {i: [] for i in range(n)}
             self.reasons[message.request_id] = {}
+            self.prompt_logprobs[message.request_id] = []
 
-    @rule(data=st.data())
-    def abort(self, data):
-        live = sorted(self.scheduler.requests)
-        if live:
+    @rule(data=st.data(), kind=st.sampled_from(["abort"] * 4 + ["reset", "before", "after"]))
+    def disturb(self, data, kind):
+        if kind == "reset":
+            self.core.reset_prefix_cache()
+        elif kind != "abort" and not self.scheduler.suspects:
+            # The next step fails, once.
+            self.core.executor.transient = kind
+        elif live := sorted(self.scheduler.requests):
             request_id = data.draw(st.sampled_from(live))
             index = data.draw(st.one_of(st.none(), st.integers(0, self.messages[request_id].params.n - 1)))
-            self.scheduler.finish(request_id, "abort", index)
+            self.core.finish(request_id, "abort", index)
             for i in self.outputs[request_id] if index is None else [index]:
                 self.reasons[request_id].setdefault(i, "abort")
 
@@ -159,72 +173,112 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self):
-        plan = self.scheduler.schedule()
-        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert len(plan.scheduled) <= self.scheduler.max_num_seqs
-        assert bool(plan.scheduled) == self.scheduler.has_unfinished, "a step with work to do must do some"
-        seen = [s.seq_id for s in plan.scheduled]
-        assert len(set(seen)) == len(seen)
-        for output in self.scheduler.update(plan, self.runner.execute(plan)):
-            assert output.index not in self.reasons[output.request_id], "an ended sequence got a token"
-            self.outputs[output.request_id][output.index] += output.token_ids
-            if output.finish_reason:
-                self.reasons[output.request_id][output.index] = output.finish_reason
+        if not self.core.has_unfinished:
+            return
+        executor = self.core.executor
+        planned = len(executor.plans)
+        news = self.core.step()
+        self.now += 1
+        executor.check_last_plan()
+        assert len(self.core._flights) < self.core.depth
+        for plan in executor.plans[planned:]:
+            assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+            assert len(plan.scheduled) <= self.scheduler.max_num_seqs
+            assert len({s.seq_id for s in plan.scheduled}) == len(plan.scheduled)
+        self.idle = 0 if any(plan.scheduled for plan in executor.plans[planned:]) or self.core._flights or news.outputs else self.idle + 1
+        assert self.idle < 4, "there is work to do, and nothing is done"
+        for output in news.outputs:
+            self.take(output)
+
+    def take(self, output):
+        assert output.index not in self.reasons[output.request_id], "an ended sequence got a token"
+        self.outputs[output.request_id][output.index] += output.token_ids
+        self.prompt_logprobs[output.request_id] += [entry.token_ids[0] for entry in output.prompt_logprobs]
+        assert output.num_cached_tokens < len(self.messages[output.request_id].prompt_token_ids)
+        if output.finish_reason:
+            self.reasons[output.request_id][output.index] = output.finish_reason
+            assert (output.error is not None) == (output.finish_reason == "error")
 
     @invariant()
     def blocks_add_up(self):
-        if not hasattr(self, "scheduler"):
-            return
-        self.scheduler.blocks.check()
-        assert self.scheduler.num_running <= self.scheduler.max_num_seqs
-        waiting = {s.seq_id for r in self.scheduler.waiting for s in r.sequences}
-        assert not waiting & set(self.scheduler.blocks._tables), "a waiting request holds blocks"
-        blocks, chunk = self.scheduler.blocks, self.scheduler.max_num_batched_tokens
+        blocks = self.scheduler.blocks
+        blocks.check()
+        distinct: list[set[int]] = []
+        for request in self.scheduler.requests.values():
+            # Distinct blocks of a request = its cross tables + the union of its sequences' tables.
+            cross = {entry for table in blocks._cross_tables.get(request.request_id, []) for entry in table}
+            decoder = {entry for s in request.unfinished for table in blocks._tables.get(s.seq_id, []) for entry in table} - {NO_BLOCK}
+            assert not cross & decoder
+            distinct.append(cross | decoder)
+            if request in self.scheduler.waiting and not request.swapped:
+                assert not distinct[-1], "a waiting request holds blocks"
+            if request in self.scheduler.running:
+                assert all(entry >= 0 for entry in distinct[-1]), "a running request's block is on the host"
+        every = set().union(*distinct)
+        for pool, owned in ((blocks.pool, {e for e in every if e >= 0}), (blocks.host_pool, {e for e in every if e < 0})):
+            assert pool.num_free + len(owned) == pool.num_blocks
         for seq_id in blocks._tables:
             for group, spec in enumerate(blocks.specs):
                 held = [b for b in blocks.get_block_table(seq_id, group) if b != NO_BLOCK]
-                assert len(held) <= spec.blocks_for(MAX_MODEL_LEN, chunk)
-        if not self.scheduler.has_unfinished:
-            assert blocks.pool.num_used == 0
+                assert len(held) <= spec.blocks_for(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
+        assert self.scheduler.num_running <= self.scheduler.max_num_seqs
 
     @invariant()
-    def finished_outputs_are_right(self):
-        if not hasattr(self, "scheduler"):
-            return
-        for request_id, reasons in self.reasons.items():
-            for index, reason in reasons.items():
-                assert self.outputs[request_id][index] == self.expected(request_id)[: len(self.outputs[request_id][index])]
-                if reason != "abort":
-                    assert self.outputs[request_id][index] == self.expected(request_id)
+    def outputs_are_right(self):
+        for request_id, outputs in self.outputs.items():
+            expected, fails = self.expected(request_id)
+            prompt = self.messages[request_id].prompt_token_ids
+            assert self.prompt_logprobs[request_id] == prompt[1 : 1 + len(self.prompt_logprobs[request_id])]
+            for index, tokens in outputs.items():
+                reason = self.reasons[request_id].get(index)
+                assert tokens == expected[: len(tokens)]
+                if reason in ("stop", "length"):
+                    assert tokens == expected
+                    assert not fails
+                elif reason == "error":
+                    assert fails
+                if reason in ("stop", "length") and self.messages[request_id].params.prompt_logprobs is not None:
+                    assert self.prompt_logprobs[request_id] == prompt[1:]
 
-    def expected(self, request_id: str) -> list[int]:
-        """What the request yields alone: the runner is greedy."""
+    def expected(self, request_id: str) -> tuple[list[int], bool]:
+        """What the request yields alone, and whether it fails then: the runner is greedy."""
         message = self.messages[request_id]
         params, tokens = message.params, list(message.prompt_token_ids)
-        most = min(params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(tokens))
+        first = len(tokens)
+        most = min(params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - first)
         eos = set() if params.ignore_eos else set(message.eos_token_ids)
-        while len(tokens) - len(message.prompt_token_ids) < most:
-            tokens.append(self.runner.next_token(tokens))
+        fails = bool({NAN, POISON} & set(tokens))
+        while not fails and len(tokens) - first < most:
+            tokens.append(next_token(tokens))
             if tokens[-1] in eos:
                 break
-        return tokens[len(message.prompt_token_ids) :]
+            fails = tokens[-1] in (NAN, POISON) and len(tokens) - first < most
+        return tokens[first:], fails
 
     def teardown(self):
-        if not hasattr(self, "scheduler"):
-            return
+        if hasattr(self, "core"):
+            try:
+                self.finish_all()
+            finally:
+                self.clock.stop()
+
+    def finish_all(self):
         steps = 0
-        while self.scheduler.has_unfinished:
+        while self.core.has_unfinished:
             self.one_step()
+            self.blocks_add_up()
             steps += 1
-            assert steps < 5000, "requests never end"
+            assert steps < 2000, "requests never end"
+        self.outputs_are_right()
         for request_id, message in self.messages.items():
             assert set(self.reasons[request_id]) == set(range(message.params.n))
-        self.finished_outputs_are_right()
-        self.scheduler.blocks.check()
-        assert self.scheduler.blocks.pool.num_used == 0
+        blocks, runner = self.scheduler.blocks, self.core.executor.runner
+        assert (blocks.pool.num_used, blocks.host_pool.num_used) == (0, 0)
+        runner.batch.apply(self.scheduler.drop_plan())
+        assert not runner.batch.row_of, "the runner holds a sequence that has ended"
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from llm_toolkit.config import PluginsConfig, VllmConfig
+from llm_toolkit.engine.health import Health
+from llm_toolkit.engine.parameters import check_options
 from llm_toolkit.errors import RequestError
 from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
 from llm_toolkit.plugin import Plugins
@@ -55,12 +58,23 @@ class FakeEngine:
         self.renderer = CharRenderer(self.config)
         self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
         self.error = None
+        self.status, self.reason = "ready", ""
+        self.num_resets = 0
+        self.num_restarts = 2
+        self.engine = SimpleNamespace(queue=SimpleNamespace(num_tokens=9))
         self.asked = []
         self.num_open = 0
         self.failure: Exception | None = None
 
-    async def generate(self, prompt, params, *, request_id=None, priority=0):
-        self.asked.append((prompt, params, priority))
+    def health(self):
+        return Health(self.status, self.reason)
+
+    async def reset_prefix_cache(self):
+        self.num_resets += 1
+
+    async def generate(self, prompt, params, *, request_id=None, **options):
+        check_options(options)
+        self.asked.append((prompt, params, options))
         text = self.renderer.decode(prompt["prompt_token_ids"])
         answer = text.upper()[: params.max_tokens]
         if "refuse" in text:
@@ -75,10 +89,17 @@ class FakeEngine:
                     await asyncio.Event().wait()
                 done = size == len(answer)
                 reason = ("error" if "broken" in text else "stop") if done else None
+                if options["timeout"] is not None and size == 1 and "late" in text:
+                    yield RequestOutput("id", text, [], [CompletionOutput(0, "", [], finish_reason="timeout")], True)
+                    return
+                if options["timeout"] is not None and size == 3:
+                    reason, done = "timeout", True
                 outputs = [self._sequence(i, answer[:size], params, reason) for i in range(params.n)]
                 known = prompt["prompt_token_ids"]
                 logprobs = None if params.prompt_logprobs is None else [None, *({i: Logprob(-2.5, 3, chr(i))} for i in known[1:])]
                 yield RequestOutput("id", text, known, outputs, done, num_cached_tokens=1, error="NaN logits", prompt_logprobs=logprobs)
+                if done:
+                    return
         finally:
             self.num_open -= 1
 

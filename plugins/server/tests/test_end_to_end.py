@@ -125,7 +125,7 @@ def test_openai_chat(client):
     )
     *chunks, last = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == reply.choices[0].message.content
-    assert last.usage == reply.usage
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (reply.usage.prompt_tokens, 8)
 
 
 def test_openai_completions(client):
@@ -171,6 +171,20 @@ def test_openai_sampling_parameters(client):
     with pytest.raises(openai.BadRequestError) as unknown:
         client.completions.create(**options, extra_body={"logits_processors": {"no_repeat_ngrams": {"size": 2}}})
     assert unknown.value.param == "logits_processors"
+
+
+def test_openai_best_of_and_beam_search(client):
+    def texts(**options):
+        return [c.text for c in client.completions.create(model="random", prompt="abc", max_tokens=6, **options).choices]
+
+    every = client.completions.create(model="random", prompt="abc", max_tokens=6, n=4, seed=5, logprobs=0).choices
+    ranked = sorted(every, key=lambda c: sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs), reverse=True)
+    assert texts(n=2, best_of=4, seed=5) == [c.text for c in ranked[:2]]
+    search = {"use_beam_search": True, "beam_width": 4, "early_stopping": True}
+    found = texts(n=3, extra_body=search)
+    assert len(set(found)) == 3 and texts(n=1, extra_body=search) == found[:1]
+    with pytest.raises(openai.BadRequestError, match="use_beam_search is allowed only when stream is false"):
+        texts(n=2, stream=True, extra_body=search)
 
 
 def test_openai_models_and_errors(client):
@@ -256,7 +270,7 @@ def test_curl(url):
     assert (status, len(tokens)) == (200, 5)
     status, text = curl("/detokenize", *json_header, "-d", json.dumps({"tokens": tokens}))
     assert (status, json.loads(text)) == (200, {"prompt": "hello"})
-    assert curl("/health") == (200, '{"status":"ok"}')
+    assert curl("/health") == (200, '{"status":"ready"}')
     assert curl("/version")[0] == 200
     assert "llm_toolkit_time_to_first_token_seconds_count" in curl("/metrics")[1]
 
@@ -319,7 +333,7 @@ def dying(self):
         raise MemoryError("no more")
     return step(self)
 EngineCore.step = dying"""
-    server = Server(str(checkpoint), *FLAGS, "--port", "0", prelude=prelude)
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--engine-process", "false", prelude=prelude)
     try:
         response = httpx.post(f"{server.url()}/v1/completions", json={**LONG, "stream": False})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")

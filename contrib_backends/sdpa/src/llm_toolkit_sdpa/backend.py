@@ -7,6 +7,7 @@ from llm_toolkit.attention import Attention, AttentionBackend, AttentionSpec, At
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from llm_toolkit_sdpa.alike import attend_alike
 from llm_toolkit_sdpa.formula import probabilities, scores
 from llm_toolkit_sdpa.plan import Bucket, Metadata, Row
 
@@ -18,8 +19,9 @@ _CHUNK_SCORES = 2**22
 class SdpaBackend(AttentionBackend):
     """Exact attention on any device. KV cache: (2, num_blocks, block_size, num_kv_heads, head_size), keys before values.
 
-    Decode rows of similar length are computed together, padded; other rows one by one, with torch's scaled_dot_product_attention
-    where it can. In an encoder, a window hides keys at a distance of `window` or more on both sides.
+    Decode rows of similar length are computed together, padded; sequences of an encoder together where they are of equal length; other
+    rows one by one, with torch's scaled_dot_product_attention where it can. In an encoder, a window hides keys at a distance of `window`
+    or more on both sides.
     """
 
     @classmethod
@@ -51,6 +53,8 @@ class SdpaBackend(AttentionBackend):
         for bucket in plan.buckets:
             assert kv_cache is not None
             _decode(layer, q, kv_cache, bucket, out)
+        for alike in plan.alike:
+            attend_alike(layer, q, k, v, alike, out)
         for row in plan.rows:
             if row.index is None:
                 keys, values = k[row.tokens].transpose(0, 1), v[row.tokens].transpose(0, 1)

@@ -23,16 +23,21 @@ class Ask(NamedTuple):
     window: int | None
     spans: bool
     bias: bool
-    explicit: bool
-    """The layer's scores are computed step by step, which needs each mask in full."""
+    shaped: bool
+    """Scores are capped, or sinks join them: torch's kernels cannot compute them."""
     num_kv_heads: int
     block_size: int | None
 
     @classmethod
     def of(cls, layer: Attention, kv_cache: Tensor | None) -> Ask:
-        explicit = layer.soft_cap is not None or layer.sinks is not None or layer.bias is not None
+        shaped = layer.soft_cap is not None or layer.sinks is not None
         block_size = None if kv_cache is None else kv_cache.shape[2]
-        return cls(layer.attention_type, layer.window, layer.spans, layer.bias is not None, explicit, layer.num_kv_heads, block_size)
+        return cls(layer.attention_type, layer.window, layer.spans, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
+
+    @property
+    def explicit(self) -> bool:
+        """Scores are computed step by step, which needs each mask in full."""
+        return self.shaped or self.bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +74,22 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Alike:
+    """N sequences of L tokens each, all of which see each other; nothing is cached."""
+
+    tokens: slice | Tensor
+    """Theirs, one sequence after the other; [N * L] int64 where others lie between them."""
+    positions: Tensor
+    """[L], of each."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How a layer computes a step."""
 
     buckets: list[Bucket]
     rows: list[Row]
+    alike: list[Alike]
     blind: list[slice]
     """Tokens that have no key at all: their output is 0."""
 
@@ -101,22 +117,38 @@ class _Planner:
 
     def plan(self) -> Plan:
         starts, lengths = self.batch.query_start, self.batch.seq_lens
-        plan = Plan([], [], [])
+        plan = Plan([], [], [], [])
         decode = []
+        by_length: dict[int, list[slice]] = {}
         for row in range(self.batch.num_rows):
             tokens = slice(int(starts[row]), int(starts[row + 1]))
             if lengths[row] == 0:
                 plan.blind.append(tokens)
             elif tokens.stop - tokens.start == 1 and self.ask.block_size is not None:
                 decode.append(row)
+            elif self._sees_all(tokens.stop - tokens.start):
+                by_length.setdefault(tokens.stop - tokens.start, []).append(tokens)
             else:
                 plan.rows.append(self._row(row, tokens))
+        plan.alike.extend(self._alike(length, rows) for length, rows in by_length.items())
         if decode:
             rows = np.array(decode)
             ends = lengths[rows].astype(np.int64)
             begins = np.array([self._first_key(row, int(end) - 1, int(end)) for row, end in zip(decode, ends, strict=True)])
             plan.buckets.extend(self._bucket(rows[part], begins[part], ends[part]) for part in split(ends - begins))
         return plan
+
+    def _sees_all(self, length: int) -> bool:
+        """Sequences of so many tokens have no cache and no mask, and torch's kernels can compute them."""
+        ask = self.ask
+        return ask.type is AttentionType.ENCODER and not ask.shaped and (ask.window is None or ask.window >= length)
+
+    def _alike(self, length: int, rows: list[slice]) -> Alike:
+        positions = torch.arange(length, device=self.device)
+        first, end = rows[0].start, rows[-1].stop
+        if end - first == length * len(rows):
+            return Alike(slice(first, end), positions)
+        return Alike(self._device(np.concatenate([np.arange(row.start, row.stop) for row in rows])), positions)
 
     def _bucket(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Bucket:
         begins, ends = begins[:, None], ends[:, None]

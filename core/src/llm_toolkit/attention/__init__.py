@@ -1,11 +1,30 @@
-"""Attention: what a layer asks, the backend contract, the Attention layer, the selector."""
+"""Attention: what a layer asks, the backend contract, the Attention layer, the selector.
 
-from llm_toolkit.attention.backend import AttentionBackend, AttentionBias, BatchView, GraphSupport
-from llm_toolkit.attention.context import Binding, GroupMetadata, forward_context
-from llm_toolkit.attention.kv_cache import KVCacheConfig, KVGroup, Shape, block_bytes, group_layers, tensors_per_shape
-from llm_toolkit.attention.layer import Attention
-from llm_toolkit.attention.selector import Candidate, Selection, select_backend
-from llm_toolkit.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
+The names are resolved when they are used: what speaks of caches only needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llm_toolkit._lazy import resolver
+
+if TYPE_CHECKING:
+    from llm_toolkit.attention.backend import AttentionBackend, AttentionBias, BatchView, GraphSupport
+    from llm_toolkit.attention.context import Binding, GroupMetadata, forward_context
+    from llm_toolkit.attention.kv_cache import KVCacheConfig, KVGroup, Shape, block_bytes, group_layers, tensors_per_shape
+    from llm_toolkit.attention.layer import Attention
+    from llm_toolkit.attention.selector import Candidate, Selection, select_backend
+    from llm_toolkit.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
+
+_HOMES = {
+    "backend": ("AttentionBackend", "AttentionBias", "BatchView", "GraphSupport"),
+    "context": ("Binding", "GroupMetadata", "forward_context"),
+    "kv_cache": ("KVCacheConfig", "KVGroup", "Shape", "block_bytes", "group_layers", "tensors_per_shape"),
+    "layer": ("Attention",),
+    "selector": ("Candidate", "Selection", "select_backend"),
+    "spec": ("AttentionSpec", "AttentionType", "KVCacheSpec"),
+}
 
 __all__ = [
     "Attention",
@@ -29,3 +48,13 @@ __all__ = [
     "select_backend",
     "tensors_per_shape",
 ]
+
+_resolve = resolver(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _resolve(name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -47,6 +47,8 @@ class KVCacheConfig(Struct, frozen=True):
 
     num_blocks: int
     groups: list[KVGroup]
+    num_host_blocks: int = 0
+    """Of the pool in host memory that preempted requests are swapped to."""
 
 
 def group_layers(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -> list[KVGroup]:

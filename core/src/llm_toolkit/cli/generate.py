@@ -15,12 +15,12 @@ from llm_toolkit.cli.options import engine_command
 from llm_toolkit.cli.sampling import SamplingFlags
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import ConfigError, RequestError
+from llm_toolkit.outputs import CompletionOutput, RequestOutput
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.prompts import parse_prompt
 
 if TYPE_CHECKING:
     from llm_toolkit.engine import LLMEngine
-    from llm_toolkit.outputs import CompletionOutput, RequestOutput
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
@@ -93,6 +93,7 @@ def _rows(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingF
             yield index, {"prompt": _prompt_of(line), "outputs": [], "error": str(error)}
     while engine.has_unfinished_requests():
         for output in engine.step():
+            assert isinstance(output, RequestOutput)
             if output.finished:
                 index = int(output.request_id)
                 yield index, _row(lines[index], output)

@@ -9,6 +9,7 @@ from llm_toolkit.cli.sampling import SamplingFlags
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine import LLMEngine
 from llm_toolkit.errors import RequestError
+from llm_toolkit.outputs import RequestOutput
 from llm_toolkit.plugin import Plugins
 
 
@@ -39,6 +40,7 @@ class LocalTalker:
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
+                    assert isinstance(output, RequestOutput)
                     if output.error:
                         raise RequestError(output.error)
                     text = output.outputs[0].text

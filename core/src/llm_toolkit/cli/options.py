@@ -99,6 +99,8 @@ def _sampling_flag(name: str) -> inspect.Parameter:
     kind = get_type_hints(SamplingParams)[name]
     names = set(get_args(kind)) or {kind}
     metavar = "TEXT" if str in names or "str" in str(kind) else "NUMBER" if float in names else "INTEGER"
+    if bool in names:
+        metavar = "|".join(["true", "false", *(choice for one in names for choice in get_args(one))])
     flag = f"--{name.replace('_', '-')}"
     if kind is bool:
         return _parameter(name, Annotated[bool | None, typer.Option(flag, help=sampling.HELP[name], rich_help_panel="Sampling")])

@@ -12,6 +12,11 @@ from llm_toolkit.params import SamplingParams
 
 HELP = {
     "n": "Sequences per prompt.",
+    "best_of": "Sequences to compute, of which the n likeliest are given.",
+    "use_beam_search": "Search for the n likeliest sequences.",
+    "beam_width": "Sequences that a beam search goes on with.",
+    "length_penalty": "Beam search: above 0 favors long sequences, below 0 short ones.",
+    "early_stopping": "When a beam search is over: true, false or never.",
     "max_tokens": "Most output tokens. none: as many as fit.",
     "temperature": "Randomness; 0 is greedy.",
     "top_p": "Draw from the likeliest tokens that together reach this probability.",

@@ -24,6 +24,15 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int | None, option("Most tokens of prompt plus output. Default: the checkpoint's.", ge=1)] = None
     seed: Annotated[int | None, option("Seed of requests that bring none. Default: fresh randomness for each.", ge=0, le=2**63 - 1)] = None
     trust_remote_code: Annotated[bool, option("Allow code that a checkpoint brings along to run.")] = False
+    runner: Annotated[
+        Literal["auto", "generate", "pooling", "draft"], option("What the engine is for. auto: what the checkpoint's architecture says.")
+    ] = "auto"
+    convert: Annotated[
+        str, option("Pooling adapter that makes the model fit the runner: none, embed, classify, or a plugin's. auto: what it needs.")
+    ] = "auto"
+    also: Annotated[list[str], option("Convert types that a generating engine serves beside generation: embed.")] = field(
+        default_factory=list
+    )
     model_impl: Annotated[
         str,
         option(
@@ -50,13 +59,22 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
         option("Memory of the KV cache: bytes ('2GiB') or a fraction of what is free ('0.5'). auto: what the device can spare."),
     ] = "auto"
     num_kv_blocks: Annotated[int | None, option("Blocks of the KV cache, instead of an amount of memory.", ge=1)] = None
+    enable_prefix_caching: Annotated[
+        bool | None, option("Keep keys and values for later requests that begin alike. Default: where text is generated.")
+    ] = None
+    swap_memory: Annotated[
+        str | None,
+        option("Host memory that preempted requests are swapped to: bytes ('4GiB') or a fraction of the free. Default: none."),
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.kv_cache_memory != "auto":
-            try:
-                parse_memory(self.kv_cache_memory)
-            except ConfigError as error:
-                raise ConfigError(f"option 'kv_cache_memory': {error}") from None
+        amounts = {"kv_cache_memory": self.kv_cache_memory, "swap_memory": self.swap_memory}
+        for name, text in amounts.items():
+            if text is not None and (name, text) != ("kv_cache_memory", "auto"):
+                try:
+                    parse_memory(text)
+                except ConfigError as error:
+                    raise ConfigError(f"option {name!r}: {error}") from None
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
@@ -64,9 +82,30 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
     max_num_seqs: Annotated[int, option("Most sequences in one step.", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[int, option("Token budget of one step, over all sequences.", ge=1)] = 2048
+    enable_chunked_prefill: Annotated[
+        bool | None, option("Compute long prompts in several steps. Default: where text is generated, or max_model_len asks for it.")
+    ] = None
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"], option("Order of admission. priority: the request's number, smaller first; then arrival.")
     ] = "fcfs"
+    preemption_mode: Annotated[
+        Literal["auto", "recompute", "swap"],
+        option("What becomes of a request that must give way: computed again, or swapped to --swap-memory. auto: what costs less."),
+    ] = "auto"
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """How the engine's loop runs, and how it is watched."""
+
+    engine_process: Annotated[
+        bool | None, option("Run the engine in a process of its own. Default: AsyncLLM and the server do, LLM does not.")
+    ] = None
+    overlap: Annotated[
+        bool | None, option("Plan a step while the one before is computed. Default: where it is faster. Results are equal.")
+    ] = None
+    start_timeout: Annotated[float, option("Seconds that an engine process gets to load and warm up.", ge=0.1)] = 1800.0
+    step_timeout: Annotated[float, option("Seconds without progress after which the engine counts as stalled.", ge=0.1)] = 120.0
+    restart_engine: Annotated[int, option("How many times a dead engine process is started anew.", ge=0)] = 0
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
@@ -106,11 +145,51 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     chat_template: Annotated[str | None, option("Jinja chat template, or the path of a file with one. Default: the checkpoint's.")] = None
 
 
+class PoolerConfig(Struct, frozen=True, kw_only=True):
+    """How a pooling model's vectors and scores are made. What is not given is as the checkpoint says, else as the model class does."""
+
+    pooling_type: Annotated[
+        Literal["auto", "CLS", "LAST", "MEAN", "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN", "ALL", "STEP"],
+        option("Pooling method: how the tokens' vectors become one; ALL and STEP, of reward models, give one for each token or step."),
+    ] = "auto"
+    normalize: Annotated[bool | None, option("Embeddings have length 1 (L2). A request may say otherwise.")] = None
+    use_activation: Annotated[
+        bool | None, option("Classes and scores go through sigmoid or softmax; off: logits. A request may say otherwise.")
+    ] = None
+    step_tag_id: Annotated[int | None, option("Token that ends a step of a solution, for process reward models.", ge=0)] = None
+    returned_token_ids: Annotated[list[int] | None, option("Which of a reward model's logits are returned.")] = None
+    classifier_method: Annotated[
+        Literal["auto", "from_2_way_softmax", "no_post_processing"],
+        option(
+            "How a checkpoint without a trained classifier gets one, of its language-modeling head: the difference of two tokens' rows, "
+            "or rows as they are. auto: as the architecture's known reranker does."
+        ),
+    ] = "auto"
+    classifier_tokens: Annotated[
+        list[str] | None, option("Words, one token each, whose rows of the head classifier_method takes; of two, the first is 'no'.")
+    ] = None
+    score_template: Annotated[
+        str | None, option("How rerankers read a query and a document: a score template's name, or a file. Default: the known reranker's.")
+    ] = None
+    logit_mean: Annotated[float | None, option("Is subtracted from logits.")] = None
+    logit_sigma: Annotated[float | None, option("Divides logits, after logit_mean.")] = None
+
+    def __post_init__(self) -> None:
+        if self.logit_sigma is not None and not self.logit_sigma > 0:
+            raise ConfigError(f"option 'logit_sigma' must be more than 0, not {self.logit_sigma}.")
+
+
 class LimitsConfig(Struct, frozen=True, kw_only=True):
     """Bounds on what a client may ask for."""
 
     max_n: Annotated[int, option("Most sequences per request (n).", ge=1)] = 128
     max_logprobs: Annotated[int, option("Most alternatives per token in logprobs.", ge=0)] = 20
+    max_queued_requests: Annotated[
+        int | None, option("Most requests that wait for a place in the batch; more are refused. Holds for AsyncLLM and the server.", ge=0)
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int | None, option("Most prompt tokens of the requests that wait. Holds for AsyncLLM and the server. Default: no bound.", ge=0)
+    ] = None
 
 
 class PluginsConfig(Struct, frozen=True, kw_only=True):
@@ -141,10 +220,12 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     load: LoadConfig = field(default_factory=LoadConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     renderer: RendererConfig = field(default_factory=RendererConfig)
+    pooler: PoolerConfig = field(default_factory=PoolerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)
     checkpoint: Checkpoint | None = None
@@ -214,10 +295,12 @@ _SECTIONS: dict[str, type[Struct]] = {
     "load": LoadConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "engine": EngineConfig,
     "parallel": ParallelConfig,
     "device": DeviceConfig,
     "attention": AttentionConfig,
     "renderer": RendererConfig,
+    "pooler": PoolerConfig,
     "limits": LimitsConfig,
     "plugins": PluginsConfig,
 }

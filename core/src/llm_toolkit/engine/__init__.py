@@ -1,9 +1,50 @@
-"""The engine: the loop, and its synchronous and asynchronous faces."""
+"""The engine: the loop, and its synchronous and asynchronous faces.
 
-from llm_toolkit.engine.async_llm import AsyncLLM
-from llm_toolkit.engine.core import EngineCore
-from llm_toolkit.engine.explain import Explanation, LayerChoice, explain
-from llm_toolkit.engine.llm_engine import LLMEngine, PreparedRequest
-from llm_toolkit.engine.resolve import resolve
+The names are resolved when they are used: a front whose engine runs in another process needs no torch.
+"""
 
-__all__ = ["AsyncLLM", "EngineCore", "Explanation", "LLMEngine", "LayerChoice", "PreparedRequest", "explain", "resolve"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llm_toolkit._lazy import resolver
+
+if TYPE_CHECKING:
+    from llm_toolkit.engine.async_llm import AsyncLLM
+    from llm_toolkit.engine.client import EngineClient, EngineInfo
+    from llm_toolkit.engine.core import EngineCore
+    from llm_toolkit.engine.explanation import Explanation, LayerChoice, explain
+    from llm_toolkit.engine.llm_engine import LLMEngine, PreparedRequest
+    from llm_toolkit.engine.resolution import resolve
+
+_HOMES = {
+    "async_llm": ("AsyncLLM",),
+    "client": ("EngineClient", "EngineInfo"),
+    "core": ("EngineCore",),
+    "explanation": ("Explanation", "LayerChoice", "explain"),
+    "llm_engine": ("LLMEngine", "PreparedRequest"),
+    "resolution": ("resolve",),
+}
+
+__all__ = [
+    "AsyncLLM",
+    "EngineClient",
+    "EngineCore",
+    "EngineInfo",
+    "Explanation",
+    "LLMEngine",
+    "LayerChoice",
+    "PreparedRequest",
+    "explain",
+    "resolve",
+]
+
+_resolve = resolver(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _resolve(name)
+
+
+def __dir__() -> list[str]:
+    return __all__

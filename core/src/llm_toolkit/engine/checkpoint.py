@@ -11,9 +11,11 @@ from typing import Any
 import msgspec
 
 from llm_toolkit.config import Checkpoint, ModelConfig, VllmConfig
+from llm_toolkit.config.tasks import CONVERTIBLE_SUFFIXES, default_runner
 from llm_toolkit.errors import CheckpointError, ConfigError, PluginError, UnsupportedError, nearest
 from llm_toolkit.plugin import Plugins, PluginWarning
 
+_POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -130,6 +132,8 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
                 f"model implementation {wanted!r} cannot run {architectures[0]!r} of {checkpoint.path!r}: {refusal}.{able}"
             )
         return wanted, [(wanted, None), *((name, None) for name in registered)]
+    if not registered:
+        registered = [sibling for name in architectures if (sibling := _to_convert(name, plugins)) is not None]
     if registered:
         return registered[0], [(registered[0], None)]
     candidates: list[tuple[str, str | None]] = [(architectures[0], "no installed plugin registers it")]
@@ -142,6 +146,14 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
         if candidates[-1][1] is None:
             return name, candidates
     raise _nothing_runs(architectures[0], checkpoint.path, candidates[1:], plugins)
+
+
+def _to_convert(architecture: str, plugins: Plugins) -> str | None:
+    """The language model of which a pooling adapter can make `architecture`: for LlamaForSequenceClassification, LlamaForCausalLM."""
+    if default_runner(architecture)[0] != "pooling":
+        return None
+    stem = _POOLING_SUFFIX.sub("", architecture)
+    return next((f"{stem}{suffix}" for suffix in CONVERTIBLE_SUFFIXES if f"{stem}{suffix}" in plugins.models.architectures()), None)
 
 
 def _ask(fallback: str, config: VllmConfig, plugins: Plugins) -> str | None:

@@ -2,32 +2,74 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import NamedTuple
 
 from llm_toolkit.attention import KVCacheConfig, block_bytes, group_layers
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.engine.memory import kv_cache_bytes
-from llm_toolkit.engine.parameters import check_token_ids
-from llm_toolkit.errors import CapacityError
-from llm_toolkit.events import LoadEvent, StepEvent
+from llm_toolkit.engine.memory import host_bytes, kv_cache_bytes
+from llm_toolkit.errors import CapacityError, EngineDeadError
+from llm_toolkit.events import Event, StepEvent
 from llm_toolkit.executor import Executor
-from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason
+from llm_toolkit.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
+from llm_toolkit.params import FinishReason
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+
+_MOST_FAILURES = 3
+"""Failed steps in a row, with no result and no culprit in between, before the engine gives up."""
+_CACHED_SEQUENCES = 64
+"""Of max_model_len: for how many the cache has room at least, where there is memory."""
+
+
+class _Flight(NamedTuple):
+    """A step on its way."""
+
+    plan: StepPlan
+    start: float
+    future: Future[StepResult]
+
 
 class EngineCore:
-    """Scheduler and executor, and nothing of texts. Used from one thread at a time; only `check` may be called from others."""
+    """Scheduler and executor, and nothing of texts. Used from one thread at a time."""
 
-    def __init__(self, config: VllmConfig, plugins: Plugins, executor: Executor) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        plugins: Plugins,
+        executor: Executor,
+        *,
+        listening: bool = True,
+        on_phase: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        """Loads the model and warms it up. `listening`: somebody wants the events. `on_phase` is told what begins."""
         self.config = config
-        self.plugins = plugins
         self.executor = executor
+        self.listening = listening
+        self.progress_time = time.monotonic()
+        """When the last step ended."""
+        self._flights: deque[_Flight] = deque()
+        """In the order of their execution; at most two."""
+        self._outputs: list[EngineOutput] = []
+        self._admitted: list[str] = []
+        self._events: list[Event] = []
+        self._failures = 0
+        on_phase("loading the model")
         executor.load()
         self.kv_cache = self._plan_kv_cache()
         executor.init_kv_cache(self.kv_cache)
+        on_phase("warming up")
         executor.warm_up()
-        self.scheduler = Scheduler(config, self.kv_cache)
+        self.pooling = executor.pooling_rules()
+        self.scheduler = Scheduler(config, self.kv_cache, plugins.fingerprint().digest, self.pooling)
+        self.depth = 2 if executor.overlaps else 1
+        """Steps that are on their way at a time."""
 
     def _plan_kv_cache(self) -> KVCacheConfig:
         """How many blocks. Raises CapacityError when they do not fit, or a single sequence of max_model_len does not fit in them."""
@@ -37,8 +79,8 @@ class EngineCore:
         each, one_sequence = block_bytes(groups), sum(group.spec.blocks_for(length, chunk) for group in groups)
         free = self.executor.free_memory()
         memory = kv_cache_bytes(cache, self.config.device.device, free) if cache.num_kv_blocks is None else cache.num_kv_blocks * each
+        device = self.config.device.device
         if memory > free:
-            device = self.config.device.device
             raise CapacityError(f"the KV cache is to take {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
         num_blocks = memory // each if each else 0
         if num_blocks < one_sequence:
@@ -50,60 +92,122 @@ class EngineCore:
                 f"the KV cache cannot hold one sequence of max_model_len {length} tokens, {one_sequence} blocks: {given}. "
                 f"Lower --max-model-len or raise {option}."
             )
-        # More than all sequences at full length is never used.
-        return KVCacheConfig(min(num_blocks, one_sequence * self.config.scheduler.max_num_seqs), groups)
-
-    def check(self, request: EngineRequest) -> None:
-        """Raises RequestError for a request that could never be served. May be called from any thread."""
-        check_token_ids(request, self.config.hf_config.get("vocab_size"))
-        self.scheduler.check(request)
+        host_blocks = host_bytes(cache, self.executor.free_host_memory() - (memory if device == "cpu" else 0)) // each if each else 0
+        # More than all sequences at full length is used for cached prefixes only.
+        num_seqs = max(self.config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1)
+        return KVCacheConfig(min(num_blocks, one_sequence * num_seqs), groups, host_blocks)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestError."""
         self.scheduler.add(request)
-        self._send_events()
+        self._collect()
 
     def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
-        """Ends a request, or one of its sequences, from outside. Its blocks are free at once."""
+        """Ends a request, or one of its sequences, from outside. Its blocks are free at once. No output follows."""
         self.scheduler.finish(request_id, reason, index)
-        self._send_events()
+        self._collect()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached of tokens. Requests under way go on."""
+        self.scheduler.reset_prefix_cache()
 
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def step(self) -> list[EngineOutput]:
-        """Plans, computes and takes in one step. Call it while `has_unfinished`."""
-        start = time.monotonic()
-        plan = self.scheduler.schedule()
+    def step(self) -> EngineOutputs:
+        """Takes in the next step's results; meanwhile the one after it is computed, where that is faster. Call it while `has_unfinished`.
+
+        A step that fails is computed again request by request: the one that fails again, alone, ends with an error, the others go on.
+        Raises EngineDeadError when nothing can be computed any more.
+        """
+        idle = False
         try:
-            result = self.executor.execute(plan).result()
+            self._take_off()
+            idle = not self._flights
+            if not idle:
+                self._land()
+        except Exception as error:
+            self._recover(error)
         except BaseException:
             # An interrupt, say: the next step begins anew.
-            self.scheduler.give_up(plan)
+            self._give_up()
             raise
-        outputs = self.scheduler.update(plan, result)
-        if self.plugins.has_event_listeners:
-            now = time.monotonic()
-            self.plugins.event(StepEvent(time=now, duration=now - start, num_tokens=plan.num_tokens))
-        self._send_events()
-        return outputs
+        news = self.news()
+        if not idle or news.outputs:
+            self.progress_time = news.time
+        return news
+
+    def news(self) -> EngineOutputs:
+        """What came since the last call."""
+        self._collect()
+        news = EngineOutputs(time=time.monotonic(), outputs=self._outputs, admitted=self._admitted, events=self._events)
+        self._outputs, self._admitted, self._events = [], [], []
+        return news
 
     def shutdown(self) -> None:
         self.executor.shutdown()
 
-    def _send_events(self) -> None:
-        events, self.scheduler.events = self.scheduler.events, []
-        if not self.plugins.has_event_listeners:
+    def _take_off(self) -> None:
+        """Plans and starts steps, as many as may be on their way."""
+        while len(self._flights) < (1 if self.scheduler.suspects else self.depth):
+            start = time.monotonic()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return
+            self._flights.append(_Flight(plan, start, self.executor.execute(plan)))
+
+    def _land(self) -> None:
+        """Takes in the first flight's results. It stays a flight when it failed."""
+        flight = self._flights[0]
+        result = flight.future.result()
+        self._flights.popleft()
+        if not self.scheduler.requests_in(flight.plan):
+            # All that it computed has ended meanwhile, perhaps long ago.
             return
-        pool = self.scheduler.blocks.pool
-        load = LoadEvent(
-            time=time.monotonic(),
-            num_running=self.scheduler.num_running,
-            num_waiting=len(self.scheduler.waiting),
-            num_used_blocks=pool.num_used,
-            num_total_blocks=pool.num_blocks,
-        )
-        for event in events:
-            self.plugins.event(event)
-        self.plugins.event(load)
+        self._outputs += self.scheduler.update(flight.plan, result)
+        self._failures = 0
+        now = time.monotonic()
+        # It began when the one before had ended.
+        duration = now - max(flight.start, self.progress_time)
+        self.scheduler.preemption.observe(flight.plan.num_tokens, duration)
+        if self.listening:
+            self._events.append(StepEvent(time=now, duration=duration, num_tokens=flight.plan.num_tokens))
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step: finds the request that it is to blame for, or lets the engine die."""
+        logger.error("a step failed", exc_info=error)
+        alone = bool(self.scheduler.suspects)
+        requests = self.scheduler.requests_in(self._flights[0].plan) if self._flights else []
+        self._give_up()
+        what = f"{type(error).__name__}: {error}"
+        if alone and requests:
+            (culprit,) = requests
+            self._outputs += self.scheduler.fail(culprit, what)
+            try:
+                self.executor.execute(self.scheduler.drop_plan()).result()
+                self.executor.warm_up()
+            except Exception:
+                raise EngineDeadError(f"the engine computes nothing any more: {what}") from error
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            raise EngineDeadError(f"{self._failures} steps in a row have failed: {what}") from error
+        self.scheduler.suspects = requests
+
+    def _give_up(self) -> None:
+        """Nothing that the runner holds can be relied on: all requests are computed again from their tokens."""
+        flights, self._flights = self._flights, deque()
+        self.scheduler.give_up([flight.plan for flight in flights])
+        # What runs already cannot be stopped; its result counts no more.
+        wait([flight.future for flight in flights])
+
+    def _collect(self) -> None:
+        """Takes over what the scheduler has to tell."""
+        events, self.scheduler.events = self.scheduler.events, []
+        outputs, self.scheduler.outputs = self.scheduler.outputs, []
+        self._outputs += outputs
+        self._admitted += [event.request_id for event in events if event.kind == "scheduled"]
+        if self.listening:
+            self._events += [*events, self.scheduler.load()]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Iterable
 
 from llm_toolkit.engine.stop import StopFinder
-from llm_toolkit.messages import EngineOutput, EngineRequest, FinishReason, TokenLogprobs
+from llm_toolkit.messages import EngineOutput, EngineRequest, TokenLogprobs
 from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
-from llm_toolkit.params import SamplingParams
+from llm_toolkit.params import FinishReason, SamplingParams
 from llm_toolkit.renderer import Renderer
 
 
@@ -56,10 +58,15 @@ class RequestState:
         self.renderer = renderer
         self.num_cached_tokens = 0
         self.error: str | None = None
+        self.lock = threading.Lock()
+        """Held where one thread changes it while another may take a snapshot."""
+        self.version = 0
+        """Counts its changes."""
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if request.params.prompt_logprobs is None else [None]
-        n, total = request.params.n, None if request.params.logprobs is None else 0.0
-        self._texts = [_SequenceText(request.params, renderer, request.prompt_token_ids) for _ in range(n)]
-        self._sequences = [CompletionOutput(i, "", [], None if total is None else [], total) for i in range(n)]
+        params = request.params
+        total = None if params.logprobs is None and params.num_outputs == params.n else 0.0
+        self._texts = [_SequenceText(params, renderer, request.prompt_token_ids) for _ in range(params.num_outputs)]
+        self._sequences = [CompletionOutput(i, "", [], None if params.logprobs is None else [], total) for i in range(params.num_outputs)]
 
     @property
     def request_id(self) -> str:
@@ -71,6 +78,7 @@ class RequestState:
 
     def apply(self, output: EngineOutput) -> bool:
         """Takes in one step's output of one sequence. True: a stop text ended it, and the engine must be told."""
+        self.version += 1
         sequence, text, params = self._sequences[output.index], self._texts[output.index], self.request.params
         self.num_cached_tokens = output.num_cached_tokens
         self.error = output.error or self.error
@@ -81,6 +89,8 @@ class RequestState:
         sequence.token_ids += output.token_ids
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
+        if output.score is not None:
+            sequence.cumulative_logprob, sequence.score = output.cumulative_logprob, output.score
         # A token that ends the sequence is no part of its text, unless asked for.
         ended_by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
         new = output.token_ids[:-1] if ended_by_token else output.token_ids
@@ -94,6 +104,7 @@ class RequestState:
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends what is not finished, from outside: "abort", or "error" with what went wrong."""
+        self.version += 1
         self.error = error or self.error
         for sequence, text in zip(self._sequences, self._texts, strict=True):
             if not sequence.finished:
@@ -103,6 +114,7 @@ class RequestState:
 
     def snapshot(self) -> RequestOutput:
         """The state now, in objects of its own."""
+        params = self.request.params
         outputs = [
             CompletionOutput(
                 index=s.index,
@@ -110,11 +122,17 @@ class RequestState:
                 token_ids=list(s.token_ids),
                 logprobs=None if s.logprobs is None else list(s.logprobs),
                 cumulative_logprob=s.cumulative_logprob,
+                score=s.score,
                 finish_reason=s.finish_reason,
                 stop_reason=s.stop_reason,
             )
             for s, t in zip(self._sequences, self._texts, strict=True)
         ]
+        if params.ranks and not self.finished:
+            # Which of them will be the best is not known.
+            outputs = [CompletionOutput(index, "", []) for index in range(params.n)]
+        elif len(outputs) > params.n:
+            outputs = _best(outputs, params.n)
         prompt_token_ids = list(self.request.prompt_token_ids)
         prompt_logprobs = None if self._prompt_logprobs is None else list(self._prompt_logprobs)
         return RequestOutput(
@@ -129,9 +147,10 @@ class RequestState:
         )
 
     def _add_logprobs(self, sequence: CompletionOutput, found: TokenLogprobs) -> None:
-        assert sequence.logprobs is not None and sequence.cumulative_logprob is not None
-        sequence.logprobs.append(self._entries(found))
+        assert sequence.cumulative_logprob is not None
         sequence.cumulative_logprob += found.logprobs[0]
+        if sequence.logprobs is not None:
+            sequence.logprobs.append(self._entries(found))
 
     def _entries(self, found: TokenLogprobs) -> dict[int, Logprob]:
         texts = self.renderer.token_texts(found.token_ids) if self.request.params.detokenize else [None] * len(found.token_ids)
@@ -141,3 +160,13 @@ class RequestState:
         for token, logprob, rank, text in zip(found.token_ids, found.logprobs, ranks, texts, strict=True):
             entries.setdefault(token, Logprob(logprob, rank, text))
         return entries
+
+
+def _best(outputs: list[CompletionOutput], n: int) -> list[CompletionOutput]:
+    """Those of the highest log probability per token. An error comes first: the others are not to hide it."""
+    for one in outputs:
+        one.score = (one.cumulative_logprob or 0.0) / len(one.token_ids) if one.token_ids else -math.inf
+    best = sorted(outputs, key=lambda one: (one.finish_reason != "error", -(one.score or 0.0)))[:n]
+    for index, one in enumerate(best):
+        one.index = index
+    return best

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from llm_toolkit.errors import RequestError
+from llm_toolkit.config import LimitsConfig
+from llm_toolkit.errors import RequestError, nearest
 from llm_toolkit.messages import EngineRequest, TokenizedWords
 from llm_toolkit.params import DRY_BREAKERS, SamplingParams
 from llm_toolkit.plugin import LogitsProcessorRegistry
 from llm_toolkit.renderer import Renderer
-from llm_toolkit.sampling import load_processor
+
+MAX_TIMEOUT = 10**9
+MAX_SALT_LENGTH = 1024
+MAX_CONTEXT_LENGTH = 16384
 
 
 def tokenize_words(params: SamplingParams, renderer: Renderer) -> TokenizedWords:
@@ -40,9 +45,44 @@ def _tokens(text: str, renderer: Renderer, param: str) -> list[int]:
     return token_ids
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises RequestError, naming the option, for request options of a wrong type or size."""
+    priority, timeout = options.get("priority", 0), options.get("timeout")
+    if type(priority) is not int or abs(priority) >= 2**63:
+        raise RequestError("priority must be an integer of at most 64 bits.", "priority")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT):
+        raise RequestError(f"timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT}.", "timeout")
+    salt, context = options.get("cache_salt"), options.get("context", {})
+    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_LENGTH):
+        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
+    if not isinstance(context, dict) or not all(isinstance(text, str) for item in context.items() for text in item):
+        raise RequestError("context must be a mapping from texts to texts.", "context")
+    if sum(len(key) + len(value) for key, value in context.items()) > MAX_CONTEXT_LENGTH:
+        raise RequestError(f"context must have at most {MAX_CONTEXT_LENGTH} characters.", "context")
+    known = ("priority", "timeout", "cache_salt", "context")
+    for name in options:
+        if name not in known:
+            raise RequestError(f"unknown request option {name!r}. {nearest(name, known)}", name)
+
+
+def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
+    """Raises RequestError, naming the parameter, for more than the engine's operator allows."""
+    param, width = params.widest
+    if width > limits.max_n:
+        raise RequestError(f"{param} is {width}; this engine allows at most {limits.max_n} (max_n).", param)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > limits.max_logprobs:
+            raise RequestError(f"{name} is {getattr(params, name)}; this engine allows at most {limits.max_logprobs} (max_logprobs).", name)
+
+
 def check_processors(params: SamplingParams, registry: LogitsProcessorRegistry) -> None:
     """Raises RequestError for an unknown logits processor, or arguments that it does not take."""
-    for name, arguments in (params.logits_processors or {}).items():
+    if not params.logits_processors:
+        return
+    # Their classes bring torch along, which a front needs for nothing else.
+    from llm_toolkit.sampling import load_processor
+
+    for name, arguments in params.logits_processors.items():
         try:
             registry.get(name)
         except RequestError as error:

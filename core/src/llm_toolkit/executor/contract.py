@@ -6,11 +6,15 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from llm_toolkit.attention import KVCacheConfig, KVCacheSpec, Selection
-from llm_toolkit.messages import StepPlan, StepResult
+from llm_toolkit.config.tasks import PoolingTask
+from llm_toolkit.messages import PoolingRules, StepPlan, StepResult
 
 
 class Executor(ABC):
     """One worker per device, all of them running the same plans. Methods are called from the engine's thread, in the order below."""
+
+    overlaps: bool = False
+    """`execute` returns before the step is over, so that the next one can be planned meanwhile."""
 
     @abstractmethod
     def load(self) -> None:
@@ -25,8 +29,16 @@ class Executor(ABC):
         """By attention layer: its backend, and why."""
 
     @abstractmethod
+    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
+        """The pooling tasks that the model serves, and what each allows."""
+
+    @abstractmethod
     def free_memory(self) -> int:
         """Bytes that each worker's device has to spare; the least, where they differ."""
+
+    @abstractmethod
+    def free_host_memory(self) -> int:
+        """Bytes of host memory that each worker can have; the least, where they differ."""
 
     @abstractmethod
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
@@ -34,7 +46,10 @@ class Executor(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Runs what the first request would otherwise wait for."""
+        """Runs what the first request would otherwise wait for. Also asked of a loaded engine when a step has failed: does it still work?
+
+        No block of the cache is in use at that time, and what free blocks hold is not relied on.
+        """
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> Future[StepResult]:

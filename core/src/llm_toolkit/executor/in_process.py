@@ -1,15 +1,19 @@
-"""The executor that runs one worker in the engine's own thread."""
+"""The executor that runs one worker in the engine's own process."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
 
 from llm_toolkit.attention import KVCacheConfig, KVCacheSpec, Selection
 from llm_toolkit.config import VllmConfig
+from llm_toolkit.config.tasks import PoolingTask
 from llm_toolkit.executor.contract import Executor
-from llm_toolkit.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
+from llm_toolkit.messages import NewSequence, PoolingRules, ScheduledSequence, StepPlan, StepResult
 from llm_toolkit.params import SamplingParams
 from llm_toolkit.plugin import Plugins
+from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit.runner import ModelRunner, free_memory
 
 
@@ -19,6 +23,8 @@ class InProcessExecutor(Executor):
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.config = config
         self.runner = ModelRunner(config, plugins)
+        self.overlaps = bool(config.engine.overlap)
+        self._thread = ThreadPoolExecutor(1, "llm_toolkit-runner") if self.overlaps else None
 
     def load(self) -> None:
         self.runner.load()
@@ -29,15 +35,26 @@ class InProcessExecutor(Executor):
     def selections(self) -> dict[str, Selection]:
         return self.runner.selections
 
+    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
+        return self.runner.pooling_rules()
+
     def free_memory(self) -> int:
         return free_memory(self.runner.device)
+
+    def free_host_memory(self) -> int:
+        return free_memory(torch.device("cpu"))
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         self.runner.init_kv_cache(kv_cache)
 
     def warm_up(self) -> None:
-        """A prefill of two tokens and a decode, of a made-up sequence that is then forgotten. They leave garbage in the first blocks."""
+        """A prompt of two tokens, and where text is generated a decode, of a made-up sequence that is then forgotten.
+
+        They leave garbage in the first blocks.
+        """
         tables = [list(range(-(-3 // group.spec.block_size))) for group in self.runner.kv_cache.groups]
+        tasks = list(self.runner.pooling_rules())
+        generates = self.config.model.runner != "pooling"
         new = NewSequence(
             seq_id=-1,
             token_ids=[0, 0],
@@ -47,13 +64,17 @@ class InProcessExecutor(Executor):
             params=SamplingParams(temperature=0),
             seed=0,
             stop_token_ids=[],
+            pooling=None if generates else PoolingParams(task=tasks[0]),
         )
         nothing_new: list[list[int]] = [[] for _ in tables]
-        self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 2, nothing_new, True)]))
-        self.runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 1, nothing_new, True)]))
+        self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 2, nothing_new, generates)]))
+        if generates:
+            self.runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 1, nothing_new, True)]))
         self.runner.execute(StepPlan(dropped=[-1]))
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
+        if self._thread is not None:
+            return self._thread.submit(self.runner.execute, plan)
         future: Future[StepResult] = Future()
         try:
             future.set_result(self.runner.execute(plan))
@@ -62,7 +83,9 @@ class InProcessExecutor(Executor):
         return future
 
     def check_health(self) -> None:
-        """The worker is the engine's own thread: alive while the engine is."""
+        """The worker is a thread of the engine's own process: alive while the engine is."""
 
     def shutdown(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
         self.runner.shutdown()

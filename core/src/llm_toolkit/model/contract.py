@@ -28,6 +28,8 @@ class Model(nn.Module):
     """Regular expressions and replacements that turn the checkpoint's names into the model's."""
     ignored: ClassVar[Sequence[str]] = ()
     """Regular expressions of weights to pass over."""
+    takes_token_types: ClassVar[bool] = False
+    """`forward` takes `token_type_ids` [T] int64 too: 1 for the tokens of a pair's second text, else 0."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()

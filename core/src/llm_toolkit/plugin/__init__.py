@@ -12,6 +12,7 @@ names what it brings as text, "module:attribute", which is imported only when it
 
 from llm_toolkit.plugin.fingerprint import Fingerprint
 from llm_toolkit.plugin.info import PluginInfo, PluginWarning
+from llm_toolkit.plugin.listener import EventListener
 from llm_toolkit.plugin.markers import API_VERSION, hookimpl, hookspec
 from llm_toolkit.plugin.plugins import Plugins
 from llm_toolkit.plugin.registry import (
@@ -21,6 +22,8 @@ from llm_toolkit.plugin.registry import (
     CheckpointRegistry,
     CommandEntry,
     CommandRegistry,
+    ConverterEntry,
+    ConverterRegistry,
     Entry,
     LogitsProcessorEntry,
     LogitsProcessorRegistry,
@@ -29,6 +32,8 @@ from llm_toolkit.plugin.registry import (
     Registry,
     RendererEntry,
     RendererRegistry,
+    ScoreTemplateEntry,
+    ScoreTemplateRegistry,
 )
 
 __all__ = [
@@ -39,7 +44,10 @@ __all__ = [
     "CheckpointRegistry",
     "CommandEntry",
     "CommandRegistry",
+    "ConverterEntry",
+    "ConverterRegistry",
     "Entry",
+    "EventListener",
     "Fingerprint",
     "LogitsProcessorEntry",
     "LogitsProcessorRegistry",
@@ -51,6 +59,8 @@ __all__ = [
     "Registry",
     "RendererEntry",
     "RendererRegistry",
+    "ScoreTemplateEntry",
+    "ScoreTemplateRegistry",
     "hookimpl",
     "hookspec",
 ]

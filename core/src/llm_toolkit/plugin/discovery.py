@@ -20,7 +20,22 @@ from llm_toolkit.plugin.markers import PROJECT
 CORE_DISTRIBUTION = "llm-toolkit-core"
 
 BUILTIN = frozenset(
-    f"llm-toolkit-{name}" for name in ("decoder", "moe", "renderer-hf", "sampling-extra", "sdpa", "server", "tiny", "transformers")
+    f"llm-toolkit-{name}"
+    for name in (
+        "bench",
+        "decoder",
+        "encoder",
+        "moe",
+        "opentelemetry",
+        "pooling-adapters",
+        "renderer-hf",
+        "reward",
+        "sampling-extra",
+        "sdpa",
+        "server",
+        "tiny",
+        "transformers",
+    )
 )
 """The distributions of this repository: they load first, so that third parties win where one result counts."""
 

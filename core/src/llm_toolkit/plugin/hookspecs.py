@@ -7,17 +7,21 @@ hooks are called then, once per `Plugins` object, plugin by plugin: an implement
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.events import Event
+from llm_toolkit.plugin.listener import EventListener
 from llm_toolkit.plugin.markers import hookspec
 from llm_toolkit.plugin.registry import (
     AttentionBackendRegistry,
     CheckpointRegistry,
     CommandRegistry,
+    ConverterRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
     RendererRegistry,
+    ScoreTemplateRegistry,
 )
 
 
@@ -64,6 +68,22 @@ def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> N
 
 
 @hookspec
+def toolkit_register_pooling(converters: ConverterRegistry) -> None:
+    """Registers pooling adapters: functions that make a pooling model of another model's class.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_score_templates(templates: ScoreTemplateRegistry) -> None:
+    """Registers score templates: the prompts in which rerankers made of language models read a query and a document.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
 def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
     """Registers checkpoint folders that ship inside the plugin's package, under names that MODEL may give.
 
@@ -93,6 +113,18 @@ def toolkit_configure(config: VllmConfig) -> VllmConfig | None:
 def toolkit_event(event: Event) -> None:
     """Watches requests and steps, for instance for metrics.
 
-    Caller: the engine's loop, so it must be quick. Process: the one that runs the loop. Thread: the loop's. Return: nothing; all
-    implementations are called. One that raises is warned about once, and called no more.
+    Caller: the front, as it takes in what the engine gave, so it must be quick. Process: the front. Thread: the one that takes the
+    engine's outputs: the caller's own of `LLM` and `LLMEngine`, a thread of its own of `AsyncLLM`. Return: nothing; all implementations
+    are called. One that raises is warned about once, and called no more.
+    """
+
+
+@hookspec
+def toolkit_watch(config: VllmConfig, options: Any) -> EventListener | None:
+    """Makes what watches one engine, where `toolkit_event` would mix up engines, or where there may be nothing to watch for.
+
+    `config` is resolved; `options` are the plugin's own: an instance of its `Options`, or None where it has none.
+
+    Caller: the engine, once at its start. Process: the front. Thread: the one that makes the engine. Return: a listener, which gets each
+    event where `toolkit_event` would, or None; all implementations are called. One that raises is fatal.
     """

@@ -10,21 +10,24 @@ import pluggy
 
 from llm_toolkit._version import __version__
 from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.errors import ConfigError, PluginError, nearest
+from llm_toolkit.errors import ConfigError, PluginError, ToolkitError, nearest
 from llm_toolkit.events import Event
 from llm_toolkit.plugin import core
 from llm_toolkit.plugin.discovery import CORE_DISTRIBUTION, Candidate, discover, from_objects
 from llm_toolkit.plugin.fingerprint import Fingerprint, fingerprint
 from llm_toolkit.plugin.info import PluginInfo, PluginWarning
+from llm_toolkit.plugin.listener import EventListener
 from llm_toolkit.plugin.loader import Loader, implementations
 from llm_toolkit.plugin.options import make_options, option_fields
 from llm_toolkit.plugin.registry import (
     AttentionBackendRegistry,
     CheckpointRegistry,
     CommandRegistry,
+    ConverterRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
     RendererRegistry,
+    ScoreTemplateRegistry,
 )
 
 
@@ -35,6 +38,8 @@ class Plugins:
     attention_backends: AttentionBackendRegistry
     renderers: RendererRegistry
     logits_processors: LogitsProcessorRegistry
+    converters: ConverterRegistry
+    score_templates: ScoreTemplateRegistry
     checkpoints: CheckpointRegistry
     commands: CommandRegistry
     infos: list[PluginInfo]
@@ -50,7 +55,10 @@ class Plugins:
             setattr(self, name, registry)
         self._check_option_names()
         self._options = {name: self._make_options(name, values) for name, values in config.plugin_option.items()}
+        self._fingerprints: dict[bool, Fingerprint] = {}
+        """By whether plugins given from code are left out."""
         self._listeners = tuple(self.implementations("toolkit_event"))
+        self._watchers: list[tuple[PluginInfo, EventListener]] = []
 
     @classmethod
     def load(cls, config: PluginsConfig | None = None, extra: Sequence[object] = ()) -> Plugins:
@@ -100,6 +108,34 @@ class Plugins:
             config = changed
         return config
 
+    def watch(self, config: VllmConfig) -> None:
+        """Lets every plugin's `toolkit_watch` make what watches an engine of this config, until `close`.
+
+        Raises PluginError when one raises.
+        """
+        for info, call in self.implementations("toolkit_watch"):
+            try:
+                watcher: EventListener | None = call(config=config, options=self.options(info.name))
+                if watcher is not None:
+                    self._watchers.append((info, watcher))
+                    self._listeners += ((info, watcher.on_event),)
+            except Exception as error:
+                self.close()
+                what = str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
+                raise PluginError(f"{info} failed in toolkit_watch: {what}") from error
+
+    def close(self) -> None:
+        """Ends what `watch` has begun. Never raises: a plugin that does is warned about. Safe to call twice."""
+        watchers, self._watchers = self._watchers, []
+        ended = [watcher.on_event for _, watcher in watchers]
+        self._listeners = tuple(listener for listener in self._listeners if listener[1] not in ended)
+        for info, watcher in watchers:
+            try:
+                watcher.close()
+            except Exception as error:
+                message = f"{info} failed to close its event listener: {type(error).__name__}: {error}"
+                warnings.warn(message, PluginWarning, stacklevel=2)
+
     @property
     def has_event_listeners(self) -> bool:
         """False: making an event would be for nothing."""
@@ -113,7 +149,7 @@ class Plugins:
                 call(event=event)
             except Exception as error:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
-                message = f"{info} failed in toolkit_event, and gets no more events: {type(error).__name__}: {error}"
+                message = f"{info} failed on an event, and gets no more events: {type(error).__name__}: {error}"
                 warnings.warn(message, PluginWarning, stacklevel=2)
 
     def options(self, name: str) -> Any:
@@ -130,9 +166,15 @@ class Plugins:
         kind = self._options_class(name)
         return {} if kind is None else option_fields(kind)
 
-    def fingerprint(self) -> Fingerprint:
-        """What other processes must have loaded too. Reads the files of all loaded plugins."""
-        return fingerprint(self._loaded)
+    def fingerprint(self, *, installed: bool = False) -> Fingerprint:
+        """What other processes must have loaded too. `installed`: without plugins given from code.
+
+        The first call reads the files of all plugins; what becomes of the files later does not count, for it is not what was loaded.
+        """
+        if installed not in self._fingerprints:
+            wanted = [(info, plugin) for info, plugin in self._loaded if not installed or info.distribution is not None]
+            self._fingerprints[installed] = fingerprint(wanted)
+        return self._fingerprints[installed]
 
     def _options_class(self, name: str) -> type[Any] | None:
         self.info(name)

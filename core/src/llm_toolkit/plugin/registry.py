@@ -71,6 +71,19 @@ class LogitsProcessorEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConverterEntry(Entry):
+    """A function that makes a pooling model's class of another model's class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTemplateEntry(Entry):
+    """A score template."""
+
+    architectures: tuple[str, ...] = ()
+    """Rerankers of these architectures are given it where nobody names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointEntry(Entry):
     """A checkpoint folder that ships inside a package; `target` is "package:folder"."""
 
@@ -221,6 +234,31 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         self._add(LogitsProcessorEntry, name, target, _TARGET, "module:Class", override=override)
 
 
+class ConverterRegistry(Registry[ConverterEntry]):
+    """Pooling adapters, by the convert type that they are for: "embed", "classify", ..."""
+
+    noun = "convert type"
+    missing = ConfigError
+
+    def add(self, convert: str, target: str, *, override: bool = False) -> None:
+        """Registers a function (model class, vllm_config) -> pooling model class. It raises UnsupportedError for what it cannot convert."""
+        self._add(ConverterEntry, convert, target, _TARGET, "module:function", override=override)
+
+
+class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
+    """The prompts of rerankers, by the name that the option score_template gives."""
+
+    noun = "score template"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, architectures: tuple[str, ...] = (), override: bool = False) -> None:
+        """Registers an llm_toolkit.renderer.ScoreTemplate. Its module must not import torch: the front, which has none, uses it.
+
+        `architectures`: of language models that, where they have no trained classifier and are to classify, are rerankers of this kind.
+        """
+        self._add(ScoreTemplateEntry, name, target, _TARGET, "module:NAME", architectures=tuple(architectures), override=override)
+
+
 class CheckpointRegistry(Registry[CheckpointEntry]):
     """Checkpoint folders that ship inside packages, by the name that MODEL may give."""
 
@@ -261,6 +299,8 @@ class Registries:
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
+    converters: ConverterRegistry = field(default_factory=ConverterRegistry)
+    score_templates: ScoreTemplateRegistry = field(default_factory=ScoreTemplateRegistry)
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
     commands: CommandRegistry = field(default_factory=CommandRegistry)
 

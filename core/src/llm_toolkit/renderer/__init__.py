@@ -1,5 +1,15 @@
 """The renderer contract: all input preparation, and its inverse."""
 
-from llm_toolkit.renderer.contract import DecodeStream, MultiModalFeatureSpec, Renderer
+from llm_toolkit.renderer.contract import DecodeStream, MultiModalFeatureSpec, RenderedText, Renderer
+from llm_toolkit.renderer.score_template import ScoreTemplate, read_score_template, score_prompt, score_tokens
 
-__all__ = ["DecodeStream", "MultiModalFeatureSpec", "Renderer"]
+__all__ = [
+    "DecodeStream",
+    "MultiModalFeatureSpec",
+    "RenderedText",
+    "Renderer",
+    "ScoreTemplate",
+    "read_score_template",
+    "score_prompt",
+    "score_tokens",
+]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from llm_toolkit.config import VllmConfig
+from llm_toolkit.errors import RequestError
 from llm_toolkit.prompts import Conversation, Prompt
 
 
@@ -22,6 +23,14 @@ class MultiModalFeatureSpec(Struct, kw_only=True):
     """Index of the first placeholder token in the prompt."""
     length: int
     """Placeholder tokens."""
+
+
+class RenderedText(NamedTuple):
+    """A text, or a pair of texts, in tokens."""
+
+    token_ids: list[int]
+    second_text_start: int | None = None
+    """Of a pair: the position of the first token that belongs to the second text."""
 
 
 class DecodeStream(ABC):
@@ -63,6 +72,19 @@ class Renderer(ABC):
         add_special_tokens: bool = True,
     ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
         """Token ids of a prompt. Token ids are passed on as they are, once they are seen to be in the vocabulary."""
+
+    def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
+        """Token ids of whole texts, or pairs of texts joined as the model wants them, special tokens included; for pooling.
+
+        What is longer than `max_tokens` is cut at the end (of a pair, the longer text first), special tokens kept. This one renders
+        texts one by one; pairs are for renderers that know how to join them.
+        """
+        rendered = []
+        for text in texts:
+            if not isinstance(text, str):
+                raise RequestError(f"{type(self).__name__} does not know how to join a pair of texts.", "input")
+            rendered.append(RenderedText(self.render_prompt(text)[0][:max_tokens]))
+        return rendered
 
     @abstractmethod
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:

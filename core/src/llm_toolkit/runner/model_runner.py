@@ -9,6 +9,7 @@ from torch import Tensor
 from llm_toolkit.attention import (
     Attention,
     AttentionBackend,
+    AttentionType,
     BatchView,
     Binding,
     GroupMetadata,
@@ -20,13 +21,16 @@ from llm_toolkit.attention import (
     tensors_per_shape,
 )
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.messages import BlockCopy, StepPlan, StepResult, TokenLogprobs
+from llm_toolkit.config.tasks import POOLING_TASKS, PoolingTask
+from llm_toolkit.messages import BlockCopy, PoolingRules, StepPlan, StepResult, TokenLogprobs
 from llm_toolkit.model import Model, load_model, torch_dtype
 from llm_toolkit.plugin import Plugins
+from llm_toolkit.pooling import Pooler
 from llm_toolkit.runner.backends import attention_layers, select_backends
 from llm_toolkit.runner.batch import PersistentBatch, StepInputs
+from llm_toolkit.runner.pooling import PoolingBatch
 from llm_toolkit.runner.prompt_logprobs import prompt_logprobs
-from llm_toolkit.sampling import ProcessorTable, sample
+from llm_toolkit.sampling import ProcessorTable, sample, search
 
 
 class ModelRunner:
@@ -42,7 +46,12 @@ class ModelRunner:
         self._layers: dict[str, Attention] = {}
         self._bindings: dict[str, Binding] = {}
         self._group_backends: list[AttentionBackend] = []
+        """Of the KV groups, then of the layers without a cache."""
+        self._pooling: PoolingBatch | None = None
         self._caches: list[list[Tensor]] = []
+        """Per KV group and layer."""
+        self._host_caches: list[list[Tensor]] = []
+        """Of the same shapes, but for the number of blocks: what preempted requests are swapped to."""
         self.kv_cache: KVCacheConfig
         self._batch: PersistentBatch
         self._processors = ProcessorTable(plugins.logits_processors, config, self.device)
@@ -51,37 +60,80 @@ class ModelRunner:
         """Makes the model, loads its weights, and chooses each attention layer's backend."""
         assert self.config.checkpoint is not None
         model_class = self.plugins.models.load(self.config.checkpoint.architecture)
+        if self.config.model.convert not in ("auto", "none"):
+            model_class = self.plugins.converters.load(self.config.model.convert)(model_class, self.config)
         self.model = load_model(model_class, self.config, self.device)
+        if "embed" in self.config.model.also:
+            from llm_toolkit.pooling import embedding_pooler
+
+            with self.device:
+                self.model.pooler = embedding_pooler(self.config, default="LAST")
+        pooler = getattr(self.model, "pooler", None)
+        if isinstance(pooler, Pooler):
+            self._pooling = PoolingBatch(pooler)
         self._layers = attention_layers(self.model)
         self.selections = select_backends(self.model, self.device, self.plugins.attention_backends, self.config.attention.attention_backend)
 
+    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
+        """The pooling tasks that the model serves, and what each allows."""
+        if self._pooling is None:
+            return {}
+        pooler = self._pooling.pooler
+        one_way = all(layer.attention_type is AttentionType.DECODER for layer in self._layers.values())
+        return {
+            task: PoolingRules(
+                chunkable=one_way and pooler.chunkable(task),
+                reads_prefix_cache=one_way and pooler.reads_prefix_cache(task),
+                size=pooler.output_size(task),
+            )
+            for task in POOLING_TASKS
+            if task in pooler.supported_tasks()
+        }
+
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """By attention layer: what it caches. Layers that cache nothing are left out."""
+        scheduler, cache = self.config.scheduler, self.config.cache
+        if self.config.model.runner == "pooling" and not (scheduler.enable_chunked_prefill or cache.enable_prefix_caching):
+            # Every prompt is computed at once, and nothing comes after it.
+            return {}
         specs = {name: layer.kv_cache_spec() for name, layer in self._layers.items()}
         return {name: spec for name, spec in specs.items() if spec is not None}
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Allocates the cache, and binds each attention layer to its backend and its part of the cache."""
         self.kv_cache = kv_cache
-        tensors: dict[Shape, list[Tensor]] = {}
-        counts = tensors_per_shape(kv_cache.groups)
-        for index, group in enumerate(kv_cache.groups):
-            backend_class = self.selections[group.layers[0]].backend
-            if group.shape not in tensors:
-                shape, dtype = backend_class.kv_cache_shape(group.spec, kv_cache.num_blocks), torch_dtype(group.spec.dtype)
-                tensors[group.shape] = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(counts[group.shape])]
-            backend = backend_class(self.device)
-            caches = tensors[group.shape][: len(group.layers)]
+        self._caches = self._allocate(kv_cache, kv_cache.num_blocks, self.device)
+        self._host_caches = self._allocate(kv_cache, kv_cache.num_host_blocks, torch.device("cpu"))
+        for index, (group, caches) in enumerate(zip(kv_cache.groups, self._caches, strict=True)):
+            backend = self.selections[group.layers[0]].backend(self.device)
             self._group_backends.append(backend)
-            self._caches.append(caches)
             self._bindings.update({layer: Binding(backend, cache, index) for layer, cache in zip(group.layers, caches, strict=True)})
+        uncached = [layer for layer in self._layers if layer not in self._bindings]
+        for backend_class in dict.fromkeys(self.selections[layer].backend for layer in uncached):
+            index, backend = len(self._group_backends), backend_class(self.device)
+            self._group_backends.append(backend)
+            mine = [layer for layer in uncached if self.selections[layer].backend is backend_class]
+            self._bindings.update({layer: Binding(backend, None, index) for layer in mine})
         self._batch = PersistentBatch(
             self.config.scheduler.max_num_seqs, self.config.max_model_len, [group.spec.block_size for group in kv_cache.groups]
         )
 
+    def _allocate(self, kv_cache: KVCacheConfig, num_blocks: int, device: torch.device) -> list[list[Tensor]]:
+        """The cache tensors per KV group and layer; groups of one shape share them."""
+        tensors: dict[Shape, list[Tensor]] = {}
+        counts = tensors_per_shape(kv_cache.groups)
+        pin = device.type == "cpu" and self.device.type == "cuda"
+        for group in kv_cache.groups:
+            if group.shape not in tensors:
+                shape = self.selections[group.layers[0]].backend.kv_cache_shape(group.spec, num_blocks)
+                dtype = torch_dtype(group.spec.dtype)
+                tensors[group.shape] = [torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin) for _ in range(counts[group.shape])]
+        return [tensors[group.shape][: len(group.layers)] for group in kv_cache.groups]
+
     def shutdown(self) -> None:
         """Releases the model and the cache."""
         self._caches.clear()
+        self._host_caches.clear()
         self._bindings.clear()
         self._layers.clear()
         self.__dict__.pop("model", None)
@@ -91,38 +143,53 @@ class ModelRunner:
         """Runs one step: applies the plan, computes its tokens, draws the next ones."""
         self._batch.apply(plan)
         self._processors.update(plan)
-        for copy in plan.copies:
-            self._copy_block(copy)
+        if self._pooling is not None:
+            self._pooling.update(plan)
+        for copies, source, target in (
+            (plan.swap_out, self._caches, self._host_caches),
+            (plan.swap_in, self._host_caches, self._caches),
+            (plan.copies, self._caches, self._caches),
+        ):
+            for copy in copies:
+                self._copy_block(copy, source, target)
         if not plan.scheduled:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
-        hidden_states = self._forward(inputs)
-        return self._sample(plan, inputs, hidden_states)
+        extra = {}
+        if self._pooling is not None and self.model.takes_token_types:
+            extra["token_type_ids"] = self._to_device(self._pooling.token_types(plan, inputs))
+        hidden_states = self._forward(inputs, extra)
+        result = self._sample(plan, inputs, hidden_states)
+        if self._pooling is not None:
+            result.pooled, errors = self._pooling.pool(plan, inputs, self._batch, hidden_states)
+            result.errors |= errors
+        return result
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def _forward(self, inputs: StepInputs, extra: dict[str, Tensor]) -> Tensor:
         """[T, H] hidden states of the flat batch."""
         query_start, seq_lens = self._to_device(inputs.query_start), self._to_device(inputs.seq_lens)
         groups = []
-        for backend, block_table, slot_mapping in zip(self._group_backends, inputs.block_tables, inputs.slot_mappings, strict=True):
-            slots = self._to_device(slot_mapping)
+        for index, backend in enumerate(self._group_backends):
+            cached = index < len(inputs.block_tables)
+            slots = self._to_device(inputs.slot_mappings[index]) if cached else None
             view = BatchView(
                 query_start=inputs.query_start,
                 seq_lens=inputs.seq_lens,
                 query_start_device=query_start,
                 seq_lens_device=seq_lens,
-                block_table=self._to_device(block_table),
+                block_table=self._to_device(inputs.block_tables[index]) if cached else None,
                 slot_mapping=slots,
                 max_query_len=int(np.diff(inputs.query_start).max()),
                 max_seq_len=int(inputs.seq_lens.max()),
             )
             groups.append(GroupMetadata(backend.build(view), slots))
         with forward_context(self._bindings, groups):
-            hidden_states = self.model(self._to_device(inputs.input_ids), self._to_device(inputs.positions))
+            hidden_states = self.model(self._to_device(inputs.input_ids), self._to_device(inputs.positions), **extra)
         assert isinstance(hidden_states, Tensor)
         return hidden_states
 
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
-        """Logits and tokens of the rows whose last token was computed."""
+        """Logits, and tokens or candidates, of the rows whose last token was computed."""
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
         result.prompt_logprobs = prompt_logprobs(plan, inputs, self._batch, hidden_states, self.model.compute_logits)
         if not len(inputs.sampling):
@@ -130,23 +197,40 @@ class ModelRunner:
         last = self._to_device(inputs.query_start[1:][inputs.sampling].astype(np.int64) - 1)
         logits = self.model.compute_logits(hidden_states[last])
         rows = inputs.rows[inputs.sampling]
-        sampled = sample(logits, self._batch.sampling.pick(rows), self._processors)
-        self._batch.append_tokens(rows, sampled.token_ids)
-        for index, token in zip(inputs.sampling, sampled.token_ids, strict=True):
-            result.token_ids[index] = [token]
-        if sampled.logprobs:
-            by_row: dict[int, TokenLogprobs | None] = dict(zip(inputs.sampling.tolist(), sampled.logprobs, strict=True))
-            result.logprobs = [by_row.get(i) for i in range(len(plan.scheduled))]
-        seq_ids = [plan.scheduled[i].seq_id for i in inputs.sampling]
-        result.errors = {seq_ids[i]: error for i, error in sampled.errors.items()}
-        result.mirostat_mu = {seq_ids[i]: mu for i, mu in sampled.mirostat_mu.items()}
-        self._batch.sampling.mirostat_mu[rows[list(sampled.mirostat_mu)]] = list(sampled.mirostat_mu.values())
+        drawing = self._batch.sampling.num_candidates[rows] == 0
+        if not drawing.all():
+            searching = np.flatnonzero(~drawing)
+            self._search(plan, result, logits[self._to_device(searching)], inputs.sampling[searching], rows[searching])
+            logits = logits[self._to_device(np.flatnonzero(drawing))]
+        if drawing.any():
+            self._draw(plan, result, logits, inputs.sampling[drawing], rows[drawing])
         return result
 
-    def _copy_block(self, copy: BlockCopy) -> None:
+    def _search(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
+        """Candidates for beams. `places`: the rows' indices in the plan; `rows`: those in the persistent batch."""
+        found = search(logits, self._batch.sampling.pick(rows))
+        seq_ids = [plan.scheduled[place].seq_id for place in places]
+        result.candidates = {seq_ids[i]: candidates for i, candidates in found.candidates.items()}
+        result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
+
+    def _draw(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
+        """Tokens for the others."""
+        sampled = sample(logits, self._batch.sampling.pick(rows), self._processors)
+        self._batch.append_tokens(rows, sampled.token_ids)
+        for index, token in zip(places, sampled.token_ids, strict=True):
+            result.token_ids[index] = [token]
+        if sampled.logprobs:
+            by_row: dict[int, TokenLogprobs | None] = dict(zip(places.tolist(), sampled.logprobs, strict=True))
+            result.logprobs = [by_row.get(i) for i in range(len(plan.scheduled))]
+        seq_ids = [plan.scheduled[place].seq_id for place in places]
+        result.errors |= {seq_ids[i]: error for i, error in sampled.errors.items()}
+        result.mirostat_mu = {seq_ids[i]: mu for i, mu in sampled.mirostat_mu.items()}
+        self._batch.sampling.mirostat_mu[rows[list(sampled.mirostat_mu)]] = list(sampled.mirostat_mu.values())
+
+    def _copy_block(self, copy: BlockCopy, source: list[list[Tensor]], target: list[list[Tensor]]) -> None:
         axis = self._group_backends[copy.group].block_axis
-        for cache in self._caches[copy.group]:
-            cache.select(axis, copy.target).copy_(cache.select(axis, copy.source))
+        for layer_source, layer_target in zip(source[copy.group], target[copy.group], strict=True):
+            layer_target.select(axis, copy.target).copy_(layer_source.select(axis, copy.source))
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

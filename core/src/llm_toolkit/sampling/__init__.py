@@ -1,5 +1,6 @@
 """From logits to tokens."""
 
+from llm_toolkit.sampling.candidates import Searched, search
 from llm_toolkit.sampling.history import TokenHistory
 from llm_toolkit.sampling.logprobs import token_logprobs
 from llm_toolkit.sampling.processor import LogitsProcessor, ProcessorRow
@@ -14,9 +15,11 @@ __all__ = [
     "ProcessorTable",
     "Sampled",
     "SamplingRows",
+    "Searched",
     "TokenHistory",
     "load_processor",
     "sample",
+    "search",
     "token_logprobs",
     "uniform",
 ]

@@ -93,6 +93,8 @@ class SamplingRows:
         self.logprobs = np.full(num_rows, -1, np.int64)
         """Alternatives wanted; -1: no logprobs at all."""
         self.prompt_logprobs = np.full(num_rows, -1, np.int64)
+        self.num_candidates = np.zeros(num_rows, np.int64)
+        """Likeliest tokens that a beam search wants; 0: a token is drawn."""
         self.penalized = np.zeros(num_rows, bool)
         self.filtered = np.zeros(num_rows, bool)
         """Some filter beside the temperature is on."""
@@ -115,7 +117,9 @@ class SamplingRows:
         self.key[row] = seq.seq_id
         self.position[row] = len(seq.token_ids) - seq.num_prompt_tokens
         self.min_tokens[row] = params.min_tokens
-        self.logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        # The best of several are chosen by the log probabilities of their tokens.
+        self.logprobs[row] = (0 if params.ranks else -1) if params.logprobs is None else params.logprobs
+        self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.penalized[row] = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.filtered[row] = (

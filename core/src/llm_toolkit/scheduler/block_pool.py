@@ -1,17 +1,31 @@
-"""A pool of KV cache blocks with reference counts."""
+"""A pool of KV cache blocks with reference counts, and with the contents that free blocks still hold."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Hashable
 
 
 class BlockPool:
-    """Block ids 0 .. num_blocks - 1. A block is free (count 0) or owned by as many tables as its count says."""
+    """Block ids 0 .. num_blocks - 1. A block is free (count 0) or owned by as many tables as its count says.
+
+    A block may have a key that says what it holds. It keeps it when it is freed, until it is taken for something else: those without a
+    key go first, then the least recently used.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
-        self._free = deque(range(num_blocks))
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free, and nobody knows what they hold."""
+        self.ref_counts = [0] * self.num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(self.num_blocks))
+        """The next to be taken first."""
+        self._blocks: dict[Hashable, int] = {}
+        """By key."""
+        self._keys: dict[int, Hashable] = {}
+        """By block."""
 
     @property
     def num_free(self) -> int:
@@ -22,15 +36,18 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def take(self) -> int:
-        """A free block, now with one owner. There must be one."""
-        block = self._free.popleft()
+        """A free block, now with one owner. There must be one. What it held is forgotten."""
+        block, _ = self._free.popitem(last=False)
         assert self.ref_counts[block] == 0, f"free block {block} has {self.ref_counts[block]} owners"
+        self.forget(block)
         self.ref_counts[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more owner of an owned block."""
-        assert self.ref_counts[block] > 0, f"block {block} is free and cannot be shared"
+        """One more owner of an owned block, or the first of a free one whose contents are wanted."""
+        if self.ref_counts[block] == 0:
+            assert block in self._keys, f"block {block} is free, and nobody knows what it holds"
+            del self._free[block]
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
@@ -38,4 +55,28 @@ class BlockPool:
         assert self.ref_counts[block] > 0, f"block {block} is freed twice"
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
-            self._free.append(block)
+            self._free[block] = None
+            if block not in self._keys:
+                self._free.move_to_end(block, last=False)
+
+    # Contents
+
+    def find(self, key: Hashable) -> int | None:
+        """The block that holds what `key` says."""
+        return self._blocks.get(key)
+
+    def publish(self, key: Hashable, block: int) -> None:
+        """Says what an owned block holds. Of two that hold the same, the first is found."""
+        assert self.ref_counts[block] > 0, f"block {block} is free"
+        if key not in self._blocks and block not in self._keys:
+            self._blocks[key] = block
+            self._keys[block] = key
+
+    def forget(self, block: int) -> None:
+        """Its contents are found no more."""
+        if (key := self._keys.pop(block, None)) is not None:
+            del self._blocks[key]
+
+    def forget_all(self) -> None:
+        self._blocks.clear()
+        self._keys.clear()

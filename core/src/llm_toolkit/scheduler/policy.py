@@ -12,12 +12,12 @@ SchedulingPolicy = Callable[[Request], tuple[float, ...]]
 
 def fcfs(request: Request) -> tuple[float, ...]:
     """First come, first served."""
-    return (request.arrival_time, request.sequences[0].seq_id)
+    return (request.arrival_time, request.number)
 
 
 def priority(request: Request) -> tuple[float, ...]:
     """The smaller number first; among equals, first come, first served."""
-    return (request.priority, request.arrival_time, request.sequences[0].seq_id)
+    return (request.priority, request.arrival_time, request.number)
 
 
 POLICIES: dict[str, SchedulingPolicy] = {"fcfs": fcfs, "priority": priority}

@@ -9,7 +9,8 @@ from typing import Any, cast
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import CheckpointError, ContextLengthError, RequestError, nearest
 from llm_toolkit.prompts import Conversation, Prompt, parse_prompt
-from llm_toolkit.renderer import DecodeStream, MultiModalFeatureSpec, Renderer
+from llm_toolkit.renderer import DecodeStream, MultiModalFeatureSpec, RenderedText, Renderer
+from tokenizers import Encoding
 
 from llm_toolkit_renderer_hf.chat_template import find_chat_template
 from llm_toolkit_renderer_hf.detokenizer import Detokenizer, TextStream
@@ -67,6 +68,44 @@ class HfRenderer(Renderer):
             return self._check_ids(cast(list[int], token_ids), "prompt_token_ids"), None
         return self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens), None
 
+    def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
+        special = [self._tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True)]
+        if max_tokens is not None and max_tokens <= special[1]:
+            raise RequestError(f"of {max_tokens} tokens {special[1]} are special, so that no text is left.", "truncate_prompt_tokens")
+        pairs = [(text, None) if isinstance(text, str) else text for text in texts]
+        firsts = self._tokenize([first for first, _ in pairs], max_tokens)
+        seconds = iter(self._tokenize([second for _, second in pairs if second is not None], max_tokens))
+        return [
+            self._join(first, None if second is None else next(seconds), max_tokens, special)
+            for first, (_, second) in zip(firsts, pairs, strict=True)
+        ]
+
+    def _tokenize(self, texts: list[str], max_tokens: int | None) -> list[Encoding]:
+        """Without special tokens."""
+        for index, text in enumerate(texts):
+            self._check_text(text, "input", may_be_cut=max_tokens is not None, where=f"input {index}")
+        if max_tokens is not None:
+            texts = [text[: self._max_chars] for text in texts]
+        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+
+    def _join(self, first: Encoding, second: Encoding | None, max_tokens: int | None, special: list[int]) -> RenderedText:
+        if max_tokens is not None:
+            room = max_tokens - special[second is not None]
+            if second is not None and len(first) + len(second) > room:
+                # The longer one gives way first, as transformers' "longest_first".
+                shorter = min(len(first), len(second), room // 2)
+                first.truncate(room - shorter if len(first) > len(second) else shorter)
+                second.truncate(room - len(first))
+            elif second is None and len(first) > room:
+                first.truncate(room)
+        joined = self._tokenizer.post_process(first, second, add_special_tokens=True)
+        start = None
+        if second is not None:
+            start = next((i for i, sequence in enumerate(joined.sequence_ids) if sequence == 1), len(joined.ids))
+            if 1 in joined.type_ids:
+                start = joined.type_ids.index(1)
+        return RenderedText(self._check_ids(joined.ids, "input"), start)
+
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self._detokenizer, skip_special_tokens, prompt_token_ids)
 
@@ -85,16 +124,21 @@ class HfRenderer(Renderer):
         return list(self._eos_token_ids)
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        self._check_text(text, param)
+        return self._check_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, param)
+
+    def _check_text(self, text: str, param: str, *, may_be_cut: bool = False, where: str = "the prompt") -> None:
+        if not isinstance(text, str):
+            raise RequestError(f"{where} must be a text, not a {type(text).__name__}.", param)
         if not text:
-            raise RequestError("the prompt is empty.", param)
-        if len(text) > self._max_chars:
+            raise RequestError(f"{where} is empty.", param)
+        if len(text) > self._max_chars and not may_be_cut:
             limit = f"{self._max_chars} characters can fit in max_model_len ({self.config.max_model_len} tokens)"
-            raise ContextLengthError(f"the prompt has {len(text)} characters; no more than {limit}.", param)
+            raise ContextLengthError(f"{where} has {len(text)} characters; no more than {limit}.", param)
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is no valid text: lone surrogate at position {error.start}.", param) from None
-        return self._check_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, param)
+            raise RequestError(f"{where} is no valid text: lone surrogate at position {error.start}.", param) from None
 
     def _check_ids(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from llm_toolkit import __version__
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,6 +19,7 @@ from llm_toolkit_server.generation import check_model
 from llm_toolkit_server.metrics import Metrics
 from llm_toolkit_server.options import ServerOptions
 from llm_toolkit_server.plugin_routes import add_plugin_routes
+from llm_toolkit_server.readiness import Readiness
 from llm_toolkit_server.route import route_class
 from llm_toolkit_server.tokens import Tokens
 
@@ -34,13 +35,6 @@ class About:
         self._metrics = metrics
         self._created = int(time.time())
 
-    async def health(self) -> Response:
-        """200 while the engine lives, else 503 with the reason."""
-        error = self._engine.error
-        if error is None:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "dead", "reason": f"{type(error).__name__}: {error}"}, 503)
-
     async def version(self) -> dict[str, str]:
         """The version of llm-toolkit."""
         return {"version": __version__}
@@ -48,7 +42,13 @@ class About:
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
         assert self._metrics is not None
+        self._metrics.observe(self._engine)
         return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def reset_prefix_cache(self) -> dict[str, str]:
+        """Forgets what is cached of prompts that were seen before. Requests under way go on."""
+        await self._engine.reset_prefix_cache()
+        return {"status": "reset"}
 
     async def models(self) -> dict[str, Any]:
         """The models that are served."""
@@ -70,14 +70,17 @@ class About:
         }
 
 
-def create_router(engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> APIRouter:
+def create_router(
+    engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None, readiness: Readiness | None = None
+) -> APIRouter:
     """The server's routes, to be mounted in any FastAPI app. They need no lifespan; the caller owns the engine.
 
-    /metrics is there when `metrics` is given. Raises ConfigError for an unknown name in `options.routes`, PluginError when a plugin's
-    routes fail.
+    /metrics is there when `metrics` is given. `readiness`: for a caller that wants to refuse requests before it ends. Raises ConfigError
+    for an unknown name in `options.routes`, PluginError when a plugin's routes fail.
     """
     options = options or ServerOptions()
-    kind = route_class(options)
+    readiness = readiness or Readiness(engine)
+    kind, always = route_class(options, readiness, metrics), route_class(options)
     router = APIRouter(route_class=kind)
     about, tokens = About(engine, metrics), Tokens(engine)
     router.add_api_route("/v1/chat/completions", Chat(engine).create, methods=["POST"], response_model=None)
@@ -86,22 +89,27 @@ def create_router(engine: AsyncLLM, options: ServerOptions | None = None, *, met
     router.add_api_route("/v1/models/{model:path}", about.model)
     router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"])
     router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"])
-    router.add_api_route("/version", about.version)
+    if options.admin_routes:
+        router.add_api_route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"])
+    router.add_api_route("/version", about.version, route_class_override=always)
     if metrics is not None:
-        router.add_api_route("/metrics", about.metrics, response_model=None)
-    # Health is open to all, so it is no ServerRoute.
-    router.add_api_route("/health", about.health, response_model=None, route_class_override=APIRoute)
+        router.add_api_route("/metrics", about.metrics, response_model=None, route_class_override=always)
+    # These two are open to all, so they are no ServerRoutes.
+    router.add_api_route("/health", readiness.health, response_model=None, route_class_override=APIRoute)
+    router.add_api_route("/ready", readiness.ready, response_model=None, route_class_override=APIRoute)
     add_plugin_routes(router, engine, options.routes, kind)
     return router
 
 
-def create_app(engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None) -> FastAPI:
+def create_app(
+    engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None, readiness: Readiness | None = None
+) -> FastAPI:
     """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
     options = options or ServerOptions()
     # The generated pages describe the API to anyone, so they are on only where anyone may use it.
     openapi_url = None if options.api_key else "/openapi.json"
     app = FastAPI(title="llm-toolkit", version=__version__, openapi_url=openapi_url, exception_handlers={HTTPException: _answer_error})
-    app.include_router(create_router(engine, options, metrics=metrics))
+    app.include_router(create_router(engine, options, metrics=metrics, readiness=readiness))
     return app
 
 

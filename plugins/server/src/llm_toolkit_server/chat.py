@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from llm_toolkit_server.context import request_context
 from llm_toolkit_server.event_stream import EventStream
 from llm_toolkit_server.generation import Generation, Piece, check_model
 from llm_toolkit_server.logprobs import chat_logprobs, prompt_logprobs
@@ -24,13 +25,13 @@ class Chat:
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
 
-    async def create(self, body: ChatBody) -> Response:
+    async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
         check_model(self._engine, body.model)
         params = body.params()
         # The template and the tokenizer may take long: not on the event loop.
         token_ids, _ = await asyncio.to_thread(self._engine.renderer.render_conversation, body.messages, **body.render_options())
-        generation = await Generation.start(self._engine, [token_ids], params, body.priority)
+        generation = await Generation.start(self._engine, [token_ids], params, body.request_options(request_context(request)))
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = [_choice(choice, body) for choice in await generation.choices()]
@@ -39,23 +40,25 @@ class Chat:
             reply["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs(0))
         return JSONResponse(reply)
 
-    async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[dict[str, Any], None]:
+    async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(generation, "chat.completion.chunk") | ({"usage": None} if body.include_usage else {})
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
             return {**head, "choices": [choice]}
 
-        for index in range(body.n or 1):
-            yield chunk(index, {"role": "assistant", "content": ""})
-        async for delta in generation.deltas():
-            if delta.text or delta.logprobs:
-                logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
-                yield chunk(delta.index, {"content": delta.text}, logprobs)
-            if delta.finish_reason is not None:
-                yield chunk(delta.index, {}, finish_reason=delta.finish_reason)
+        yield [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
+        async for deltas in generation.deltas():
+            chunks = []
+            for delta in deltas:
+                if delta.text or delta.logprobs:
+                    logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
+                    chunks.append(chunk(delta.index, {"content": delta.text}, logprobs))
+                if delta.finish_reason is not None:
+                    chunks.append(chunk(delta.index, {}, finish_reason=delta.finish_reason))
+            yield chunks
         if body.include_usage:
-            yield {**head, "choices": [], "usage": generation.usage()}
+            yield [{**head, "choices": [], "usage": generation.usage()}]
 
     def _head(self, generation: Generation, kind: str) -> dict[str, Any]:
         return {

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from llm_toolkit.prompts import TokensPrompt
 
+from llm_toolkit_server.context import request_context
 from llm_toolkit_server.event_stream import EventStream
 from llm_toolkit_server.generation import Generation, Piece, check_model
 from llm_toolkit_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
@@ -27,7 +28,7 @@ class Completions:
         self._engine = engine
         self._options = options
 
-    async def create(self, body: CompletionBody) -> Response:
+    async def create(self, body: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts."""
         check_model(self._engine, body.model)
         params = body.params()
@@ -35,7 +36,7 @@ class Completions:
         # The tokenizer may take long: not on the event loop.
         token_ids = await asyncio.to_thread(self._render, prompts)
         echoes = await asyncio.to_thread(self._echoes, prompts) if body.echo else [""] * len(prompts)
-        generation = await Generation.start(self._engine, token_ids, params, body.priority)
+        generation = await Generation.start(self._engine, token_ids, params, body.request_options(request_context(request)))
         if body.stream:
             return EventStream(self._chunks(body, generation, echoes, params.n), generation)
         choices = []
@@ -52,19 +53,22 @@ class Completions:
 
     async def _chunks(
         self, body: CompletionBody, generation: Generation, echoes: list[str], n: int
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(generation) | ({"usage": None} if body.include_usage else {})
         echoed: set[int] = set()
-        async for one in generation.deltas():
-            echo = echoes[one.index // n]
-            # The prompt's log probabilities are known when its first token is there.
-            if body.echo and one.index not in echoed:
-                echoed.add(one.index)
-                yield {**head, "choices": [self._echo(body, generation, one.index, echo)]}
-            if one.text or one.logprobs or one.finish_reason is not None:
-                yield {**head, "choices": [_choice(one, body.logprobs, len(echo))]}
+        async for deltas in generation.deltas():
+            chunks = []
+            for one in deltas:
+                echo = echoes[one.index // n]
+                # The prompt's log probabilities are known when its first token is there.
+                if body.echo and one.index not in echoed:
+                    echoed.add(one.index)
+                    chunks.append({**head, "choices": [self._echo(body, generation, one.index, echo)]})
+                if one.text or one.logprobs or one.finish_reason is not None:
+                    chunks.append({**head, "choices": [_choice(one, body.logprobs, len(echo))]})
+            yield chunks
         if body.include_usage:
-            yield {**head, "choices": [], "usage": generation.usage()}
+            yield [{**head, "choices": [], "usage": generation.usage()}]
 
     def _render(self, prompts: list[str] | list[list[int]]) -> list[list[int]]:
         render = self._engine.renderer.render_prompt

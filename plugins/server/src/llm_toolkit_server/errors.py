@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from llm_toolkit.errors import ContextLengthError, EngineDeadError, RequestError
+from llm_toolkit.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
 from starlette.exceptions import HTTPException
 
 logger = logging.getLogger(__name__)
+
+RETRY_AFTER = 5
+"""Seconds after which a client may come again, where nobody knows better."""
+_TYPES = {429: "rate_limit_exceeded"}
 
 
 class ApiError(Exception):
@@ -23,7 +28,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers = headers
-        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
@@ -35,6 +40,9 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case QueueFullError():
+            headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
         case RequestError():
             param = "prompt" if error.param == "prompt_token_ids" else error.param
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
@@ -44,8 +52,7 @@ def as_api_error(error: Exception) -> ApiError:
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case EngineDeadError():
-            # `engine.error` has the cause, and /health tells it.
-            return ApiError(503, "The engine has stopped.", code="engine_dead")
+            return ApiError(503, str(error), code="engine_dead")
         case _:
             logger.error("a request failed", exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")
@@ -58,8 +65,8 @@ def _of_validation(problem: Mapping[str, Any]) -> ApiError:
     match problem["type"]:
         case "json_invalid":
             return ApiError(400, f"The body is not valid JSON: {problem.get('ctx', {}).get('error', 'it cannot be parsed')}.")
-        case "extra_forbidden":
-            return ApiError(400, f"Unrecognized request argument supplied: {'.'.join(map(str, path))}", param=field)
+        case "unknown":
+            return ApiError(400, problem["msg"], param=field or problem["ctx"]["param"])
         case "missing" if field is not None:
             return ApiError(400, f"You must provide the parameter {field!r}.", param=field, code="missing_required_parameter")
         case "unsupported":

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
 from fastapi import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -15,16 +15,20 @@ from llm_toolkit_server.disconnect import unless_disconnected
 from llm_toolkit_server.errors import as_api_error
 from llm_toolkit_server.generation import Generation
 
+_DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
 
 class EventStream(Response):
     """Sends objects as they come, then "[DONE]". `generation`, their source, is closed when the client goes away.
 
-    An error after the start of the stream is an event of its own, in the shape of an error body.
+    Objects that come together are sent together. An error after the start of the stream is an event of its own, in the shape of an error
+    body.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None], generation: Generation) -> None:
+    def __init__(self, events: AsyncGenerator[list[dict[str, Any]], None], generation: Generation) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
@@ -40,16 +44,18 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        end = _DONE
         try:
-            async for event in self._events:
-                await _send_event(send, json.dumps(event, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+            async for events in self._events:
+                if events:
+                    await send({"type": "http.response.body", "body": _as_body(events), "more_body": True})
         except OSError:
             raise
         except Exception as error:
-            await _send_event(send, json.dumps(as_api_error(error).body))
-        await _send_event(send, "[DONE]")
+            end = _as_body([as_api_error(error).body]) + _DONE
+        await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_event(send: Send, data: str) -> None:
-    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+def _as_body(events: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: %b\n\n" % _encode(event) for event in events)

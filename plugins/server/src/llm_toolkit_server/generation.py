@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -53,16 +53,20 @@ class Generation:
         self._seen = [CompletionOutput(index, "", []) for index in range(len(prompts) * n)]
 
     @classmethod
-    async def start(cls, engine: AsyncLLM, prompts: list[list[int]], params: SamplingParams, priority: int = 0) -> Generation:
-        """Waits for the first output, so that a bad request raises here (RequestError), before an answer has begun."""
-        if priority and engine.config.scheduler.scheduling_policy != "priority":
+    async def start(cls, engine: AsyncLLM, prompts: list[list[int]], params: SamplingParams, options: Mapping[str, Any]) -> Generation:
+        """Waits for the first output, so that a bad request raises here (RequestError), before an answer has begun.
+
+        `options`: those of AsyncLLM.generate.
+        """
+        if options["priority"] and engine.config.scheduler.scheduling_policy != "priority":
             raise RequestError("priority has no effect here: the server runs without --scheduling-policy priority.", "priority")
         for token_ids in prompts:
             check_length(engine, token_ids)
-        streams = [engine.generate(TokensPrompt(prompt_token_ids=token_ids), params, priority=priority) for token_ids in prompts]
+        streams = [engine.generate(TokensPrompt(prompt_token_ids=token_ids), params, **options) for token_ids in prompts]
         outputs = merge(streams)
         try:
             first = await anext(outputs)
+            _check_time(first[1].outputs)
         except BaseException:
             await outputs.aclose()
             raise
@@ -81,19 +85,18 @@ class Generation:
         """The token ids of a choice's prompt."""
         return self._prompts[choice // self._n]
 
-    async def deltas(self) -> AsyncGenerator[Piece, None]:
+    async def deltas(self) -> AsyncGenerator[list[Piece], None]:
         """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence."""
-        for piece in self._news(*self._first):
-            yield piece
-        async for item in self._rest:
-            for piece in self._news(*item):
-                yield piece
+        yield self._news(*self._first)
+        async for number, output in self._rest:
+            yield self._news(number, output)
 
     async def choices(self) -> list[Piece]:
         """Every choice at its end, in order. Aborts the requests when it is cancelled."""
         async with aclosing(self):
             async for _ in self.deltas():
                 pass
+        _check_time(self._seen)
         return [_since(CompletionOutput(index, "", []), choice, index) for index, choice in enumerate(self._seen)]
 
     def usage(self) -> dict[str, Any]:
@@ -108,16 +111,18 @@ class Generation:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _news(self, number: int, output: RequestOutput) -> Iterator[Piece]:
+    def _news(self, number: int, output: RequestOutput) -> list[Piece]:
         self._latest[number] = output
         if any(one.finish_reason == "error" for one in output.outputs):
             raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
+        pieces = []
         for new in output.outputs:
             index = number * self._n + new.index
             old, self._seen[index] = self._seen[index], new
             piece = _since(old, new, index)
             if not old.finished and (piece.text or piece.token_ids or piece.finish_reason):
-                yield piece
+                pieces.append(piece)
+        return pieces
 
 
 def _since(old: CompletionOutput, new: CompletionOutput, index: int) -> Piece:
@@ -131,6 +136,12 @@ def _since(old: CompletionOutput, new: CompletionOutput, index: int) -> Piece:
         finish_reason=new.finish_reason,
         stop_reason=new.stop_reason,
     )
+
+
+def _check_time(choices: Iterable[CompletionOutput]) -> None:
+    """Raises ApiError (504) where the time was over before there was any token; a partial answer is an answer."""
+    if all(choice.finish_reason == "timeout" and not choice.token_ids for choice in choices):
+        raise ApiError(504, "The request's timeout was over before a token was generated.", code="timeout")
 
 
 def check_length(engine: AsyncLLM, token_ids: Sequence[int]) -> None:
@@ -152,6 +163,11 @@ def check_model(engine: AsyncLLM, name: str | None) -> None:
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The items of all streams as they come, each with its stream's number. Closing it closes them all, and so does an error in one."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for output in only:
+                yield 0, output
+        return
     pending = {_next(generator): number for number, generator in enumerate(streams)}
     try:
         while pending:

@@ -14,8 +14,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
-    api_key: Annotated[str | None, option("Key that clients must send, for all routes but /health. Default: none needed.")] = None
+    api_key: Annotated[str | None, option("Key that clients must send; /health and /ready need none. Default: none needed.")] = None
     routes: Annotated[list[str], option("Plugins whose HTTP routes are on.")] = field(default_factory=list)
+    admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     max_body_size: Annotated[str, option("Largest request body, in bytes ('16MiB').")] = "16MiB"
     max_prompts: Annotated[int, option("Most prompts in one completion request.", ge=1)] = 256
     root_path: Annotated[str, option("Path prefix that a proxy in front strips.")] = ""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from llm_toolkit.errors import RequestError
 from llm_toolkit.params import SamplingParams
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
 
 _NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Fields that say something to OpenAI's accounting, and nothing to a model."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
@@ -31,6 +30,20 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 """Fields of OpenAI that are not implemented, each with the values (beside null) that change nothing."""
+
+
+class _FailFast:
+    """As pydantic.FailFast, and hashable, which members of unions must be."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        assert schema["type"] == "list"
+        return {**schema, "fail_fast": True}
+
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], _FailFast()]
+"""A list of which the first wrong item is told. A body has room for millions of them, and each error costs time and memory."""
 
 
 class Body(BaseModel):
@@ -53,14 +66,23 @@ class Body(BaseModel):
             elif name in _NEUTRAL and value is not None and not any(value == one for one in _NEUTRAL[name]):
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
             elif name not in _NEUTRAL and name not in _NOTES:
-                kept[name] = value
+                # The first is enough, as with lists.
+                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}", {"param": name})
         return kept
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True)
 
     include_usage: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: stream_options.{param}", {"param": name})
+        return data
 
 
 class SamplingBody(Body):
@@ -70,15 +92,20 @@ class SamplingBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
+    best_of: int | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     """By token id, which JSON can only write as text."""
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     top_k: int | None = None
     min_p: float | None = None
     typical_p: float | None = None
@@ -90,29 +117,38 @@ class SamplingBody(Body):
     dry_multiplier: float | None = None
     dry_base: float | None = None
     dry_allowed_length: int | None = None
-    dry_sequence_breakers: list[str | int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
-    logits_processors: dict[str, dict[str, Any]] | None = None
+    dry_sequence_breakers: Items[str | int] | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    logits_processors: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int = 0
+    timeout: float | None = None
+    """Seconds after which the request ends with what it has."""
+    cache_salt: str | None = None
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
-        if abs(self.priority) >= 2**63:
-            raise RequestError("priority must fit in 64 bits.", "priority")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
         names = set(SamplingParams.__struct_fields__) & set(SamplingBody.model_fields) - {"max_tokens", "logit_bias"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(**{**given, "logit_bias": self._logit_bias(), **more})
+        params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), **more})
+        if params.ranks and self.stream:
+            name = "use_beam_search" if params.use_beam_search else "best_of"
+            raise RequestError(f"{name} is allowed only when stream is false: which sequences are the best is known at the end.", name)
+        return params
+
+    def request_options(self, context: dict[str, str]) -> dict[str, Any]:
+        """How the engine is to handle the requests."""
+        return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
 
     def _logit_bias(self) -> dict[int, float] | None:
         for key in self.logit_bias or {}:
@@ -143,7 +179,7 @@ class RenderBody(Body):
 class ChatBody(SamplingBody, RenderBody):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -158,7 +194,7 @@ class ChatBody(SamplingBody, RenderBody):
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool = False
     logprobs: int | None = None
 
@@ -192,7 +228,7 @@ class TokenizeBody(RenderBody):
     """POST /tokenize, of a text or a conversation."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     """Of a text; a conversation's are the chat template's."""
     return_token_strs: bool = False
@@ -201,4 +237,4 @@ class TokenizeBody(RenderBody):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list[int]
+    tokens: Items[int]

@@ -11,18 +11,24 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
+from llm_toolkit_server.context import REQUEST_ID, request_id
 from llm_toolkit_server.disconnect import unless_disconnected
 from llm_toolkit_server.errors import ApiError, as_api_error
+from llm_toolkit_server.metrics import Metrics
 from llm_toolkit_server.options import ServerOptions
+from llm_toolkit_server.readiness import Readiness
 
 
 class ServerRoute(APIRoute):
-    """Checks the API key, bounds the body, ends the work when the client disconnects, and words errors as OpenAI does.
+    """Checks the API key and whether requests are served now, bounds the body, ends the work when the client disconnects, and words errors
+    as OpenAI does.
 
-    `route_class(options)` makes the subclass to use.
+    `route_class` makes the subclass to use.
     """
 
     options: ServerOptions
+    readiness: Readiness | None
+    metrics: Metrics | None
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -30,19 +36,25 @@ class ServerRoute(APIRoute):
         async def respond(request: Request) -> Response:
             try:
                 check_key(request, self.options.api_key)
+                if self.readiness is not None:
+                    self.readiness.check()
                 body = await read_body(request, self.options.max_body_bytes)
-                return await unless_disconnected(request.receive, handle(Request(request.scope, _replay(body))))
+                response = await unless_disconnected(request.receive, handle(Request(request.scope, _replay(body))))
             except ClientDisconnect:
-                return Response(status_code=499)
+                response = Response(status_code=499)
             except Exception as error:
-                return as_api_error(error).response()
+                response = as_api_error(error).response()
+                if self.metrics is not None:
+                    self.metrics.refused(response.status_code)
+            response.headers[REQUEST_ID] = request_id(request)
+            return response
 
         return respond
 
 
-def route_class(options: ServerOptions) -> type[ServerRoute]:
-    """The route class of a server with these options."""
-    return type("ServerRoute", (ServerRoute,), {"options": options})
+def route_class(options: ServerOptions, readiness: Readiness | None = None, metrics: Metrics | None = None) -> type[ServerRoute]:
+    """The route class of a server with these options. `readiness`: None for routes that work without an engine."""
+    return type("ServerRoute", (ServerRoute,), {"options": options, "readiness": readiness, "metrics": metrics})
 
 
 def check_key(request: Request, api_key: str | None) -> None:

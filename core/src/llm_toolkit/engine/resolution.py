@@ -10,29 +10,56 @@ from typing import Any
 
 from llm_toolkit.config import Checkpoint, VllmConfig
 from llm_toolkit.engine.checkpoint import read_checkpoint
+from llm_toolkit.engine.runner_type import RunnerChoice, choose_runner
 from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
 from llm_toolkit.plugin import Plugins
 
+_MOST_UNCUT = 8192
+"""Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     """The config that an engine runs with. Raises ConfigError, CheckpointError, UnsupportedError, PluginError."""
-    return resolve_configured(plugins.configure(config), plugins)
+    return settle_device(resolve_configured(plugins.configure(config), plugins))
 
 
 def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
-    """As `resolve`, for a config that the plugins' `toolkit_configure` has seen."""
+    """As `resolve`, for a config that the plugins' `toolkit_configure` has seen, and without a look at the device. Imports no torch."""
     checkpoint = read_checkpoint(config, plugins)
     config = config.with_checkpoint(checkpoint)
     config = config.replace(
-        device=_device(config.device.device),
         dtype=_dtype(config.model.dtype, checkpoint),
         max_model_len=_max_model_len(config.model.max_model_len, checkpoint),
         renderer=choose_renderer(config, plugins)[0],
     )
+    config = _for_runner(config, choose_runner(config, plugins))
     _check(config)
     return config
+
+
+def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
+    """The config with what follows from the runner type."""
+    generates = choice.runner == "generate"
+    caching, chunked = config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill
+    budget = config.scheduler.max_num_batched_tokens
+    if chunked is None:
+        # A pooling model computes a prompt at once where it can: it then needs no KV cache.
+        chunked = generates or bool(caching) or (config.max_model_len > _MOST_UNCUT and config.max_model_len > budget)
+    if not chunked:
+        budget = max(budget, config.max_model_len)
+    return config.replace(
+        runner=choice.runner,
+        convert=choice.convert,
+        enable_prefix_caching=generates if caching is None else caching,
+        enable_chunked_prefill=chunked,
+        max_num_batched_tokens=budget,
+    )
+
+
+def settle_device(config: VllmConfig) -> VllmConfig:
+    """The config with a device that is there. Raises ConfigError. For the process that computes: it imports torch."""
+    return config.replace(device=_device(config.device.device))
 
 
 def _device(wanted: str) -> str:
@@ -118,6 +145,8 @@ def _check(config: VllmConfig) -> None:
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         sizes = f"{parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
         raise ConfigError(f"tensor_parallel_size {sizes} needs an executor of several workers, and none is installed. Able: 1 x 1.")
+    if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
+        raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
     if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
         raise ConfigError(
             f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at least max_num_seqs ({scheduler.max_num_seqs}), "

@@ -10,7 +10,7 @@ import torch
 from llm_toolkit.attention import Selection
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine.checkpoint import choose_model
-from llm_toolkit.engine.resolve import choose_renderer, resolve_configured
+from llm_toolkit.engine.resolution import choose_renderer, resolve_configured, settle_device
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.runner import select_backends
 
@@ -49,7 +49,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     """Makes the choices that an engine makes at its start, without reading or holding weights. Raises what the engine would raise."""
     plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
     configured = plugins.configure(config)
-    resolved = resolve_configured(configured, plugins)
+    resolved = settle_device(resolve_configured(configured, plugins))
     assert resolved.checkpoint is not None
     entry = plugins.models.get(resolved.checkpoint.architecture)
     open_config = configured.with_checkpoint(resolved.checkpoint)

@@ -1,0 +1,29 @@
+"""Encoder models: embeddings, classifiers, rerankers. This entry module only registers them; each is imported when it is selected."""
+
+from llm_toolkit.plugin import ModelRegistry, hookimpl
+
+KINDS = ("Model", "ForSequenceClassification", "ForTokenClassification")
+FAMILIES = {
+    "Bert": ("bert", "Bert"),
+    "Camembert": ("roberta", "Roberta"),
+    "DistilBert": ("distilbert", "DistilBert"),
+    "Gte": ("rotary_bert", "Gte"),
+    "JinaEmbeddingsV3": ("rotary_bert", "JinaEmbeddingsV3"),
+    "MPNet": ("mpnet", "MPNet"),
+    "ModernBert": ("modernbert", "ModernBert"),
+    "NomicBert": ("rotary_bert", "NomicBert"),
+    "Roberta": ("roberta", "Roberta"),
+    "XLMRoberta": ("roberta", "Roberta"),
+}
+"""By the beginning of their architectures' names: the module of each, and how the names of its classes begin."""
+MODELS = {
+    **{f"{family}{kind}": f"{module}:{classes}{kind}" for family, (module, classes) in FAMILIES.items() for kind in KINDS},
+    "HF_ColBERT": "colbert:HF_ColBERT",
+}
+"""Architectures, and the module and class of each."""
+
+
+@hookimpl
+def toolkit_register_models(models: ModelRegistry) -> None:
+    for architecture, target in MODELS.items():
+        models.add(architecture, f"llm_toolkit_encoder.{target}", runner="pooling")

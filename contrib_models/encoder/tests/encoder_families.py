@@ -1,0 +1,81 @@
+"""Small checkpoints of every family, as transformers writes them."""
+
+import copy
+import importlib
+
+import transformers
+from encoder_harness import save
+from llm_toolkit_encoder import MODELS
+
+VOCAB_SIZE = 101
+BERT_LIKE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 80,
+    "num_labels": 3,
+}
+ROBERTA_LIKE = {**BERT_LIKE, "pad_token_id": 1, "type_vocab_size": 1}
+MODERN = {**BERT_LIKE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+ROTARY = {**BERT_LIKE, "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+
+VARIANTS = {
+    "Bert": {"plain": BERT_LIKE, "other sizes": {**BERT_LIKE, "hidden_act": "gelu_new", "type_vocab_size": 3, "layer_norm_eps": 1e-3}},
+    "Roberta": {"plain": ROBERTA_LIKE, "padding elsewhere": {**ROBERTA_LIKE, "pad_token_id": 4}},
+    "XLMRoberta": {"plain": ROBERTA_LIKE},
+    "Camembert": {"plain": ROBERTA_LIKE},
+    "DistilBert": {
+        "plain": {
+            "vocab_size": VOCAB_SIZE,
+            "dim": 48,
+            "hidden_dim": 80,
+            "n_layers": 3,
+            "n_heads": 4,
+            "max_position_embeddings": 80,
+            "num_labels": 3,
+        }
+    },
+    "MPNet": {"plain": BERT_LIKE},
+    "ModernBert": {
+        "windows": {**MODERN, "local_attention": 8, "num_hidden_layers": 5},
+        "biases": {
+            **MODERN,
+            "local_attention": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "norm_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_bias": True,
+            "classifier_pooling": "mean",
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20.0},
+            },
+        },
+    },
+    "NomicBert": {"plain": {**ROTARY, "pad_token_id": 0}},
+    "Gte": {"plain": ROTARY, "no types": {**ROTARY, "type_vocab_size": 0}, "two types": {**ROTARY, "type_vocab_size": 2}},
+    "JinaEmbeddingsV3": {"plain": {**ROTARY, "type_vocab_size": 1}},
+}
+CASES = [(family, variant) for family, variants in VARIANTS.items() for variant in variants]
+
+
+def our_class(architecture):
+    module, name = MODELS[architecture].split(":")
+    return getattr(importlib.import_module(f"llm_toolkit_encoder.{module}"), name)
+
+
+def make_model(architecture, fields):
+    """The model of transformers, in float32."""
+    reference_class = getattr(transformers, architecture)
+    # A config changes its rope_parameters in place.
+    return reference_class(reference_class.config_class(**{"dtype": "float32", **copy.deepcopy(fields)}))
+
+
+def make_checkpoint(architecture, fields, folder):
+    """Writes a checkpoint; returns the model of transformers."""
+    model = make_model(architecture, fields)
+    save(model, folder)
+    return model

@@ -1,0 +1,44 @@
+"""The three layers of what an engine is for: runner type (at engine start), convert type (at model load), task (per request)."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+RunnerType = Literal["generate", "pooling", "draft"]
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
+Task = Literal["generate", "transcription", "embed", "token_embed", "classify", "token_classify", "score"]
+
+POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
+
+CONVERT_TASKS: dict[str, tuple[PoolingTask, ...]] = {
+    "embed": ("embed", "token_embed"),
+    "classify": ("classify", "score", "token_classify"),
+}
+"""What a model of each convert type serves. A native reward model serves what its own pooler says."""
+
+_BY_SUFFIX: tuple[tuple[str, RunnerType, str], ...] = (
+    ("ForCausalLM", "generate", "none"),
+    ("ForConditionalGeneration", "generate", "none"),
+    ("ChatModel", "generate", "none"),
+    ("LMHeadModel", "generate", "none"),
+    ("ForTextEncoding", "pooling", "embed"),
+    ("EmbeddingModel", "pooling", "embed"),
+    ("ForSequenceClassification", "pooling", "classify"),
+    ("Classification", "pooling", "classify"),
+    ("ForRewardModeling", "pooling", "embed"),
+    ("RewardModel", "pooling", "embed"),
+    ("Model", "pooling", "embed"),
+)
+"""First match. "Classification" counts where a "For" stands somewhere before it."""
+
+
+CONVERTIBLE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
+"""Of the names of model classes that pooling adapters can convert."""
+
+
+def default_runner(architecture: str) -> tuple[RunnerType, str]:
+    """The runner type, and the convert type of a pooling runner, that an architecture's name stands for: `auto`'s table."""
+    for suffix, runner, convert in _BY_SUFFIX:
+        if architecture.endswith(suffix) and (suffix != "Classification" or "For" in architecture.removesuffix(suffix)):
+            return runner, convert
+    return "generate", "none"

@@ -1,0 +1,86 @@
+"""What a pooling model reads of its users' texts: with the checkpoint's prompts, pairs, and a reranker's template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.engine.score_template import choose_score_template
+from llm_toolkit.errors import RequestError, nearest
+from llm_toolkit.plugin import Plugins
+from llm_toolkit.pooling import read_sentence_transformers
+from llm_toolkit.prompts import Prompt, TextPair, parse_prompt
+from llm_toolkit.renderer import RenderedText, Renderer, score_tokens
+
+
+class PoolingTexts:
+    """Renders texts for pooling. Thread-safe."""
+
+    def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
+        assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+        self.renderer = renderer
+        self.max_tokens = config.max_model_len
+        self.prompts: dict[str, str] = {}
+        """Of the checkpoint's sentence-transformers files: texts that go before the input, by name."""
+        self.default_prompt_name: str | None = None
+        self.template = None
+        if config.model.runner == "pooling":
+            self.template = choose_score_template(config, plugins)
+            if found := read_sentence_transformers(config.checkpoint.path):
+                self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
+
+    def render(
+        self,
+        prompts: Sequence[Prompt | TextPair],
+        *,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[RenderedText]:
+        """Token ids of each. Raises RequestError for what cannot be rendered."""
+        most = self._most(truncate_prompt_tokens)
+        before = self._prompt(prompt_name)
+        rendered: list[RenderedText | None] = []
+        texts: list[str | tuple[str, str]] = []
+        for prompt in prompts:
+            item = self._item(prompt, before)
+            if isinstance(item, RenderedText):
+                rendered.append(RenderedText(item.token_ids[:most]))
+            elif not isinstance(item, str) and self.template is not None:
+                query, document = item
+                rendered.append(RenderedText(score_tokens(self.renderer, self.template, query, document, instruction, max_tokens=most)))
+            else:
+                rendered.append(None)
+                texts.append(item)
+        others = iter(self.renderer.render_texts(texts, max_tokens=most) if texts else ())
+        return [next(others) if one is None else one for one in rendered]
+
+    def _item(self, prompt: Any, before: str) -> str | TextPair | RenderedText:
+        if isinstance(prompt, tuple):
+            if len(prompt) != 2 or not all(isinstance(text, str) for text in prompt):
+                raise RequestError("a pair must be two texts.", "input")
+            return prompt
+        parsed = parse_prompt(prompt)
+        if parsed.get("prompt_token_ids") is not None:
+            return RenderedText(self.renderer.render_prompt(parsed)[0])
+        # An empty text is refused even where a prompt goes before it.
+        return before + parsed["prompt"] if parsed["prompt"] else ""
+
+    def _most(self, truncate_prompt_tokens: int | None) -> int | None:
+        if truncate_prompt_tokens is None:
+            return None
+        if type(truncate_prompt_tokens) is not int or not (truncate_prompt_tokens == -1 or 1 <= truncate_prompt_tokens <= self.max_tokens):
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or an integer from 1 to {self.max_tokens}, not {truncate_prompt_tokens!r}.",
+                "truncate_prompt_tokens",
+            )
+        return self.max_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+
+    def _prompt(self, name: str | None) -> str:
+        name = name if name is not None else self.default_prompt_name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(name, self.prompts)}", "prompt_name")
+        return self.prompts[name]

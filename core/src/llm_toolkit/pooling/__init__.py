@@ -1,0 +1,68 @@
+"""Pooling: from the hidden states of a sequence's tokens to an embedding, classes or scores.
+
+The names are resolved when they are used: a front that reads what sentence-transformers says of a checkpoint needs no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from llm_toolkit._lazy import resolver
+
+if TYPE_CHECKING:
+    from llm_toolkit.pooling.contract import Pooler, PoolingMetadata, PoolingRow
+    from llm_toolkit.pooling.factories import classification_pooler, embedding_pooler, num_labels_of, token_classification_pooler
+    from llm_toolkit.pooling.finish import ClassifierHead, EmbeddingHead, Head
+    from llm_toolkit.pooling.limits import check_params, hidden_size
+    from llm_toolkit.pooling.methods import METHODS, Concatenated, PoolingMethod, Segments
+    from llm_toolkit.pooling.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
+    from llm_toolkit.pooling.sentence_transformers import SentenceTransformersConfig, read_sentence_transformers
+    from llm_toolkit.pooling.weight_names import stored_weights
+
+_HOMES = {
+    "contract": ("Pooler", "PoolingMetadata", "PoolingRow"),
+    "factories": ("classification_pooler", "embedding_pooler", "num_labels_of", "token_classification_pooler"),
+    "finish": ("ClassifierHead", "EmbeddingHead", "Head"),
+    "limits": ("check_params", "hidden_size"),
+    "methods": ("METHODS", "Concatenated", "PoolingMethod", "Segments"),
+    "poolers": ("AllPooler", "ClassifierPooler", "DispatchPooler", "SimplePooler", "StepPooler"),
+    "sentence_transformers": ("SentenceTransformersConfig", "read_sentence_transformers"),
+    "weight_names": ("stored_weights",),
+}
+
+__all__ = [
+    "METHODS",
+    "AllPooler",
+    "ClassifierHead",
+    "ClassifierPooler",
+    "Concatenated",
+    "DispatchPooler",
+    "EmbeddingHead",
+    "Head",
+    "Pooler",
+    "PoolingMetadata",
+    "PoolingMethod",
+    "PoolingRow",
+    "Segments",
+    "SentenceTransformersConfig",
+    "SimplePooler",
+    "StepPooler",
+    "check_params",
+    "classification_pooler",
+    "embedding_pooler",
+    "hidden_size",
+    "num_labels_of",
+    "read_sentence_transformers",
+    "stored_weights",
+    "token_classification_pooler",
+]
+
+_resolve = resolver(__name__, _HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    return _resolve(name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,81 @@
+"""What an engine can serve at all, whatever else it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from llm_toolkit.attention import KVCacheConfig
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.config.tasks import PoolingTask
+from llm_toolkit.errors import ContextLengthError, RequestError
+from llm_toolkit.messages import EngineRequest, PoolingRules
+
+
+class RequestLimits:
+    """Bounds that a request must keep. Thread-safe; a front has its own copy, so that a bad request never reaches the engine."""
+
+    def __init__(
+        self, config: VllmConfig, kv_cache: KVCacheConfig, pooling: Mapping[PoolingTask, PoolingRules] = MappingProxyType({})
+    ) -> None:
+        """`pooling`: the pooling tasks that the model serves."""
+        self.generates = config.model.runner != "pooling"
+        self.pooling = pooling
+        self.max_model_len = config.max_model_len
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+        self.num_blocks = kv_cache.num_blocks
+        self.specs = [group.spec for group in kv_cache.groups]
+
+    def check(self, message: EngineRequest) -> int:
+        """Most output tokens per sequence of a request. Raises RequestError for one that could never be served."""
+        prompt, params = len(message.prompt_token_ids), message.params
+        if prompt == 0:
+            raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
+        if message.pooling is not None:
+            return self._check_pooling(self.rules(message.pooling.task), prompt, message.pooling.task)
+        if not self.generates:
+            raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
+        if prompt >= self.max_model_len:
+            limit = f"with at least one token of output it must stay within max_model_len, {self.max_model_len}"
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
+        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
+        if params.min_tokens > max_tokens:
+            room = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"
+            raise RequestError(f"min_tokens is {params.min_tokens}, but {room}.", "min_tokens")
+        param, width = params.widest
+        if width > self.max_num_seqs:
+            raise RequestError(f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", param)
+        needed = self._most_blocks(prompt, max_tokens, width)
+        if needed > self.num_blocks:
+            raise RequestError(
+                f"{width} sequences of up to {prompt + max_tokens} tokens take {needed} KV cache blocks, but there are "
+                f"{self.num_blocks}: lower {param} or max_tokens.",
+                param if width > 1 else "max_tokens",
+            )
+        return max_tokens
+
+    @property
+    def _served(self) -> str:
+        return ", ".join([*(["generate"] if self.generates else []), *self.pooling])
+
+    def _check_pooling(self, task: PoolingTask, prompt: int) -> int:
+        """No output tokens. The task is one of the model's."""
+        if prompt > self.max_model_len:
+            raise ContextLengthError(f"the prompt has {prompt} tokens; it must stay within max_model_len, {self.max_model_len}.", "prompt")
+        if not self.pooling[task].chunkable and prompt > self.max_num_batched_tokens:
+            limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
+        if (needed := self._most_blocks(prompt, 1, 1)) > self.num_blocks:
+            raise RequestError(f"a prompt of {prompt} tokens takes {needed} KV cache blocks, but there are {self.num_blocks}.", "prompt")
+        return 0
+
+    def _most_blocks(self, prompt: int, max_tokens: int, n: int) -> int:
+        """Blocks that a request can come to own. The last output token's key and value are never stored."""
+        total = 0
+        for spec in self.specs:
+            each = spec.blocks_for(prompt + max_tokens - 1, self.max_num_batched_tokens)
+            whole = -(-(prompt + max_tokens - 1) // spec.block_size)
+            shared = (prompt - 1) // spec.block_size if n > 1 and each == whole else 0
+            total += shared + n * (each - shared)
+        return total

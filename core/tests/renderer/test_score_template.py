@@ -1,0 +1,194 @@
+"""Score templates: how their places are filled, tokenized and cut, and which one an engine takes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import types
+
+import msgspec
+import pytest
+from llm_toolkit.config import PluginsConfig, VllmConfig
+from llm_toolkit.engine.score_template import choose_score_template
+from llm_toolkit.errors import ConfigError, ContextLengthError, PluginError
+from llm_toolkit.plugin import Plugins, hookimpl
+from llm_toolkit.pooling import stored_weights
+from llm_toolkit.renderer import RenderedText, Renderer, ScoreTemplate, read_score_template, score_prompt, score_tokens
+
+BOS, EOS = 1, 2
+
+
+class PairRenderer(Renderer):
+    """A token is two characters of one text, or the last one; so that it matters where texts are tokenized apart."""
+
+    def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
+        assert prompt, "an empty text is no prompt"
+        ids = [hash_of(prompt[i : i + 2]) for i in range(0, len(prompt), 2)]
+        return ([BOS, *ids, EOS] if add_special_tokens else ids), None
+
+    def render_texts(self, texts, *, max_tokens=None):
+        rendered = []
+        for text in texts:
+            ids = self.render_prompt(text, add_special_tokens=False)[0]
+            rendered.append(RenderedText([BOS, *ids[: None if max_tokens is None else max_tokens - 2], EOS]))
+        return rendered
+
+    def render_conversation(self, messages, **kwargs):
+        raise NotImplementedError
+
+    def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
+        raise NotImplementedError
+
+    def decode(self, token_ids, *, skip_special_tokens=False):
+        raise NotImplementedError
+
+    def token_texts(self, token_ids):
+        raise NotImplementedError
+
+    vocab_size = 0
+    eos_token_ids = []
+
+
+def hash_of(text):
+    return int.from_bytes(text.encode(), "big") + 10
+
+
+def tokens_of(*pieces):
+    return [hash_of(piece[i : i + 2]) for piece in pieces for i in range(0, len(piece), 2)]
+
+
+RENDERER = PairRenderer(VllmConfig.default())
+TEMPLATE = ScoreTemplate(pieces=("{instruction}Q {query}", ";", "D {document}", "=> {0}"), instruction_text="I {instruction};")
+
+
+def test_places_are_filled_once():
+    assert score_prompt(TEMPLATE, "what?", "that") == "Q what?;D that=> {0}"
+    assert score_prompt(TEMPLATE, "{document}", "{query}{instruction}", "now") == "I now;Q {document};D {query}{instruction}=> {0}"
+    with_default = msgspec.structs.replace(TEMPLATE, instruction="then")
+    assert score_prompt(with_default, "a", "b") == "I then;Q a;D b=> {0}"
+    assert score_prompt(with_default, "a", "b", "now") == "I now;Q a;D b=> {0}"
+    assert TEMPLATE.takes_instruction
+    assert not ScoreTemplate(pieces=("{query}{document}",)).takes_instruction
+
+
+def test_pieces_are_tokenized_apart():
+    assert score_tokens(RENDERER, TEMPLATE, "abc", "defg") == tokens_of("Q abc", ";", "D defg", "=> {0}")
+    special = msgspec.structs.replace(TEMPLATE, add_special_tokens=True)
+    assert score_tokens(RENDERER, special, "abc", "defg") == [BOS, *tokens_of("Q abc", ";", "D defg", "=> {0}"), EOS]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_document_that_is_too_long_is_cut(special):
+    template = msgspec.structs.replace(TEMPLATE, add_special_tokens=special)
+    whole = score_tokens(RENDERER, template, "abc", "defghij")
+    assert score_tokens(RENDERER, template, "abc", "defghij", max_tokens=len(whole)) == whole
+    cut = score_tokens(RENDERER, template, "abc", "defghij", max_tokens=len(whole) - 2)
+    expected = tokens_of("Q abc", ";", "D defg", "=> {0}")
+    assert cut == ([BOS, *expected, EOS] if special else expected)
+    least = len(whole) - len(tokens_of("D defghij"))
+    with pytest.raises(ContextLengthError, match=rf"all but the document takes {least} tokens, and {least} are allowed") as caught:
+        score_tokens(RENDERER, template, "abc", "defghij", max_tokens=least)
+    assert caught.value.param == "truncate_prompt_tokens"
+
+
+def test_a_template_without_its_places_is_refused():
+    with pytest.raises(ConfigError, match=r"needs the place {query} once, and this one has it 0 times"):
+        ScoreTemplate(pieces=("{document}",))
+    with pytest.raises(ConfigError, match=r"needs the place {document} once, and this one has it 2 times"):
+        ScoreTemplate(pieces=("{query}{document}", "{document}"))
+    with pytest.raises(ConfigError, match=r"must end with {document}"):
+        ScoreTemplate(pieces=("{query}{document}.",))
+
+
+def test_a_template_in_a_file(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("Q: {query}\nD: {document}\nA:\n")
+    template = read_score_template(path)
+    assert template.pieces == ("Q: {query}\nD: {document}", "\nA:")
+    assert template.add_special_tokens
+    path.write_text("Q: {query}")
+    with pytest.raises(ConfigError, match=r"mine.txt': a score template needs the place {document} once"):
+        read_score_template(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"mine.txt' cannot be read"):
+        read_score_template(path)
+
+
+class Brings:
+    """A plugin with templates for one architecture."""
+
+    name = "brings"
+    templates = {"own": ("score_templates_of_a_test:OWN", ()), "known": ("score_templates_of_a_test:KNOWN", ("KnownForCausalLM",))}
+
+    @hookimpl
+    def toolkit_register_score_templates(self, templates):
+        for name, (target, architectures) in self.templates.items():
+            templates.add(name, target, architectures=architectures)
+
+
+class Later(Brings):
+    name = "later"
+    templates = {"later": ("score_templates_of_a_test:LATER", ("KnownForCausalLM",))}
+
+
+class Wrong(Brings):
+    name = "wrong"
+    templates = {"wrong": ("score_templates_of_a_test:__name__", ())}
+
+
+@pytest.fixture
+def choose(monkeypatch, tmp_path):
+    """Chooses a template for a checkpoint of an architecture."""
+    module = types.ModuleType("score_templates_of_a_test")
+    for name in ("OWN", "KNOWN", "LATER"):
+        setattr(module, name, ScoreTemplate(pieces=("{query}{document}", name)))
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+
+    def run(architecture="KnownForCausalLM", plugins=(Brings,), **options):
+        config = VllmConfig.default({"architectures": [architecture]}, **{"convert": "classify", **options})
+        config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(tmp_path)))
+        template = choose_score_template(config, Plugins.load(PluginsConfig(plugins=[]), extra=[kind() for kind in plugins]))
+        return template and template.pieces[-1]
+
+    return run
+
+
+def write_weights(folder, *names):
+    header = json.dumps({"__metadata__": {}, **{name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def test_the_template_of_an_architecture(choose, tmp_path):
+    assert choose() == "KNOWN"
+    assert choose("OtherForCausalLM") is None
+    assert choose(convert="embed") is None
+    assert choose(classifier_method="no_post_processing") is None
+    assert choose(plugins=(Brings, Later)) == "LATER"
+    write_weights(tmp_path, "model.norm.weight")
+    assert choose() == "KNOWN"
+    write_weights(tmp_path, "model.norm.weight", "score.weight")
+    assert choose() is None
+
+
+def test_the_template_of_the_option(choose, tmp_path):
+    assert choose("OtherForCausalLM", score_template="own") == "OWN"
+    assert choose(score_template="own") == "OWN"
+    (tmp_path / "mine").write_text("{query} {document} !")
+    assert choose(score_template=str(tmp_path / "mine")) == " !"
+    with pytest.raises(ConfigError, match=r"'onw' is neither the name of a registered template nor a file.*'own'"):
+        choose(score_template="onw")
+    with pytest.raises(PluginError, match=r"'wrong'.*: score template 'wrong' must be a ScoreTemplate, not a str"):
+        choose(plugins=(Wrong,), score_template="wrong")
+
+
+def test_stored_weights(tmp_path):
+    from llm_toolkit.errors import CheckpointError
+
+    assert stored_weights(tmp_path) == frozenset()
+    write_weights(tmp_path, "a", "b")
+    assert stored_weights(tmp_path) == {"a", "b"}
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**6))
+    with pytest.raises(CheckpointError, match="truncated"):
+        stored_weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"c": "x.safetensors"}}))
+    assert stored_weights(tmp_path) == {"c"}

@@ -1,0 +1,232 @@
+"""EngineCore over an executor that computes no model: a cache slot holds a hash of all tokens that its key and value stand for."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import msgspec
+from llm_toolkit.attention import KVCacheConfig, KVCacheSpec, KVGroup
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.engine.core import EngineCore
+from llm_toolkit.executor import Executor
+from llm_toolkit.messages import NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from llm_toolkit.params import SamplingParams
+from llm_toolkit.runner import PersistentBatch
+
+VOCAB = 50
+NAN = VOCAB - 2
+"""Who computes this token gets an error for its row."""
+POISON = VOCAB - 1
+"""Who computes this token makes the step fail."""
+
+Groups = list[tuple[int, int | None]]
+"""Of KV groups: block size and window."""
+
+
+def kv_cache(num_blocks: int, groups: Groups, num_host_blocks: int = 0) -> KVCacheConfig:
+    specs = [
+        KVCacheSpec(kind="full" if w is None else "window", block_size=size, num_kv_heads=1, head_size=8, dtype="float32", window=w)
+        for size, w in groups
+    ]
+    return KVCacheConfig(num_blocks, [KVGroup(spec, "none", [f"layer{i}"]) for i, spec in enumerate(specs)], num_host_blocks)
+
+
+def next_token(tokens: list[int]) -> int:
+    """Greedy: a function of the whole prefix."""
+    drawn = hash(tuple(tokens)) % 397
+    return POISON if drawn == 0 else NAN if drawn == 1 else drawn % NAN
+
+
+class FakeRunner:
+    """Runs plans on the real PersistentBatch. A sequence's salt is its seed: what is cached under another must not be read."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
+        sizes = [group.spec.block_size for group in cache.groups]
+        self.batch = PersistentBatch(config.scheduler.max_num_seqs, config.max_model_len, sizes)
+        self.windows = [group.spec.window for group in cache.groups]
+        self.caches, self.host_caches = self._memory(sizes, cache.num_blocks), self._memory(sizes, cache.num_host_blocks)
+        self.tokens: dict[int, list[int]] = {}
+        self.salts: dict[int, int | None] = {}
+        self.num_computed = 0
+
+    @staticmethod
+    def _memory(sizes: list[int], num_blocks: int) -> list[list[list[object]]]:
+        """By group. Groups of one block size share their memory."""
+        memory: dict[int, list[list[object]]] = {size: [[None] * size for _ in range(num_blocks)] for size in sizes}
+        return [memory[size] for size in sizes]
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.batch.apply(plan)
+        for seq_id in plan.dropped:
+            self.tokens.pop(seq_id, None)
+        for copies, source, target in (
+            (plan.swap_out, self.caches, self.host_caches),
+            (plan.swap_in, self.host_caches, self.caches),
+            (plan.copies, self.caches, self.caches),
+        ):
+            for copy in copies:
+                target[copy.group][copy.target] = list(source[copy.group][copy.source])
+        for new in plan.new:
+            self.tokens[new.seq_id] = list(new.token_ids)
+            self.salts[new.seq_id] = new.params.seed
+        if not plan.scheduled:
+            return StepResult(token_ids=[])
+        inputs = self.batch.inputs(plan)
+        self.num_computed += int(inputs.query_start[-1])
+        self._write(plan, inputs)
+        if POISON in inputs.input_ids:
+            raise RuntimeError("poisoned")
+        self._check_reads(plan, inputs)
+        return self._draw(plan, inputs)
+
+    def _draw(self, plan: StepPlan, inputs) -> StepResult:
+        result = StepResult(token_ids=[])
+        for r, scheduled in enumerate(plan.scheduled):
+            tokens = self.tokens[scheduled.seq_id]
+            start, end = inputs.query_start[r], inputs.query_start[r + 1]
+            if NAN in inputs.input_ids[start:end]:
+                result.errors[scheduled.seq_id] = "not a number"
+            result.prompt_logprobs |= self._prompt_logprobs(plan, scheduled, inputs, r)
+            result.token_ids.append([next_token(tokens)] if scheduled.samples else [])
+            tokens += result.token_ids[-1]
+        rows = inputs.rows[inputs.sampling]
+        self.batch.append_tokens(rows, [result.token_ids[i][0] for i in inputs.sampling])
+        return result
+
+    def _prompt_logprobs(self, plan: StepPlan, scheduled: ScheduledSequence, inputs, r: int) -> dict[int, list[TokenLogprobs]]:
+        row = inputs.rows[r]
+        if self.batch.sampling.prompt_logprobs[row] < 0:
+            return {}
+        # The token after each computed one, where it is of the prompt and not returned before.
+        known, last = int(self.batch.num_prompt_logprobs[row]), int(self.batch.history.num_prompt_tokens[row])
+        positions = [int(p) + 1 for p in inputs.positions[inputs.query_start[r] : inputs.query_start[r + 1]]]
+        fresh = [p for p in positions if known < p < last]
+        self.batch.num_prompt_logprobs[row] += len(fresh)
+        return {scheduled.seq_id: [TokenLogprobs([self.tokens[scheduled.seq_id][p]], [0.0], 1) for p in fresh]} if fresh else {}
+
+    def _key(self, group: int, seq_id: int, position: int) -> tuple[object, ...]:
+        return (group, self.salts[seq_id], hash(tuple(self.tokens[seq_id][: position + 1])))
+
+    def _write(self, plan: StepPlan, inputs) -> None:
+        for r, scheduled in enumerate(plan.scheduled):
+            for t in range(inputs.query_start[r], inputs.query_start[r + 1]):
+                position = int(inputs.positions[t])
+                assert inputs.input_ids[t] == self.tokens[scheduled.seq_id][position]
+                for group, size in enumerate(self.batch.block_sizes):
+                    block, offset = divmod(int(inputs.slot_mappings[group][t]), size)
+                    self.caches[group][block][offset] = self._key(group, scheduled.seq_id, position)
+
+    def _check_reads(self, plan: StepPlan, inputs) -> None:
+        for r, scheduled in enumerate(plan.scheduled):
+            first, length = int(inputs.positions[inputs.query_start[r]]), int(inputs.seq_lens[r])
+            assert length == inputs.positions[inputs.query_start[r + 1] - 1] + 1
+            for group, size in enumerate(self.batch.block_sizes):
+                table, window = inputs.block_tables[group][r], self.windows[group]
+                for position in range(0 if window is None else max(0, first - window + 1), length):
+                    found = self.caches[group][table[position // size]][position % size]
+                    assert found == self._key(group, scheduled.seq_id, position), (
+                        f"sequence {scheduled.seq_id} reads a foreign key at position {position} of group {group}"
+                    )
+
+
+class Flight(Future[StepResult]):
+    """A step's result; whoever takes in a failure has the runner forget that it is broken."""
+
+    executor: FakeExecutor
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        if self.exception() is not None:
+            self.executor.broken = False
+        return super().result(timeout)
+
+
+class FakeExecutor(Executor):
+    """Runs a step at once; its results are as late as those of an executor that overlaps."""
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, overlaps: bool) -> None:
+        self.runner = FakeRunner(config, cache)
+        self.cache = cache
+        self.overlaps = overlaps
+        self.transient: str | None = None
+        """Where the next step is to fail, once: "before" or "after" it was computed."""
+        self.broken = False
+        """A step failed, and the engine does not know yet: what is computed now is worth nothing."""
+        self.plans: list[StepPlan] = []
+        self._encoded = b""
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        self.check_last_plan()
+        self.plans.append(plan)
+        self._encoded = msgspec.msgpack.encode(plan)
+        future = Flight()
+        future.executor = self
+        transient, self.transient = self.transient, None
+        try:
+            if transient == "before":
+                raise RuntimeError("a hiccup")
+            result = self.runner.execute(plan)
+            if transient == "after" or self.broken:
+                raise RuntimeError("a hiccup")
+        except Exception as error:
+            if isinstance(error, AssertionError) and not self.broken:
+                raise SystemExit(str(error)) from error
+            self.broken = True
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        return future
+
+    def check_last_plan(self) -> None:
+        """A worker reads a plan while the next is made."""
+        if self.plans:
+            assert msgspec.msgpack.encode(self.plans[-1]) == self._encoded, "a plan was changed after it was given away"
+
+    def warm_up(self) -> None:
+        tables = [[group] for group in range(len(self.cache.groups))]
+        new = NewSequence(
+            seq_id=-1,
+            token_ids=[0],
+            num_prompt_tokens=1,
+            num_computed_tokens=0,
+            block_tables=tables,
+            params=SamplingParams(),
+            seed=0,
+            stop_token_ids=[],
+        )
+        self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 1, [[] for _ in tables], True)]))
+        self.runner.execute(StepPlan(dropped=[-1]))
+
+    def load(self) -> None: ...
+
+    def kv_cache_specs(self):
+        return {}
+
+    def selections(self):
+        return {}
+
+    def free_memory(self) -> int:
+        return 0
+
+    def free_host_memory(self) -> int:
+        return 0
+
+    def init_kv_cache(self, kv_cache: KVCacheConfig) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class FakeCore(EngineCore):
+    """An engine core over a FakeExecutor. It has the cache that it is given."""
+
+    executor: FakeExecutor
+
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, overlaps: bool = False) -> None:
+        self._cache = cache
+        plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"))
+        super().__init__(config, plugins, FakeExecutor(config, cache, overlaps))
+
+    def _plan_kv_cache(self) -> KVCacheConfig:
+        return self._cache

@@ -1,0 +1,241 @@
+"""BlockManager by itself: tables of sequences and of encoders, forks, swaps and cached contents, against a memory that tells lies apart."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from llm_toolkit.attention import KVCacheSpec
+from llm_toolkit.messages import BlockCopy
+from llm_toolkit.scheduler import BlockManager, BlockPool, Write
+from llm_toolkit.scheduler.block_manager import NO_BLOCK
+from llm_toolkit.scheduler.prefix import PrefixHashes
+
+CHUNK = 6
+LAYOUTS = [[("full", 2, None)], [("full", 4, None), ("cross", 3, None)], [("full", 2, None), ("window", 4, 5), ("cross", 2, None)]]
+"""Of KV groups: kind, block size, window."""
+
+
+def specs_of(layout) -> list[KVCacheSpec]:
+    return [KVCacheSpec(kind=k, block_size=b, num_kv_heads=1, head_size=8, dtype="float32", window=w) for k, b, w in layout]
+
+
+class Line:
+    """A sequence: its tokens, how many of them are computed, and its request."""
+
+    def __init__(self, request_id: str, tokens: list[int], computed: int = 0) -> None:
+        self.request_id, self.tokens, self.computed = request_id, tokens, computed
+
+    def chain(self, block_size: int, num_blocks: int) -> list[bytes]:
+        return PrefixHashes(b"").chain(self.tokens, block_size, num_blocks)
+
+
+class BlockMachine(RuleBasedStateMachine):
+    @initialize(layout=st.sampled_from(LAYOUTS), num_blocks=st.integers(8, 30), host_blocks=st.sampled_from([0, 3, 30]))
+    def start(self, layout, num_blocks, host_blocks):
+        self.specs = specs_of(layout)
+        self.blocks = BlockManager(BlockPool(num_blocks), self.specs, BlockPool(host_blocks))
+        self.device: list[dict[int, object]] = [{} for _ in range(num_blocks)]
+        self.host: list[dict[int, object]] = [{} for _ in range(host_blocks)]
+        self.lines: dict[int, Line] = {}
+        self.crossed: dict[str, int] = {}
+        self.swapped: set[str] = set()
+        self.count = 0
+
+    def seq_ids(self, request_id: str) -> list[int]:
+        return [seq_id for seq_id, line in self.lines.items() if line.request_id == request_id]
+
+    def decoder(self):
+        return [(group, spec) for group, spec in enumerate(self.specs) if spec.kind != "cross"]
+
+    def apply(self, copies: list[BlockCopy], source, target) -> None:
+        for copy in copies:
+            target[copy.target] = dict(source[copy.source])
+
+    def pick(self, data) -> int:
+        return data.draw(st.sampled_from([s for s, line in self.lines.items() if line.request_id not in self.swapped]))
+
+    @property
+    def can_pick(self) -> bool:
+        return any(line.request_id not in self.swapped for line in self.lines.values())
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), encoder=st.integers(0, 7))
+    def begin(self, tokens, encoder):
+        """A request: it finds what is cached, and has its encoder's tokens."""
+        self.count += 1
+        line = Line(f"r{self.count}", tokens)
+        if self.blocks.cross_blocks_for(encoder) > self.blocks.pool.num_free:
+            return
+        used = self.blocks.pool.num_used
+        self.blocks.allocate_cross(line.request_id, encoder)
+        assert self.blocks.pool.num_used == used + self.blocks.cross_blocks_for(encoder)
+        self.crossed[line.request_id] = encoder
+        for group, spec in enumerate(self.specs):
+            for block in self.blocks.get_cross_block_table(line.request_id, group):
+                self.device[block] = {0: (line.request_id, spec.kind)}
+        self.lines[self.count] = line
+        found = self.blocks.find_prefix(line.chain, len(tokens) - 1)
+        assert 0 <= found < len(tokens)
+        if found:
+            self.blocks.adopt(self.count, line.chain, found)
+            line.computed = found
+
+    @precondition(lambda self: self.can_pick)
+    @rule(data=st.data(), num_tokens=st.integers(1, CHUNK), drawn=st.integers(0, 1))
+    def write(self, data, num_tokens, drawn):
+        seq_id = self.pick(data)
+        line = self.lines[seq_id]
+        if line.computed == len(line.tokens):
+            line.tokens.append(drawn)
+        write = Write(seq_id, line.computed, min(line.computed + num_tokens, len(line.tokens)))
+        self.blocks.trim(seq_id, line.computed)
+        needed, free = self.blocks.blocks_needed([write]), self.blocks.pool.num_free
+        if needed > free:
+            return
+        growth = self.blocks.append_slots(write)
+        assert self.blocks.pool.num_free == free - needed
+        assert needed == sum(map(len, growth.new_blocks)) + len(growth.copies)
+        self.apply(growth.copies, self.device, self.device)
+        for group, spec in self.decoder():
+            table = self.blocks.get_block_table(seq_id, group)
+            for position in range(write.start, write.end):
+                assert self.blocks.pool.ref_counts[table[position // spec.block_size]] == 1, "somebody else's block is written"
+                self.device[table[position // spec.block_size]][position % spec.block_size] = (group, *line.tokens[: position + 1])
+        line.computed = write.end
+        self.blocks.publish(seq_id, line.chain, line.computed)
+
+    @precondition(lambda self: self.can_pick)
+    @rule(data=st.data(), back=st.integers(0, 3), drawn=st.integers(0, 1))
+    def fork(self, data, back, drawn):
+        """Of the first tokens: what a window has not left behind yet."""
+        parent = self.pick(data)
+        line = self.lines[parent]
+        shared = line.computed - back
+        gone = any(
+            NO_BLOCK in self.blocks.get_block_table(parent, group)[max(0, shared - (spec.window or 99) + 1) // spec.block_size :]
+            for group, spec in self.decoder()
+        )
+        if shared > 0 and not gone:
+            self.count += 1
+            used = self.blocks.pool.num_used
+            self.blocks.fork(parent, self.count, shared)
+            assert self.blocks.pool.num_used == used
+            self.lines[self.count] = Line(line.request_id, [*line.tokens[:shared], drawn], shared)
+
+    @precondition(lambda self: self.lines)
+    @rule(data=st.data())
+    def free(self, data):
+        seq_id = data.draw(st.sampled_from(sorted(self.lines)))
+        request_id = self.lines.pop(seq_id).request_id
+        self.blocks.free(seq_id)
+        self.blocks.free(seq_id)
+        assert self.blocks.get_block_table(seq_id) == []
+        if not self.seq_ids(request_id):
+            self.blocks.free_cross(request_id)
+            assert self.blocks.get_cross_block_table(request_id, len(self.specs) - 1) == []
+            del self.crossed[request_id]
+            self.swapped.discard(request_id)
+
+    @precondition(lambda self: self.can_pick)
+    @rule(data=st.data())
+    def swap_out(self, data):
+        request_id = self.lines[self.pick(data)].request_id
+        seq_ids = self.seq_ids(request_id)
+        tables = [*self.blocks._cross_tables[request_id], *(table for s in seq_ids for table in self.blocks._tables.get(s, []))]
+        entries = [entry for table in tables for entry in table if entry != NO_BLOCK]
+        own = {entry for entry in entries if self.blocks.pool.ref_counts[entry] == entries.count(entry)}
+        used = self.blocks.pool.num_used
+        assert self.blocks.num_own_blocks(request_id, seq_ids) == len(own)
+        copies = self.blocks.swap_out(request_id, seq_ids)
+        if copies is None:
+            assert len(own) > self.blocks.host_pool.num_free
+            return
+        assert {copy.source for copy in copies} == own
+        assert self.blocks.pool.num_used == used - len(own)
+        self.apply(copies, self.device, self.host)
+        self.swapped.add(request_id)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.swapped)))
+        seq_ids = self.seq_ids(request_id)
+        needed, used = self.blocks.num_swapped(request_id, seq_ids), self.blocks.pool.num_used
+        if needed <= self.blocks.pool.num_free:
+            copies = self.blocks.swap_in(request_id, seq_ids)
+            assert len(copies) == needed == self.blocks.pool.num_used - used
+            self.apply(copies, self.host, self.device)
+            self.swapped.discard(request_id)
+
+    @rule()
+    def reset(self):
+        self.blocks.reset()
+        assert (self.blocks.pool.num_used, self.blocks.host_pool.num_used) == (0, 0)
+        self.lines.clear()
+        self.crossed.clear()
+        self.swapped.clear()
+        assert self.blocks.find_prefix(Line("", [0] * 16).chain, 16) == self.blocks.find_prefix(Line("", [1] * 16).chain, 16) == 0
+
+    @invariant()
+    def tables_hold_what_they_should(self):
+        self.blocks.check()
+        for seq_id, line in self.lines.items():
+            for group, spec in self.decoder():
+                table = self.blocks.get_block_table(seq_id, group)
+                for position in range(0 if spec.window is None else max(0, line.computed - spec.window + 1), line.computed):
+                    entry, offset = table[position // spec.block_size], position % spec.block_size
+                    held = self.device[entry] if entry >= 0 else self.host[NO_BLOCK - 1 - entry]
+                    assert held[offset] == (group, *line.tokens[: position + 1])
+        for request_id in self.crossed:
+            for group, spec in enumerate(self.specs):
+                table = self.blocks.get_cross_block_table(request_id, group)
+                assert len(table) == (-(-self.crossed[request_id] // spec.block_size) if spec.kind == "cross" else 0)
+                for entry in table:
+                    held = self.device[entry] if entry >= 0 else self.host[NO_BLOCK - 1 - entry]
+                    assert held == {0: (request_id, "cross")}
+
+
+BlockMachine.TestCase.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+TestBlockManager = BlockMachine.TestCase
+
+
+def test_a_fork_does_not_write_into_a_block_that_is_found_as_its_parents():
+    blocks = BlockManager(BlockPool(8), specs_of([("full", 4, None)]))
+    parent = Line("r", [1, 2, 3, 4, 5, 6, 7, 8])
+    blocks.append_slots(Write(0, 0, 8))
+    blocks.publish(0, parent.chain, 8)
+    blocks.fork(0, 1, 5)
+    blocks.free(0)
+    assert blocks.find_prefix(parent.chain, 8) == 8
+    # The fork is the only owner now: it need not copy, but what it writes is no more what the parent wrote.
+    assert blocks.append_slots(Write(1, 5, 7)).copies == []
+    assert blocks.find_prefix(parent.chain, 8) == 4
+
+
+def test_a_block_that_nobody_knows_is_taken_before_one_that_somebody_may_want():
+    blocks = BlockManager(BlockPool(4), specs_of([("full", 2, None)]))
+    known, unknown = Line("a", [1, 2]), Line("b", [3, 4])
+    blocks.append_slots(Write(0, 0, 2))
+    blocks.publish(0, known.chain, 2)
+    blocks.append_slots(Write(1, 0, 2))
+    blocks.free(0)
+    blocks.free(1)
+    blocks.append_slots(Write(2, 0, 6))
+    assert blocks.find_prefix(known.chain, 2) == 2
+    assert blocks.find_prefix(unknown.chain, 2) == 0
+    blocks.append_slots(Write(2, 6, 8))
+    assert blocks.find_prefix(known.chain, 2) == 0
+
+
+def test_double_allocation_is_refused():
+    blocks = BlockManager(BlockPool(4), specs_of([("full", 2, None), ("cross", 2, None)]))
+    blocks.allocate_cross("r", 3)
+    with pytest.raises(AssertionError, match="holds cross-attention blocks already"):
+        blocks.allocate_cross("r", 1)
+    blocks.append_slots(Write(0, 0, 2))
+    blocks.append_slots(Write(1, 0, 1))
+    with pytest.raises(AssertionError, match="holds blocks already"):
+        blocks.fork(0, 1, 1)

@@ -1,0 +1,133 @@
+"""Rare courses of events, one by one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from fake_engine import NAN, POISON, FakeCore, Groups, kv_cache, next_token
+from llm_toolkit.config import VllmConfig
+from llm_toolkit.messages import EngineOutput, EngineRequest
+from llm_toolkit.params import SamplingParams
+
+PROMPT = [3, 1, 4, 1, 5, 9]
+
+
+def make_core(num_blocks: int = 40, groups: Groups = ((4, None),), overlaps: bool = False, num_host_blocks: int = 0, **options) -> FakeCore:
+    defaults = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64, "preemption_mode": "recompute"}
+    return FakeCore(VllmConfig.default(**defaults | options), kv_cache(num_blocks, list(groups), num_host_blocks), overlaps)
+
+
+def request(request_id: str, prompt: list[int], deadline: float | None = None, **params) -> EngineRequest:
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=SamplingParams(**params), deadline=deadline)
+
+
+def finish_all(core: FakeCore) -> dict[str, list[EngineOutput]]:
+    """By request."""
+    outputs: dict[str, list[EngineOutput]] = {}
+    for _ in range(200):
+        if not core.has_unfinished:
+            break
+        for output in core.step().outputs:
+            outputs.setdefault(output.request_id, []).append(output)
+    assert not core.has_unfinished
+    return outputs
+
+
+def continuation(prompt: list[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def lone_good_prompt(length: int, num_tokens: int) -> list[int]:
+    """A prompt whose continuation fails nowhere."""
+    return next(p for p in ([k] * length for k in range(40)) if max(continuation(p, num_tokens)) < POISON - 1)
+
+
+def test_forks_of_a_leader_that_finds_its_own_output_cached():
+    """The leader's window has moved past the prompt's end when it is computed again, the forks' has not."""
+    core = make_core(groups=[(2, None), (2, 4)])
+    prompt = lone_good_prompt(5, 14)
+    core.add_request(request("r", prompt, n=2, max_tokens=14))
+    for _ in range(9):
+        core.step()
+    scheduler = core.scheduler
+    (running,) = scheduler.running
+    scheduler._requeue(running)
+    scheduler._start_over(running)
+    outputs = finish_all(core)
+    tokens = continuation(prompt, 14)
+    assert [o.token_ids[0] for o in outputs["r"] if o.index == 1] == tokens[-len([o for o in outputs["r"] if o.index == 1]) :]
+
+
+def test_a_model_that_caches_nothing_computes_all_at_once():
+    core = make_core(num_blocks=0, groups=[])
+    for name in ("a", "b", "c"):
+        core.add_request(request(name, PROMPT, max_tokens=1))
+    outputs = core.step().outputs
+    assert [(o.request_id, o.finish_reason, o.num_cached_tokens) for o in outputs] == [(name, "length", 0) for name in ("a", "b", "c")]
+    assert core.executor.plans[0].num_tokens == 3 * len(PROMPT)
+
+
+def test_nobody_finds_what_a_failed_row_has_computed():
+    core = make_core()
+    core.add_request(request("bad", [*PROMPT, NAN, 1, 2], max_tokens=3))
+    core.add_request(request("good", PROMPT, max_tokens=1))
+    chain = core.scheduler.requests["bad"].leader.chain
+    outputs = finish_all(core)
+    assert (outputs["bad"][-1].finish_reason, outputs["bad"][-1].error) == ("error", "not a number")
+    assert outputs["good"][-1].finish_reason == "length"
+    assert core.scheduler.blocks.find_prefix(chain, 8) == 0
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_deadline_is_not_that_of_the_next_request_of_the_same_id(overlaps):
+    core = make_core(overlaps=overlaps)
+    core.add_request(request("r", PROMPT, deadline=time.monotonic() + 0.05, max_tokens=1))
+    finish_all(core)
+    time.sleep(0.06)
+    core.add_request(request("r", PROMPT, deadline=time.monotonic() + 60, max_tokens=3))
+    assert finish_all(core)["r"][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_deadline_ends_what_waits_and_what_runs(overlaps):
+    core = make_core(overlaps=overlaps, max_num_seqs=1)
+    prompt = lone_good_prompt(4, 20)
+    core.add_request(request("runs", prompt, deadline=time.monotonic() + 0.1, max_tokens=20, n=1))
+    core.add_request(request("waits", prompt, deadline=time.monotonic() - 1, max_tokens=20))
+    core.add_request(request("next", prompt, max_tokens=20))
+    first = [*core.step().outputs, *core.step().outputs]
+    assert [(o.request_id, o.finish_reason) for o in first if o.request_id == "waits"] == [("waits", "timeout")]
+    time.sleep(0.11)
+    outputs = finish_all(core)
+    assert outputs["runs"][-1].finish_reason == "timeout"
+    assert [token for o in outputs["next"] for token in o.token_ids] == continuation(prompt, 20)
+
+
+def test_a_step_that_fails_for_an_aborted_request_is_nobodys_fault():
+    core = make_core(overlaps=True)
+    prompt = lone_good_prompt(4, 8)
+    core.add_request(request("good", prompt, max_tokens=8))
+    core.step()
+    core.add_request(request("bad", [POISON], max_tokens=3))
+    core.step()
+    # The step that computes it is on its way.
+    core.finish("bad")
+    outputs = finish_all(core)
+    assert [o.finish_reason for o in outputs["good"]][-1] == "length"
+    assert not core.scheduler.suspects
+
+
+def test_a_swapped_request_that_holds_shared_blocks_does_not_block_the_queue():
+    """Both are swapped out, and keep the device's blocks that they share: nobody could be admitted, were they not given up."""
+    core = make_core(num_blocks=9, num_host_blocks=40, preemption_mode="swap")
+    prompt = lone_good_prompt(20, 10)
+    for name in ("a", "b", "c"):
+        core.add_request(request(name, prompt, max_tokens=10))
+    outputs = finish_all(core)
+    for name in ("a", "b", "c"):
+        assert [token for o in outputs[name] for token in o.token_ids] == continuation(prompt, 10)
+    assert (core.scheduler.blocks.pool.num_used, core.scheduler.blocks.host_pool.num_used) == (0, 0)

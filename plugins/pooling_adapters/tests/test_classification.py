@@ -1,0 +1,162 @@
+"""Language models as classifiers and rerankers, against transformers."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from adapter_harness import IDS, SMALL, config_of, load, pooled, save, save_tokenizer
+from llm_toolkit.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from llm_toolkit_decoder.gpt2 import GPT2LMHeadModel
+from llm_toolkit_decoder.llama import LlamaForCausalLM
+from llm_toolkit_decoder.qwen2 import Qwen2ForCausalLM
+from llm_toolkit_decoder.qwen3 import Qwen3ForCausalLM
+from llm_toolkit_pooling_adapters.classification import as_seq_cls_model
+from llm_toolkit_transformers.model import TransformersForCausalLM
+from safetensors.torch import load_file, save_file
+
+
+def make(architecture, **more):
+    config_class = getattr(transformers, architecture).config_class
+    return getattr(transformers, architecture)(config_class(**{**SMALL, **more}))
+
+
+def logits_of(folder, auto_class):
+    with torch.inference_mode():
+        return auto_class.from_pretrained(folder)(IDS[None]).logits[0]
+
+
+TRAINED = {
+    "llama": ("LlamaForSequenceClassification", LlamaForCausalLM, {}),
+    "qwen3": ("Qwen3ForSequenceClassification", Qwen3ForCausalLM, {"tie_word_embeddings": True}),
+    "gpt2": ("GPT2ForSequenceClassification", GPT2LMHeadModel, {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}),
+}
+
+
+@pytest.mark.parametrize("family", TRAINED)
+def test_a_trained_classifier(family, tmp_path):
+    architecture, model_class, more = TRAINED[family]
+    folder = save(make(architecture, num_labels=3, **more), tmp_path)
+    expected = logits_of(folder, transformers.AutoModelForSequenceClassification)
+    model = load(as_seq_cls_model, model_class, folder)
+    torch.testing.assert_close(pooled(model, task="classify", use_activation=False), expected)
+    torch.testing.assert_close(pooled(model, task="classify"), expected.softmax(0))
+    by_token = pooled(model, task="token_classify", use_activation=False)
+    assert by_token.shape == (len(IDS), 3)
+    torch.testing.assert_close(by_token[-1], expected)
+    with pytest.raises(RequestError, match="does not support the task 'score'"):
+        pooled(model, task="score")
+
+
+def test_a_trained_classifier_with_a_bias_of_one_label(tmp_path):
+    folder = save(make("LlamaForSequenceClassification", num_labels=1), tmp_path)
+    expected = logits_of(folder, transformers.AutoModelForSequenceClassification)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "score.bias": torch.tensor([0.75])}, folder / "model.safetensors")
+    model = load(as_seq_cls_model, LlamaForCausalLM, folder)
+    torch.testing.assert_close(pooled(model, task="score"), torch.sigmoid(expected + 0.75))
+
+
+@pytest.mark.parametrize(("architecture", "model_class", "words"), [
+    ("Qwen3ForCausalLM", Qwen3ForCausalLM, {"yes": 40, "no": 17}),
+    ("Qwen2ForCausalLM", Qwen2ForCausalLM, {"1": 40, "0": 17}),
+])  # fmt: skip
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_known_reranker_of_two_words(architecture, model_class, words, tied, tmp_path):
+    folder = save(make(architecture, tie_word_embeddings=tied), tmp_path)
+    save_tokenizer(folder, **words)
+    expected = logits_of(folder, transformers.AutoModelForCausalLM)
+    model = load(as_seq_cls_model, model_class, folder)
+    torch.testing.assert_close(pooled(model, task="score"), expected[-1, [17, 40]].softmax(0)[1:])
+    torch.testing.assert_close(pooled(model, task="token_classify"), expected[:, [17, 40]].softmax(1)[:, 1:])
+
+
+def test_a_known_reranker_of_one_word_by_the_fallback(tmp_path):
+    folder = save(make("GemmaForCausalLM"), tmp_path)
+    save_tokenizer(folder, Yes=40)
+    expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1, [40]]
+    model = load(as_seq_cls_model, TransformersForCausalLM, folder)
+    torch.testing.assert_close(pooled(model, task="score", use_activation=False), expected)
+    torch.testing.assert_close(pooled(model, task="score"), torch.sigmoid(expected))
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_any_language_model_by_options(prefixed, tmp_path):
+    folder = save(make("LlamaForCausalLM", tie_word_embeddings=True), tmp_path)
+    save_tokenizer(folder, good=40, bad=17, fair=5)
+    expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1]
+    if not prefixed:
+        weights = load_file(folder / "model.safetensors")
+        save_file({name.removeprefix("model."): tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    options = {"classifier_method": "from_2_way_softmax", "classifier_tokens": ["bad", "good"]}
+    model = load(as_seq_cls_model, LlamaForCausalLM, folder, **options)
+    torch.testing.assert_close(pooled(model, task="score"), expected[[17, 40]].softmax(0)[1:])
+    options = {"classifier_method": "no_post_processing", "classifier_tokens": ["bad", "fair", "good"]}
+    model = load(as_seq_cls_model, LlamaForCausalLM, folder, **options)
+    torch.testing.assert_close(pooled(model, task="classify"), expected[[17, 5, 40]].softmax(0))
+
+
+def test_a_reranker_of_sentence_transformers(tmp_path):
+    folder = save(make("LlamaForCausalLM"), tmp_path)
+    expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1]
+    home = "sentence_transformers.cross_encoder.modules"
+    modules = [("", "sentence_transformers.base.modules.transformer.Transformer"), ("1_LogitScore", f"{home}.logit_score.LogitScore")]
+    (folder / "modules.json").write_text(
+        json.dumps([{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)])
+    )
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
+    (folder / "1_LogitScore").mkdir()
+    (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 40, "false_token_id": 17}))
+    model = load(as_seq_cls_model, LlamaForCausalLM, folder)
+    torch.testing.assert_close(pooled(model, task="score"), expected[[17, 40]].softmax(0)[1:])
+
+
+def test_the_class(tmp_path):
+    config = config_of(save(make("LlamaForSequenceClassification"), tmp_path))
+    converted = as_seq_cls_model(LlamaForCausalLM, config)
+    assert converted.__name__ == "LlamaForCausalLMForSequenceClassification"
+    assert as_seq_cls_model(converted, config) is converted
+
+
+def refuse(folder, error, match, model_class=LlamaForCausalLM, **options):
+    """Asserts that an adapter refuses a checkpoint before its weights are read."""
+    with pytest.raises(error, match=match):
+        as_seq_cls_model(model_class, config_of(folder, **options))
+
+
+def test_refusals(tmp_path):
+    folder = save(make("LlamaForCausalLM"), tmp_path / "causal")
+    two = {"classifier_method": "from_2_way_softmax"}
+    refuse(folder, UnsupportedError, "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Able: --classifier-method")
+    refuse(folder, ConfigError, "'from_2_way_softmax' needs classifier_tokens", **two)
+    refuse(folder, ConfigError, "takes two: FALSE,TRUE, but classifier_tokens has 1", **two, classifier_tokens=["yes"])
+    refuse(folder, CheckpointError, "the token 'no' .* cannot be looked up in .*tokenizer.json", **two, classifier_tokens=["no", "yes"])
+    save_tokenizer(folder, yes=40)
+    refuse(folder, CheckpointError, "'yes yes' is 2 tokens", **two, classifier_tokens=["yes", "yes yes"])
+    trained = save(make("LlamaForSequenceClassification"), tmp_path / "trained")
+    refuse(trained, ConfigError, "has a trained one", **two, classifier_tokens=["no", "yes"])
+    capped = json.loads((folder / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (folder / "config.json").write_text(json.dumps(capped))
+    refuse(folder, UnsupportedError, "'final_logit_softcapping' changes logits", **two, classifier_tokens=["no", "yes"])
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    folder = save(make("LlamaForSequenceClassification", num_labels=3), tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, "score.weight": torch.zeros(4, 32)}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"'weight' is float32 \[4, 32\], but config.json asks for floats \[3, 32\]"):
+        load(as_seq_cls_model, LlamaForCausalLM, folder)
+
+
+def test_dummy_weights(tmp_path):
+    folder = save(make("Qwen3ForCausalLM"), tmp_path)
+    assert pooled(load(as_seq_cls_model, Qwen3ForCausalLM, folder, load_format="dummy"), task="score").shape == (1,)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_stages_of_a_pipeline(tied, tmp_path):
+    folder = save(make("Qwen3ForCausalLM", tie_word_embeddings=tied), tmp_path)
+    save_tokenizer(folder, yes=40, no=17)
+    expected = pooled(load(as_seq_cls_model, Qwen3ForCausalLM, folder), task="score")
+    stages = [load(as_seq_cls_model, Qwen3ForCausalLM, folder, rank=rank, pipeline_parallel_size=2) for rank in range(2)]
+    torch.testing.assert_close(pooled(*stages, task="score"), expected)

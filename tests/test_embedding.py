@@ -1,0 +1,209 @@
+"""Engines inside other people's programs: nothing of the host is touched, and they work wherever Python code runs."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from types import FunctionType
+
+import psutil
+import pytest
+import torch
+from llm_toolkit import LLM, AsyncLLM, SamplingParams, VllmConfig
+
+SMALL = {"model": "tiny", "num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+KINDS = pytest.mark.parametrize("process", [True, False], ids=["process", "thread"])
+
+NO_GUARD = """
+    import asyncio
+    import sys
+    from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig
+
+    llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256))
+
+    async def main():
+        async for output in llm.generate("Once", SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)):
+            pass
+        print(len(output.outputs[0].token_ids))
+
+    asyncio.run(main())
+    for heavy in ("torch", "transformers"):
+        assert heavy not in sys.modules, heavy
+    print(llm.engine.client.process.pid)
+"""
+NOT_CLOSED = """
+    import asyncio
+    from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig
+
+    llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256, engine_process={process}))
+
+    async def main():
+        async for output in llm.generate("Once", SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)):
+            break
+
+    asyncio.run(main())
+"""
+
+
+async def ask(llm, params=GREEDY):
+    async for output in llm.generate("Once", params):
+        last = output
+    return last.outputs[0].token_ids
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def run_script(text: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-"], input=textwrap.dedent(text), capture_output=True, text=True, timeout=60, **options)
+
+
+class TestWherever:
+    def test_a_script_without_a_main_guard_imports_no_torch_and_need_not_close(self):
+        done = run_script(NO_GUARD)
+        assert done.returncode == 0, done.stderr
+        length, pid = done.stdout.split()
+        assert length == "8" and done.stderr == ""
+        end = time.monotonic() + 5
+        while is_alive(int(pid)):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    def test_a_script_that_leaves_in_the_middle(self):
+        """Without a process of its own, too, the interpreter's exit neither hangs nor crashes."""
+        done = run_script(NOT_CLOSED.format(process=False))
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+    def test_like_a_notebook(self):
+        """Code in cells, executed in a thread whose event loop runs all the time; constructors block it, as they do there."""
+        cells = [
+            "from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig\nllm = AsyncLLM(VllmConfig.make(**SMALL))",
+            "async for output in llm.generate('Once', SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)): last = output",
+            "count = len(last.outputs[0].token_ids)\nawait llm.shutdown()",
+        ]
+        names = {"SMALL": SMALL}
+
+        async def kernel():
+            for cell in cells:
+                code = compile(cell, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+                result = FunctionType(code, names)()
+                if asyncio.iscoroutine(result):
+                    await result
+
+        thread = threading.Thread(target=lambda: asyncio.run(kernel()))
+        thread.start()
+        thread.join(60)
+        assert names["count"] == 8
+
+    def test_two_engines_of_both_kinds_in_one_process(self):
+        async def body():
+            async with AsyncLLM(VllmConfig.make(**SMALL)) as one, AsyncLLM(VllmConfig.make(**SMALL, engine_process=False)) as two:
+                with LLM(**SMALL) as three:
+                    expected = three.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+                    assert await asyncio.gather(ask(one), ask(two), ask(one), ask(two)) == [expected] * 4
+                    await one.shutdown()
+                    assert await ask(two) == expected
+
+        asyncio.run(body())
+
+    def test_made_while_an_event_loop_runs(self):
+        """Without waiting, the event loop goes on while the engine loads."""
+
+        async def body():
+            llm = AsyncLLM(VllmConfig.make(**SMALL), wait=False)
+            ticks = 0
+            waiting = asyncio.create_task(llm.wait_ready())
+            while not waiting.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            await waiting
+            assert ticks > 10 and llm.health().status == "ready"
+            assert len(await ask(llm)) == 8
+            await llm.shutdown()
+
+        asyncio.run(body())
+
+
+class TestUntouched:
+    @KINDS
+    def test_the_host(self, process):
+        def state():
+            root = logging.getLogger()
+            return {
+                "root logger": (root.level, list(root.handlers), logging.getLogger("llm_toolkit").handlers),
+                "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+                "environment": dict(os.environ),
+                "threads of torch": (torch.get_num_threads(), torch.get_num_interop_threads()),
+                "affinity": os.sched_getaffinity(0),
+                "folder": os.getcwd(),
+                "path": list(sys.path),
+            }
+
+        async def body():
+            before = state()
+            async with AsyncLLM(VllmConfig.make(**SMALL, engine_process=process)) as llm:
+                await ask(llm)
+                assert state() == before
+            assert state() == before
+
+        asyncio.run(body())
+
+    @KINDS
+    def test_no_thread_no_file_and_no_process_is_left(self, process):
+        me = psutil.Process()
+
+        async def body():
+            async with AsyncLLM(VllmConfig.make(**SMALL, engine_process=process)) as llm:
+                await ask(llm)
+
+        asyncio.run(body())
+        gc.collect()
+        threads, files = {t.name for t in threading.enumerate()}, me.num_fds()
+        asyncio.run(body())
+        gc.collect()
+        # The watchdog ends at its next look.
+        time.sleep(0.1)
+        assert {t.name for t in threading.enumerate()} == threads and not any(name.startswith("llm_toolkit") for name in threads)
+        assert me.num_fds() == files
+        assert me.children() == []
+
+
+class TestEnds:
+    @KINDS
+    def test_shutdown_with_work_under_way(self, process):
+        async def body():
+            llm = AsyncLLM(VllmConfig.make(**SMALL, engine_process=process))
+            tasks = [asyncio.create_task(ask(llm, GREEDY.replace(max_tokens=200))) for _ in range(6)]
+            await asyncio.sleep(0.2)
+            start = time.monotonic()
+            await llm.shutdown()
+            assert time.monotonic() - start < 2
+            await llm.shutdown()
+            llm.close()
+            assert all(isinstance(r, Exception) for r in await asyncio.gather(*tasks, return_exceptions=True))
+
+        asyncio.run(body())
+
+    def test_a_forgotten_engine_ends(self):
+        async def body():
+            llm = AsyncLLM(VllmConfig.make(**SMALL))
+            await ask(llm)
+            return llm.engine.client.process.pid
+
+        pid = asyncio.run(body())
+        gc.collect()
+        end = time.monotonic() + 5
+        while is_alive(pid):
+            assert time.monotonic() < end
+            time.sleep(0.02)

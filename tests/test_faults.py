@@ -1,0 +1,521 @@
+"""What goes wrong around a server: bad requests among good ones, clients that leave, engines that hang or die, signals.
+
+The servers are processes of their own that run the model `tiny` in float32, with a plugin that fails on demand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from llm_toolkit_server.protocol import ChatBody, CompletionBody
+
+ROOT = Path(__file__).parents[1]
+RAISES, NANS, HANGS, DIES = 1530, 1531, 1532, 1533
+"""Tokens on which the plugin's model fails, where one comes twice in a row."""
+ENTRY = """
+from llm_toolkit.plugin import hookimpl
+
+@hookimpl
+def toolkit_register_models(models):
+    models.add("LlamaForCausalLM", "faulty_targets:Faulty", override=True)
+
+@hookimpl
+def toolkit_register_logits_processors(processors):
+    processors.add("faulty", "faulty_targets:FaultyProcessor")
+"""
+TARGETS = f"""
+import os, signal, time
+from llm_toolkit.sampling import LogitsProcessor
+from llm_toolkit_decoder.llama import LlamaForCausalLM
+
+class Faulty(LlamaForCausalLM):
+    def __init__(self, **options):
+        time.sleep(float(os.environ.get("FAULTY_LOADING", 0)))
+        if "FAULTY_START" in os.environ:
+            raise MemoryError("no room for faulty weights")
+        super().__init__(**options)
+
+    def forward(self, input_ids, positions, **options):
+        twice = input_ids * (input_ids == input_ids.roll(1)) * (len(input_ids) > 1)
+        if (twice == {RAISES}).any():
+            raise RuntimeError("the model cannot stand this token")
+        if (twice == {HANGS}).any():
+            time.sleep(3600)
+        if (twice == {DIES}).any():
+            os.kill(os.getpid(), signal.SIGKILL)
+        hidden = super().forward(input_ids, positions, **options)
+        return hidden.masked_fill((twice == {NANS})[:, None], float("nan"))
+
+class FaultyProcessor(LogitsProcessor):
+    argmax_invariant = False
+
+    @classmethod
+    def check(cls, arguments):
+        pass
+
+    def add(self, key, arguments, prompt_token_ids):
+        self.how = arguments["how"]
+        if self.how == "add":
+            raise RuntimeError("this processor takes nobody")
+
+    def remove(self, key):
+        pass
+
+    def apply(self, logits, rows):
+        if self.how == "raise":
+            raise RuntimeError("this processor does nothing")
+        return logits[:, :1] if self.how == "shape" else logits * float("nan")
+"""
+FLAGS = ["tiny", "--dtype", "float32", "--device", "cpu", "--no-access-log", "--log-level", "warning"]
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory) -> Path:
+    """A folder with the plugin, installed as pip would."""
+    folder = tmp_path_factory.mktemp("faulty")
+    (folder / "faulty.py").write_text(ENTRY)
+    (folder / "faulty_targets.py").write_text(TARGETS)
+    info = folder / "faulty-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\nRequires-Dist: llm-toolkit-core>=0.1,<0.2\n")
+    (info / "entry_points.txt").write_text("[llm_toolkit]\nfaulty = faulty\n")
+    (info / "RECORD").write_text("faulty.py,,\nfaulty_targets.py,,\nfaulty-1.0.dist-info/METADATA,,\n")
+    return folder
+
+
+class Server:
+    """`toolkit serve`, whose temporary files are all in `folder`."""
+
+    def __init__(self, plugin: Path, folder: Path, *arguments: str, **environ: str) -> None:
+        self.folder = folder
+        self.log = folder / "server.log"
+        (folder / "tmp").mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        # A process is found by its environment, whoever its parent is.
+        mark = {"FAULTS_MARK": str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(plugin), "OMP_NUM_THREADS": "1"}
+        code = "from llm_toolkit.cli import main; main()"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code, "serve", *FLAGS, "--port", str(self.port), *arguments],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **mark, **environ},
+            )
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=30)
+
+    def post(self, body, path: str = "/v1/completions") -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def status(self, path: str = "/ready") -> int | None:
+        """None: nobody answers."""
+        try:
+            return self.get(path).status_code
+        except httpx.TransportError:
+            return None
+
+    def wait_ready(self) -> Server:
+        wait_for(lambda: self.status() == 200 or self.process.poll() is not None, 60)
+        assert self.process.poll() is None, self.log.read_text()
+        return self
+
+    def stream(self, prompt="Once upon a time"):
+        """The lines of a stream that lasts."""
+        body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        return httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def figures(self) -> dict[str, float]:
+        lines = (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))
+        return {name.removeprefix("llm_toolkit_"): float(value) for name, value in lines}
+
+    def is_idle(self) -> bool:
+        figures = self.figures()
+        return not any(figures[name] for name in ("num_sequences_running", "num_requests_waiting", "kv_cache_usage_ratio"))
+
+    def pids(self) -> list[int]:
+        """Its processes that are alive."""
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"FAULTS_MARK={self.folder}\0".encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def has_left_nothing(self) -> bool:
+        return not self.pids() and not list((self.folder / "tmp").iterdir())
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code, and what it wrote."""
+        code = self.process.wait(30)
+        return code, self.log.read_text()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+        for pid in self.pids():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def serve(faulty, tmp_path):
+    """serve(*flags, **environment): a server that is killed at the end of the test."""
+    servers = []
+
+    def start(*arguments: str, **environ: str) -> Server:
+        servers.append(Server(faulty, tmp_path, *arguments, **environ))
+        return servers[-1]
+
+    yield start
+    for one in servers:
+        one.kill()
+
+
+@pytest.fixture(scope="module")
+def server(faulty, tmp_path_factory):
+    """One server for all tests that it is to survive."""
+    one = Server(faulty, tmp_path_factory.mktemp("server"), "--max-num-seqs", "16", "--kv-cache-memory", "0.9")
+    try:
+        yield one.wait_ready()
+        one.process.send_signal(signal.SIGTERM)
+        code, log = one.end()
+        assert code == 0, log
+        wait_for(one.has_left_nothing, 5)
+    finally:
+        one.kill()
+
+
+def wait_for(condition, seconds=10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.02)
+
+
+# Bad requests
+
+JUNK = [
+    True,
+    "",
+    "x",
+    "\ud800",
+    [],
+    [None],
+    {},
+    {"a": {"b": [1, {"c": "d"}]}},
+    -1,
+    0.5,
+    10**30,
+    -1e308,
+    float("nan"),
+    list(range(5000)),
+]
+SHORT = {"max_tokens": 2, "timeout": 20}
+TEXT = {"prompt": "a", **SHORT}
+TALK = {"messages": [{"role": "user", "content": "hi"}], **SHORT}
+
+
+def fuzzed() -> list[tuple[str, bytes]]:
+    """Each field of each route with each piece of junk. What both routes take goes to one of them."""
+    own = set(ChatBody.model_fields) - set(CompletionBody.model_fields)
+    routes = (("/v1/completions", TEXT, [*CompletionBody.model_fields, "unknown"]), ("/v1/chat/completions", TALK, sorted(own)))
+    return [(path, json.dumps({**base, name: junk}).encode()) for path, base, names in routes for name in names for junk in JUNK]
+
+
+def malformed() -> list[tuple[str, bytes]]:
+    """Bodies that are no requests, prompts that are no prompts, conversations that no template takes."""
+    bodies = [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"a":' * 50_000, b"x" * 17_000_000]
+    prompts = [[], [[]], ["a", ""], ["a", [1]], "x" * 100_000, [5] * 600, [10**9], [-1], ["a"] * 300]
+    talks = [[], [{}], [{"role": 5}], [{"role": "user"}], [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "x"}]}]]
+    found = [("/v1/completions", body) for body in bodies]
+    found += [("/v1/completions", json.dumps({**TEXT, "prompt": prompt}).encode()) for prompt in prompts]
+    found += [("/v1/chat/completions", json.dumps({**TALK, "messages": talk}).encode()) for talk in talks]
+    kwargs = [{"messages": 5}, {"tools": "x"}, {"add_generation_prompt": {}}]
+    found += [("/v1/chat/completions", json.dumps({**TALK, "chat_template_kwargs": one}).encode()) for one in kwargs]
+    found += [(path, json.dumps({**TEXT, "model": "gpt-5"}).encode()) for path in ("/v1/completions", "/tokenize", "/detokenize")]
+    return found
+
+
+FAILING = [
+    {"prompt": [RAISES, RAISES]},
+    {"prompt": [NANS, NANS]},
+    {"prompt": [5, NANS, NANS], "prompt_logprobs": 1},
+    *({"prompt": "a", "logits_processors": {"faulty": {"how": how}}} for how in ("add", "raise", "shape", "nan")),
+]
+"""Requests on which the model or a plugin fails."""
+
+
+def disturb(server: Server) -> list[int]:
+    """Sends one bad request of every kind; returns the status of each answer."""
+    bad = fuzzed() + malformed()
+    random.Random(0).shuffle(bad)
+    headers = {"content-type": "application/json"}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        return [client.post(path, content=body, headers=headers).status_code for path, body in bad]
+
+
+def good(server: Server, number: int) -> list[str]:
+    body = {"prompt": f"{number} times {number % 7} is", "max_tokens": 16, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    response = server.post(body)
+    assert response.status_code == 200, response.text
+    tokens: list[str] = response.json()["choices"][0]["logprobs"]["tokens"]
+    return tokens
+
+
+def test_one_bad_request_of_every_kind_among_50_good_ones(server):
+    expected = [good(server, number) for number in range(25)] * 2
+    with ThreadPoolExecutor(20) as pool:
+        disturbing = pool.submit(disturb, server)
+        failing = [pool.submit(server.post, {**SHORT, **body}) for body in FAILING * 2]
+        leaving = [pool.submit(leave, server, stage, body) for stage in STAGES for body in LEAVING]
+        goods = [pool.submit(good, server, number) for number in list(range(25)) * 2]
+        assert [one.result() for one in goods] == expected
+        statuses = disturbing.result()
+        assert set(statuses) <= {200, 400, 404, 413}, {status: statuses.count(status) for status in statuses}
+        assert statuses.count(400) > 400
+        errors = [(one.result().status_code, one.result().json()["error"]["code"]) for one in failing]
+        assert errors == [(500, "model_error")] * len(failing)
+        for one in leaving:
+            one.result()
+    assert server.status("/health") == 200
+    wait_for(server.is_idle)
+    assert [good(server, number) for number in range(5)] == expected[:5]
+
+
+# Clients that leave
+
+BODY = {"max_tokens": 300, "ignore_eos": True, "temperature": 1}
+LEAVING = [
+    {"prompt": "a", **BODY},
+    {"prompt": "a", "stream": True, **BODY},
+    {"prompt": "a", "n": 2, "best_of": 4, **BODY},
+    {"prompt": ["a", "b", "c"], "n": 2, **BODY},
+    {"prompt": ["a", "b", "c"], "n": 2, "stream": True, **BODY},
+]
+STAGES = ["head", "body", "sent", "begun", "middle"]
+
+
+def leave(server: Server, stage: str, body: dict) -> None:
+    """Sends a request, and disconnects in the middle of its head or body, at once after it, or some time later."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n".encode()
+    message = {"head": head[:-10], "body": head + content[:-5]}.get(stage, head + content)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(message)
+        if stage in ("begun", "middle"):
+            time.sleep({"begun": 0.02, "middle": 0.2}[stage])
+        if stage == "middle" and body.get("stream"):
+            assert connection.recv(10)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_client_that_leaves_frees_its_blocks(server, stage):
+    with ThreadPoolExecutor(4) as pool:
+        for one in [pool.submit(leave, server, stage, body) for body in LEAVING * 3]:
+            one.result()
+    wait_for(server.is_idle, 5)
+
+
+def test_a_client_that_leaves_while_it_waits_in_the_queue(server):
+    with server.stream(["a"] * 16) as response:
+        lines = response.iter_lines()
+        next(lines)
+        for body in LEAVING:
+            leave(server, "sent", body)
+            leave(server, "begun", body)
+        wait_for(lambda: server.figures()["num_requests_waiting"] == 0, 5)
+        assert next(lines) is not None
+    wait_for(server.is_idle, 5)
+    assert server.figures()['requests_aborted_total{reason="abort"}'] > 0
+
+
+def test_deadlines(server):
+    late = server.post({"prompt": "a", **BODY, "timeout": 1e-4})
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    for stream in (False, True):
+        body = {"prompt": ["a", "b"], **BODY, "max_tokens": 450, "n": 8, "timeout": 0.3, "stream": stream}
+        partial = server.post(body)
+        assert partial.status_code == 200
+        assert '"finish_reason":"timeout"' in partial.text
+    wait_for(server.is_idle, 5)
+    assert server.figures()['requests_aborted_total{reason="timeout"}'] == 5
+
+
+def test_cached_tokens_are_counted(server):
+    body = {"prompt": [7] * 40, "max_tokens": 2, "cache_salt": "mine"}
+    counts = [server.post(body).json()["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in range(2)]
+    assert counts == [0, 32]
+    other = server.post({**body, "cache_salt": "another's"}).json()
+    assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+# Start, health, end
+
+
+def test_a_server_answers_while_its_engine_starts(serve):
+    server = serve(FAULTY_LOADING="1.5")
+    wait_for(lambda: server.status("/health") == 200, 30)
+    assert server.get("/health").json()["status"] == "starting"
+    assert (server.status("/ready"), server.status("/metrics")) == (503, 200)
+    early = server.post(TEXT)
+    assert (early.status_code, early.json()["error"]["code"]) == (503, "engine_starting")
+    assert int(early.headers["retry-after"]) > 0
+    server.wait_ready()
+    assert server.post(TEXT).status_code == 200
+    assert server.get("/health").json() == {"status": "ready"}
+    assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+
+
+def test_what_keeps_the_engine_from_starting_is_told(serve):
+    code, log = serve(FAULTY_START="1").end()
+    assert code == 1
+    assert "MemoryError: no room for faulty weights" in log.splitlines()[-1]
+
+
+def test_too_small_a_cache_is_told_with_the_numbers(serve):
+    code, log = serve("--kv-cache-memory", "64KiB").end()
+    assert code == 1
+    assert "max_model_len 512" in log.splitlines()[-1] and "64 KiB" in log.splitlines()[-1]
+
+
+def test_nearly_all_memory_may_be_asked_for(server):
+    # The server of this module was told that it may have nine tenths of what is free.
+    assert server.post(TEXT).status_code == 200
+
+
+def test_a_dead_engine_is_told_and_ends_the_server(serve):
+    server = serve().wait_ready()
+    with server.stream() as under_way:
+        lines = under_way.iter_lines()
+        next(lines)
+        killing = server.post({"prompt": [DIES, DIES], "max_tokens": 2})
+        *_, error, _, done, _ = lines
+    later = server.post(TEXT)
+    assert [one.status_code for one in (killing, later)] == [503, 503]
+    for one in (killing.json(), later.json(), json.loads(error.removeprefix("data: "))):
+        assert one["error"]["code"] == "engine_dead" and "killed by SIGKILL" in one["error"]["message"]
+    assert (done, server.status("/health")) == ("data: [DONE]", 503)
+    code, log = server.end()
+    assert code == 1
+    assert "killed by SIGKILL" in log.splitlines()[-1]
+    wait_for(server.has_left_nothing, 5)
+
+
+def test_a_dead_engine_is_started_anew(serve):
+    server = serve("--restart-engine", "1", FAULTY_LOADING="1").wait_ready()
+    expected = good(server, 3)
+    assert server.post({"prompt": [DIES, DIES], "max_tokens": 2}).status_code == 503
+    wait_for(lambda: server.get("/health").json()["status"] == "restarting", 5)
+    early = server.post(TEXT)
+    assert (server.status("/health"), early.status_code, early.json()["error"]["code"]) == (200, 503, "engine_restarting")
+    assert "retry-after" in early.headers
+    server.wait_ready()
+    assert good(server, 3) == expected
+    assert server.figures()["engine_restarts"] == 1
+    server.post({"prompt": [DIES, DIES], "max_tokens": 2})
+    assert server.end()[0] == 1
+
+
+def test_a_hang_is_told_and_dumps_all_stacks(serve):
+    server = serve("--step-timeout", "1").wait_ready()
+    with ThreadPoolExecutor() as pool:
+        hanging = pool.submit(server.post, {"prompt": [HANGS, HANGS], "max_tokens": 2})
+        wait_for(lambda: server.status("/health") == 503, 10)
+        assert server.get("/health").json()["status"] == "stalled"
+        assert (server.status("/ready"), server.post(TEXT).json()["error"]["code"]) == (503, "engine_stalled")
+        wait_for(lambda: "in forward" in server.log.read_text(), 5)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.get("/ready").json()["status"] == "draining")
+        server.process.send_signal(signal.SIGTERM)
+        start = time.monotonic()
+        assert server.end()[0] == 128 + signal.SIGTERM
+        assert time.monotonic() - start < 3
+        with pytest.raises(httpx.TransportError):
+            hanging.result()
+    wait_for(server.has_left_nothing, 5)
+
+
+def test_health_stays_good_under_load(server):
+    with ThreadPoolExecutor(8) as pool:
+        loads = [pool.submit(server.post, {"prompt": [5] * 400, "n": 4, "max_tokens": 30, "ignore_eos": True}) for _ in range(8)]
+        checks = []
+        while not all(load.done() for load in loads):
+            start = time.monotonic()
+            checks.append((server.status("/health"), server.status("/ready"), time.monotonic() - start < 2))
+        assert set(checks) == {(200, 200, True)}
+        assert {load.result().status_code for load in loads} == {200}
+
+
+def test_a_full_queue_is_429(serve):
+    server = serve("--max-num-seqs", "1", "--max-queued-requests", "2").wait_ready()
+    with server.stream() as response, ThreadPoolExecutor(6) as pool:
+        lines = response.iter_lines()
+        next(lines)
+        replies = [reply.result() for reply in [pool.submit(server.post, TEXT) for _ in range(6)]]
+        refused = [reply for reply in replies if reply.status_code == 429]
+        assert len(refused) == 4
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in refused)
+        assert server.figures()['requests_refused_total{status="429"}'] == 4
+
+
+def test_sigterm_drains(serve):
+    server = serve("--shutdown-timeout", "30").wait_ready()
+    with server.stream() as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: server.status("/ready") == 503)
+        late = server.post(TEXT)
+        assert (late.status_code, late.json()["error"]["code"], "retry-after" in late.headers) == (503, "server_stopping", True)
+        *_, last, _, done, _ = lines
+    assert (done, json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"]) == ("data: [DONE]", "length")
+    code, log = server.end()
+    assert code == 0, log
+    wait_for(server.has_left_nothing, 5)
+
+
+@pytest.mark.parametrize(
+    ("number", "phase"),
+    [(signal.SIGKILL, phase) for phase in ("importing", "loading", "serving")]
+    + [(signal.SIGINT, phase) for phase in ("importing", "loading")],
+)
+def test_nothing_survives_the_server(serve, number, phase):
+    server = serve(FAULTY_LOADING="30" if phase == "loading" else "0")
+    if phase == "loading":
+        wait_for(lambda: server.status("/health") == 200, 30)
+    elif phase == "serving":
+        server.wait_ready()
+    else:
+        wait_for(lambda: len(server.pids()) == 2, 30)
+    server.process.send_signal(number)
+    server.process.wait(10)
+    wait_for(server.has_left_nothing, 5)
+
+
+# The page
+
+
+def test_the_page_names_tests_that_exist():
+    named = re.findall(r"`([\w/]+\.py)::([\w:]+)`", (ROOT / "docs" / "reliability.md").read_text())
+    assert len(named) > 30
+    for file, path in named:
+        text = (ROOT / file).read_text()
+        for name in path.split("::"):
+            assert re.search(rf"^ *(def|async def|class) {name}\b|^{name} = ", text, re.MULTILINE), f"{file} has no {name}"

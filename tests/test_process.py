@@ -1,0 +1,382 @@
+"""The engine process: how it starts and fails to start, and that nothing is left behind whichever process dies, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from llm_toolkit import LLM, AsyncLLM, SamplingParams, VllmConfig
+from llm_toolkit.engine.llm_engine import LLMEngine
+from llm_toolkit.errors import CapacityError, ConfigError, EngineDeadError, PluginError, RequestError
+from llm_toolkit.plugin import Fingerprint, Plugins, hookimpl
+from msgspec import Struct
+from msgspec.structs import replace
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SMALL = {"model": "tiny", "num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 8}
+PHASES = ["starting", "importing", "loading the model", "warming up", "serving"]
+
+SLOW_PLUGIN = """
+    import os
+    import sys
+    import time
+    from typing import Any
+
+    from llm_toolkit.plugin import hookimpl
+    from msgspec import Struct
+
+    class Options(Struct):
+        note: Any = None
+
+    if "llm_toolkit.engine.process_main" in sys.modules and os.environ.get("SLOW_PHASE") == "importing":
+        time.sleep(60)
+
+    @hookimpl
+    def toolkit_register_models(models):
+        models.add("LlamaForCausalLM", "slow_plugin_target:SlowLlama", override=True)
+"""
+SLOW_TARGET = """
+    import ctypes
+    import os
+    import time
+
+    from llm_toolkit_decoder.llama import LlamaForCausalLM
+
+    PHASE = os.environ.get("SLOW_PHASE")
+
+    class SlowLlama(LlamaForCausalLM):
+        steps = 0
+
+        def __init__(self, **arguments):
+            if PHASE == "loading the model":
+                time.sleep(60)
+            if PHASE == "failing":
+                raise ZeroDivisionError("one over nothing")
+            super().__init__(**arguments)
+
+        def forward(self, *arguments, **keywords):
+            self.steps += 1
+            # Two steps are the warm-up's.
+            if PHASE == "warming up":
+                time.sleep(60)
+            if PHASE == "serving" and self.steps > 4:
+                # It holds the interpreter lock: no other thread of the process runs. A signal ends one sleep.
+                while True:
+                    ctypes.PyDLL(None).sleep(60)
+            return super().forward(*arguments, **keywords)
+"""
+FRONT = """
+    import asyncio
+    import sys
+    from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig
+
+    async def main():
+        llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256, max_num_seqs=8), wait=False)
+        print(llm.engine.client.process.pid, llm.engine.client.process.folder, flush=True)
+        if sys.argv[1] == "serving":
+            async for output in llm.generate("a", SamplingParams(max_tokens=100, ignore_eos=True)):
+                print("there", flush=True)
+        while llm.health().reason != sys.argv[1]:
+            await asyncio.sleep(0.01)
+        print("there", flush=True)
+        await asyncio.sleep(60)
+
+    asyncio.run(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def slow_folder(tmp_path_factory) -> Path:
+    """A folder with an installed plugin whose model is slow in the phase that SLOW_PHASE names."""
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "slow_plugin.py").write_text(textwrap.dedent(SLOW_PLUGIN))
+    (folder / "slow_plugin_target.py").write_text(textwrap.dedent(SLOW_TARGET))
+    metadata = folder / "slow_plugin-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-plugin\nVersion: 1.0\nRequires-Dist: llm-toolkit-core>=0.1\n")
+    (metadata / "entry_points.txt").write_text("[llm_toolkit]\nslow = slow_plugin\n")
+    return folder
+
+
+@pytest.fixture
+def slow(slow_folder, monkeypatch):
+    """slow(phase): from now on engines take a minute in that phase. In "failing" their model cannot be made."""
+    monkeypatch.syspath_prepend(str(slow_folder))
+
+    def choose(phase: str) -> None:
+        monkeypatch.setenv("SLOW_PHASE", phase)
+
+    yield choose
+    for name in ("slow_plugin", "slow_plugin_target"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def sockets(tmp_path, monkeypatch):
+    """Sockets get a folder of their own, which must be empty afterwards. Its name is short, as a socket's must be."""
+    folder = tempfile.mkdtemp(prefix="s")
+    monkeypatch.setattr(tempfile, "tempdir", folder)
+    monkeypatch.setenv("TMPDIR", folder)
+    yield Path(folder)
+    left = os.listdir(folder)
+    shutil.rmtree(folder)
+    assert left == []
+
+
+def wait_until_gone(*pids: int, seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < end, f"alive still: {alive}"
+        time.sleep(0.02)
+
+
+async def ask(llm, params=GREEDY, **options):
+    async for output in llm.generate("Once upon a time", params, **options):
+        last = output
+    return last.outputs[0]
+
+
+class TestStart:
+    def test_the_socket_folder_is_private_and_gone_once_both_are_connected(self, sockets):
+        with LLMEngine(VllmConfig.make(**SMALL, engine_process=True), wait=False) as engine:
+            folder, modes = engine.client.process.folder, []
+            while not engine.wait_ready(0.001):
+                if folder.exists():
+                    modes.append(folder.stat().st_mode & 0o777)
+            assert set(modes) == {0o700} and not folder.exists()
+            assert engine.wait_ready()
+
+    def test_llm_gives_the_same_with_and_without(self):
+        results = []
+        for process in (True, False):
+            with LLM(**SMALL, engine_process=process) as llm:
+                outputs = llm.generate(["Once", "There was"], GREEDY.replace(n=2, logprobs=1), use_tqdm=False)
+                results.append([(o.text, o.token_ids, len(o.logprobs)) for output in outputs for o in output.outputs])
+        assert results[0] == results[1]
+
+    def test_a_start_that_fails_raises_its_own_error(self):
+        with pytest.raises(CapacityError, match="one sequence of max_model_len 256") as caught:
+            AsyncLLM(VllmConfig.make(**{**SMALL, "num_kv_blocks": 3}))
+        assert "In the engine process" in caught.value.__notes__[0] and "_plan_kv_cache" in caught.value.__notes__[0]
+        with pytest.raises(ConfigError, match="device 'warp' cannot be used"):
+            LLM(**SMALL, engine_process=True, device="warp")
+
+    def test_requests_of_an_engine_that_does_not_start(self):
+        async def body():
+            llm = AsyncLLM(VllmConfig.make(**{**SMALL, "num_kv_blocks": 3}), wait=False)
+            assert llm.health().status == "starting"
+            asked = asyncio.create_task(ask(llm))
+            with pytest.raises(CapacityError):
+                await llm.wait_ready()
+            with pytest.raises(EngineDeadError, match="one sequence of max_model_len"):
+                await asked
+            assert llm.health().status == "dead" and isinstance(llm.error, CapacityError)
+            await llm.shutdown()
+
+        asyncio.run(body())
+
+    def test_a_plugins_own_error_is_told(self, slow):
+        slow("failing")
+        with pytest.raises(Exception, match="one over nothing") as caught:
+            AsyncLLM(VllmConfig.make(**SMALL))
+        assert "slow_plugin_target.py" in caught.value.__notes__[0]
+
+    def test_start_timeout(self, slow):
+        slow("importing")
+        with pytest.raises(EngineDeadError, match=r"not ready after 0\.5 seconds \(start_timeout\): it was still importing"):
+            AsyncLLM(VllmConfig.make(**SMALL, start_timeout=0.5))
+
+    def test_closing_during_the_start(self, slow):
+        slow("loading the model")
+        llm = AsyncLLM(VllmConfig.make(**SMALL), wait=False)
+        pid, start = llm.engine.client.process.pid, time.monotonic()
+        llm.close()
+        assert time.monotonic() - start < 2
+        wait_until_gone(pid)
+
+    def test_a_temporary_folder_with_a_long_name(self, tmp_path, monkeypatch):
+        long = tmp_path / ("x" * 100)
+        long.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(long))
+        with pytest.raises(ConfigError, match="set TMPDIR"):
+            AsyncLLM(VllmConfig.make(**SMALL))
+
+
+class Watcher:
+    """A plugin given from code, with options, that the engine does not need."""
+
+    name = "watcher"
+
+    class Options(Struct):
+        note: Any = None
+
+    @hookimpl
+    def toolkit_event(self, event):
+        pass
+
+
+class TestPlugins:
+    def test_other_plugins_in_the_engine_are_refused(self, monkeypatch):
+        fingerprint = Plugins.fingerprint
+
+        def other(self, **arguments):
+            mine = fingerprint(self, **arguments)
+            return Fingerprint("0.0.7", tuple(replace(p, content="f" * 64) if p.name == "sdpa" else p for p in mine.plugins))
+
+        monkeypatch.setattr(Plugins, "fingerprint", other)
+        with pytest.raises(PluginError, match=r"(?s)llm-toolkit-core: 0\.0\.7 here, .* there.*plugin 'sdpa': .*\(ffffffffffff\) here"):
+            AsyncLLM(VllmConfig.make(**SMALL))
+
+    def test_an_object_that_the_engine_needs_is_refused(self):
+        class Models:
+            name = "mine"
+
+            @hookimpl
+            def toolkit_register_models(self, models):
+                models.add("MineForCausalLM", "mine:Model")
+
+        with pytest.raises(PluginError, match=r"plugin 'mine' \(given from code\) implements toolkit_register_models.*engine_process"):
+            AsyncLLM(VllmConfig.make(**SMALL), plugins=[Models()])
+
+    @pytest.mark.parametrize("value", [(1, 2), {1, 2}, {1: {"a": object()}}, 2**70], ids=str)
+    def test_options_that_cannot_be_sent(self, slow, value):
+        slow("none")
+        with pytest.raises(ConfigError, match="Options of plugins must be plain values"):
+            AsyncLLM(VllmConfig.make(**SMALL, plugin_option={"slow": {"note": value}}))
+
+    def test_options_arrive_and_those_of_an_object_stay(self, slow):
+        slow("none")
+        given = {"slow": {"note": {"a": [1, 2.5, None, "ü"]}}, "watcher": {"note": (1, 2)}}
+        with LLM(config=VllmConfig.make(**SMALL, engine_process=True, plugin_option=given), plugins=[Watcher()]) as llm:
+            assert llm.config.plugins.plugin_option == given
+
+    def test_a_request_that_cannot_be_sent_fails_alone(self):
+        with LLM(**SMALL, engine_process=True) as llm:
+            good, bad = (llm.engine.prepare(name, "Once", GREEDY) for name in ("good", "bad"))
+            bad.message.context["x"] = object()
+            with pytest.raises(RequestError, match="cannot be sent"):
+                llm.engine.submit(bad)
+            llm.engine.submit(good)
+            lengths = [0]
+            while llm.engine.has_unfinished_requests():
+                lengths += [len(output.outputs[0].token_ids) for output in llm.engine.step()]
+            assert lengths[-1] == 12
+
+
+def start_front(phase: str) -> tuple[subprocess.Popen, int, Path]:
+    """A front, in a process of its own, whose engine is in `phase`; the engine's pid and folder."""
+    front = subprocess.Popen([sys.executable, "-c", textwrap.dedent(FRONT), phase], stdout=subprocess.PIPE, text=True)
+    pid, folder = front.stdout.readline().split(maxsplit=1)
+    if phase != "starting":
+        assert front.stdout.readline() == "there\n"
+    return front, int(pid), Path(folder.strip())
+
+
+class TestKills:
+    """`kill -9`, at every phase of an engine's life."""
+
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_of_the_front(self, slow, phase):
+        slow(phase)
+        front, engine, _ = start_front(phase)
+        with front:
+            front.kill()
+            wait_until_gone(front.pid, engine)
+
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_of_the_engine(self, slow, phase):
+        slow(phase)
+        llm = AsyncLLM(VllmConfig.make(**SMALL), wait=False)
+        client = llm.engine.client
+
+        async def body():
+            asked = asyncio.create_task(ask(llm, GREEDY.replace(max_tokens=100)))
+            if phase == "serving":
+                await llm.wait_ready()
+                await asyncio.sleep(0.3)
+            elif phase != "starting":
+                while llm.health().reason != phase:
+                    await asyncio.sleep(0.01)
+            os.kill(client.process.pid, signal.SIGKILL)
+            start = time.monotonic()
+            with pytest.raises(EngineDeadError, match="killed by SIGKILL; perhaps the machine ran out of memory"):
+                await asked
+            assert time.monotonic() - start < 2
+            assert llm.health().status == "dead" and (phase in ("serving", "starting") or phase in llm.health().reason)
+            await llm.abort("any")
+            await llm.shutdown()
+
+        asyncio.run(asyncio.wait_for(body(), 60))
+        wait_until_gone(client.process.pid)
+
+    def test_an_idle_engines_death_is_noticed(self):
+        async def body():
+            async with AsyncLLM(VllmConfig.make(**SMALL)) as llm:
+                assert llm.health() == ("ready", "")
+                os.kill(llm.engine.client.process.pid, signal.SIGKILL)
+                await asyncio.sleep(1)
+                assert llm.health().status == "dead" and "SIGKILL" in llm.health().reason
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    await ask(llm)
+
+        asyncio.run(body())
+
+    def test_the_terminals_signals_do_not_reach_the_engine(self):
+        async def body():
+            async with AsyncLLM(VllmConfig.make(**SMALL)) as llm:
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    os.kill(llm.engine.client.process.pid, number)
+                assert len((await ask(llm)).token_ids) == 12
+
+        asyncio.run(body())
+
+
+class TestRestart:
+    def test_a_dead_engine_is_started_anew(self):
+        async def body():
+            async with AsyncLLM(VllmConfig.make(**SMALL, restart_engine=1)) as llm:
+                expected = (await ask(llm)).token_ids
+                lost = asyncio.create_task(ask(llm, GREEDY.replace(max_tokens=200)))
+                await asyncio.sleep(0.1)
+                os.kill(llm.engine.client.process.pid, signal.SIGKILL)
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    await lost
+                assert llm.health().status == "restarting" and llm.error is None
+                assert (await ask(llm)).token_ids == expected
+                assert llm.health().status == "ready"
+                os.kill(llm.engine.client.process.pid, signal.SIGKILL)
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    await ask(llm)
+                assert llm.health().status == "dead"
+
+        asyncio.run(body())
+
+
+class TestStall:
+    def test_it_shows_and_the_stacks_are_dumped(self, slow, capfd):
+        slow("serving")
+
+        async def body():
+            async with AsyncLLM(VllmConfig.make(**SMALL, step_timeout=0.5)) as llm:
+                asked = asyncio.create_task(ask(llm, GREEDY.replace(max_tokens=100)))
+                while llm.health().status != "stalled":
+                    await asyncio.sleep(0.05)
+                await asyncio.sleep(0.5)
+                start = time.monotonic()
+            assert time.monotonic() - start < 2
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await asked
+
+        asyncio.run(asyncio.wait_for(body(), 60))
+        assert "slow_plugin_target.py" in capfd.readouterr().err
