@@ -46,7 +46,7 @@ def test_half_precision_is_as_exact_as_torch(dtype, sharpness) -> None:
 def test_parts_hold_every_sequence_once() -> None:
     for tokens in (slice(6, 6 + 3 * 23), torch.arange(3 * 23).flip(0)):
         parts = list(_parts(Alike(tokens, torch.arange(3)), most=10))
-        assert [count for _, count in parts] == [8, 8, 4, 2, 1]
+        assert [count for _, count in parts] == [7, 8, 8]
         together = [torch.arange(p.start, p.stop) if isinstance(p, slice) else p for p, _ in parts]
         assert torch.equal(torch.cat(together), torch.arange(6, 6 + 3 * 23) if isinstance(tokens, slice) else tokens)
 

@@ -6,11 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from llm_toolkit.config.tasks import PoolingTask
 from llm_toolkit.engine import LLMEngine, PreparedRequest
-from llm_toolkit.engine.scoring import ScoreKind, cosine, max_sim, score_kind
+from llm_toolkit.engine.pooling_batch import all_prepared, prepare_each
+from llm_toolkit.engine.scoring import Scoring
 from llm_toolkit.errors import RequestError
 from llm_toolkit.outputs import (
     ClassificationRequestOutput,
@@ -36,28 +35,33 @@ class PoolingFace(ABC):
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         task: PoolingTask | None = None,
-        prompt_name: str | None = None,
+        prompt_name: str | Sequence[str | None] | None = None,
         truncate_prompt_tokens: int | None = None,
         instruction: str | None = None,
+        names: Sequence[str] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
     ) -> list[PoolingRequestOutput]:
         """Any pooling task of the model, raw. `task` stands in for params that say nothing else.
 
-        `prompt_name` names one of the checkpoint's prompts ("query", "document"), which goes before each text.
+        `prompt_name` names one of the checkpoint's prompts ("query", "document"), which goes before each text; or one for each.
         `truncate_prompt_tokens` cuts longer texts (-1: to what the model can take); without it they are an error.
+        `names` are what errors call the prompts.
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
         many = [prompts] if isinstance(prompts, str | Mapping | tuple) else list(prompts)
         each = self._pooling_params(params, task, len(many))
-        rendered = self.engine.texts.render(
-            many, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, instruction=instruction
+        prepared = prepare_each(
+            self.engine,
+            [self._next_id() for _ in many],
+            many,
+            each,
+            prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            instruction=instruction,
         )
-        prepared = [
-            self.engine.prepare_rendered(self._next_id(), text, prompt if isinstance(prompt, str) else None, one, {})
-            for text, prompt, one in zip(rendered, many, each, strict=True)
-        ]
-        return self._run(prepared, use_tqdm, progress)
+        ready = all_prepared(prepared, names or [f"prompt {index}" for index in range(len(many))])
+        return self._run(ready, use_tqdm, progress)
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None, **options: Any
@@ -87,15 +91,19 @@ class PoolingFace(ABC):
         A cross-encoder reads both texts together; of an embedding model it is the cosine; of a late-interaction model the sum of the
         best products of token embeddings. `instruction` is for rerankers that take one.
         """
-        pairs = _pairs(queries, documents)
-        run: dict[str, Any] = {"truncate_prompt_tokens": truncate_prompt_tokens, "use_tqdm": use_tqdm, "progress": progress}
-        kind = score_kind(self.engine.tasks)
-        if kind is ScoreKind.CROSS_ENCODER:
-            outputs = self.encode(pairs, params, task="score", instruction=instruction, **run)
-            return [ScoringRequestOutput.of(output) for output in outputs]
-        embedded = self._embed_each(pairs, "embed" if kind is ScoreKind.BI_ENCODER else "token_embed", params, run)
-        similarity = cosine if kind is ScoreKind.BI_ENCODER else max_sim
-        return [_score(embedded[0, query], embedded[1, document], similarity) for query, document in pairs]
+        scoring = Scoring(queries, documents, self.engine.tasks, self.engine.texts.prompts)
+        outputs = self.encode(
+            scoring.prompts,
+            params,
+            task=scoring.task,
+            prompt_name=scoring.prompt_names,
+            names=scoring.names,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            instruction=instruction,
+            use_tqdm=use_tqdm,
+            progress=progress,
+        )
+        return scoring.scores(outputs)
 
     def rerank(self, query: str, documents: Sequence[str], top_n: int | None = None, **options: Any) -> list[RerankResult]:
         """The documents by how well they fit the query, best first. `options` are those of `score`."""
@@ -107,19 +115,6 @@ class PoolingFace(ABC):
             raise RequestError(f"a document could not be scored: {failed.error}", "documents")
         results = [RerankResult(i, output.score, text) for i, (output, text) in enumerate(zip(scores, documents, strict=True))]
         return sorted(results, key=lambda result: -result.relevance_score)[:top_n]
-
-    def _embed_each(
-        self, pairs: list[tuple[str, str]], task: PoolingTask, params: PoolingParams | None, run: dict[str, Any]
-    ) -> dict[tuple[int, str], PoolingRequestOutput]:
-        """Every distinct text once. By (0 for a query, 1 for a document, text)."""
-        wanted = list(dict.fromkeys([(0, query) for query, _ in pairs] + [(1, document) for _, document in pairs]))
-        found = {}
-        for side, name in enumerate(("query", "document")):
-            texts = [text for number, text in wanted if number == side]
-            prompt_name = name if name in self.engine.texts.prompts else None
-            outputs = self.encode(texts, params, task=task, prompt_name=prompt_name, **run)
-            found.update({(side, text): output for text, output in zip(texts, outputs, strict=True)})
-        return found
 
     def _pooling_params(
         self, params: PoolingParams | Sequence[PoolingParams] | None, task: PoolingTask | None, count: int
@@ -138,20 +133,3 @@ class PoolingFace(ABC):
 
     @abstractmethod
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]: ...
-
-
-def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
-    queries = [queries] if isinstance(queries, str) else list(queries)
-    documents = [documents] if isinstance(documents, str) else list(documents)
-    if len(queries) == 1:
-        queries = queries * len(documents)
-    if len(queries) != len(documents):
-        raise RequestError(f"{len(queries)} queries for {len(documents)} documents: give one query, or one for each document.", "queries")
-    return list(zip(queries, documents, strict=True))
-
-
-def _score(
-    query: PoolingRequestOutput, document: PoolingRequestOutput, similarity: Callable[[np.ndarray, np.ndarray], float]
-) -> ScoringRequestOutput:
-    score = float("nan") if query.data is None or document.data is None else similarity(query.data, document.data)
-    return ScoringRequestOutput(document.request_id, score, document.num_cached_tokens, query.error or document.error)

@@ -45,22 +45,15 @@ def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:
 
 
 def _parts(alike: Alike, most: int) -> Iterator[tuple[slice | Tensor, int]]:
-    """Tokens of some of the sequences, and how many these are.
-
-    Their number is a power of 2, unless all are one part: oneDNN compiles a kernel for each shape of a product, which is slower than
-    many a product itself, and keeps about a thousand.
-    """
+    """Tokens of at most `most` of the sequences, and how many these are: about as many in each part."""
     length, tokens = len(alike.positions), alike.tokens
-    total = (tokens.stop - tokens.start if isinstance(tokens, slice) else len(tokens)) // length
-    done = 0
-    while done < total:
-        count = min(1 << (total - done).bit_length() - 1, 1 << most.bit_length() - 1)
-        part = slice(done * length, (done + count) * length)
-        if isinstance(tokens, slice):
-            yield slice(tokens.start + part.start, tokens.start + part.stop), count
-        else:
-            yield tokens[part], count
-        done += count
+    start, total = (tokens.start, tokens.stop - tokens.start) if isinstance(tokens, slice) else (0, len(tokens))
+    total //= length
+    parts = -(-total // most)
+    for i in range(parts):
+        first, end = total * i // parts, total * (i + 1) // parts
+        part = slice(start + first * length, start + end * length)
+        yield (part if isinstance(tokens, slice) else tokens[part]), end - first
 
 
 def _products(queries: Tensor, keys: Tensor, values: Tensor, scale: float, bias: Tensor | None) -> Tensor:

@@ -26,4 +26,6 @@ MODELS = {
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, target in MODELS.items():
-        models.add(architecture, f"llm_toolkit_encoder.{target}", runner="pooling")
+        # Their positions begin after that of padding, which is 1 in all of them.
+        reserved = 2 if target.startswith(("roberta:", "mpnet:")) else 0
+        models.add(architecture, f"llm_toolkit_encoder.{target}", runner="pooling", reserved_positions=reserved)

@@ -31,7 +31,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
     taken, *others = _verdicts(found.architecture, found.models)
     table.add_row("model class", escape("\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others])))
-    table.add_row("runner", found.runner)
+    table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
     # Layers that were decided alike are shown together.
     alike: dict[tuple[str, ...], list[str]] = {}

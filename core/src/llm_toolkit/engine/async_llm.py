@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.config.tasks import Task
-from llm_toolkit.engine.engine_thread import EngineThread, Stream
+from llm_toolkit.engine.engine_thread import EngineThread
 from llm_toolkit.engine.health import Health
+from llm_toolkit.engine.listener import Batch, Listener, Stream
 from llm_toolkit.engine.llm_engine import LLMEngine, PreparedRequest, RequestOptions
+from llm_toolkit.engine.pooling_batch import all_prepared, prepare_each
 from llm_toolkit.errors import RequestError
 from llm_toolkit.outputs import PoolingRequestOutput, RequestOutput
 from llm_toolkit.params import SamplingParams
@@ -21,6 +23,8 @@ from llm_toolkit.plugin import Plugins
 from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit.prompts import Conversation, Prompt, TextPair
 from llm_toolkit.renderer import Renderer
+
+AnyListener = TypeVar("AnyListener", bound=Listener)
 
 
 class AsyncLLM:
@@ -118,23 +122,54 @@ class AsyncLLM:
 
         Cancelling it aborts the request. Raises RequestError, QueueFullError among them, and EngineDeadError.
         """
+        [output] = await self.encode_many(
+            [prompt],
+            params,
+            request_ids=None if request_id is None else [request_id],
+            prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            instruction=instruction,
+            **options,
+        )
+        return output
 
-        def prepare(rid: str) -> PreparedRequest:
-            return self.engine.prepare_pooling(
-                rid,
-                prompt,
-                params,
+    async def encode_many(
+        self,
+        prompts: Sequence[Prompt | TextPair],
+        params: PoolingParams,
+        *,
+        request_ids: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+        prompt_name: str | Sequence[str | None] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[PoolingRequestOutput]:
+        """As `encode`, for many prompts at once, which reach the engine before its next step: cheaper than so many calls of `encode`.
+
+        A bad prompt is an error for all of them, before any is computed; it is called by its name of `names`, or its number. One that
+        fails later has its error in its output. In `max_queued_requests` they count as one request. Cancelling it aborts them all.
+        """
+        ids = [self._new_id() for _ in prompts] if request_ids is None else list(request_ids)
+        called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
+
+        def prepare() -> list[PreparedRequest]:
+            prepared = prepare_each(
+                self.engine,
+                ids,
+                prompts,
+                [params] * len(ids),
                 prompt_name=prompt_name,
                 truncate_prompt_tokens=truncate_prompt_tokens,
                 instruction=instruction,
-                **options,
+                options=options,
             )
+            return all_prepared(prepared, called)
 
-        async with aclosing(self._stream(prepare, request_id)) as outputs:
-            result: PoolingRequestOutput
-            async for result in outputs:
-                return result
-        raise AssertionError("a request without an output")
+        if not ids:
+            return []
+        async with self._served(ids, prepare, Batch(len(ids))) as batch:
+            return await batch.results()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -166,24 +201,35 @@ class AsyncLLM:
         await self.shutdown()
 
     async def _stream(self, prepare: Callable[[str], PreparedRequest], request_id: str | None) -> AsyncGenerator[Any, None]:
-        request_id = request_id if request_id is not None else f"async-{next(self._ids)}"
-        if not isinstance(request_id, str):
-            raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
-        stream = Stream()
-        if not self._thread.register(request_id, stream):
-            raise self._thread.why()
-        try:
-            await self._until_ready()
-            # Rendering and tokenizing may take long: not on the event loop.
-            prepared = await asyncio.to_thread(prepare, request_id)
-            self._thread.submit(prepared, stream)
+        name = request_id if request_id is not None else self._new_id()
+        async with self._served([name], lambda: [prepare(name)], Stream()) as stream:
             while True:
                 output = await stream.next()
                 yield output
                 if output.finished:
                     return
+
+    @asynccontextmanager
+    async def _served(
+        self, request_ids: list[str], prepare: Callable[[], list[PreparedRequest]], listener: AnyListener
+    ) -> AsyncIterator[AnyListener]:
+        """Has the engine work on requests, until the end of the block."""
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
+        if not self._thread.register(request_ids, listener):
+            raise self._thread.why()
+        try:
+            await self._until_ready()
+            # Rendering and tokenizing may take long: not on the event loop.
+            prepared = await asyncio.to_thread(prepare)
+            self._thread.submit(prepared, listener)
+            yield listener
         finally:
-            self._thread.forget(request_id, stream)
+            self._thread.forget(request_ids, listener)
+
+    def _new_id(self) -> str:
+        return f"async-{next(self._ids)}"
 
     async def _until_ready(self) -> None:
         try:

@@ -12,7 +12,7 @@ from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine.checkpoint import choose_model
 from llm_toolkit.engine.resolution import choose_renderer, resolve_configured, settle_device
 from llm_toolkit.plugin import Plugins
-from llm_toolkit.runner import select_backends
+from llm_toolkit.runner import load_model_class, select_backends
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Explanation:
     plugin: str
     """The plugin that registered the model class."""
     runner: str
+    convert: str
+    """The pooling adapter; "none" where the class is taken as it is."""
     renderer: str
     renderers: list[tuple[str, str | None]]
     """Each renderer that was considered, with its reason to refuse (None: able)."""
@@ -57,16 +59,17 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     _, renderers = choose_renderer(open_config, plugins)
     # Without storage: only the layers' shapes count.
     with torch.device("meta"):
-        model = plugins.models.load(entry.key)(vllm_config=resolved)
+        model = load_model_class(resolved, plugins)(vllm_config=resolved)
     device = torch.device(resolved.device.device)
-    selections = select_backends(model, device, plugins.attention_backends, resolved.attention.attention_backend)
+    selections = select_backends(model, device, resolved, plugins.attention_backends)
     return Explanation(
         config=resolved,
         architecture=entry.key,
         models=models,
         model_class=entry.target,
         plugin=entry.plugin,
-        runner=entry.runner,
+        runner=resolved.model.runner,
+        convert=resolved.model.convert,
         renderer=resolved.renderer.renderer,
         renderers=renderers,
         layers=[_layer_choice(layer, selection) for layer, selection in selections.items()],

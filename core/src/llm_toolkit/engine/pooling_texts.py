@@ -34,16 +34,43 @@ class PoolingTexts:
         self,
         prompts: Sequence[Prompt | TextPair],
         *,
-        prompt_name: str | None = None,
+        prompt_name: str | Sequence[str | None] | None = None,
         truncate_prompt_tokens: int | None = None,
         instruction: str | None = None,
     ) -> list[RenderedText]:
-        """Token ids of each. Raises RequestError for what cannot be rendered."""
+        """Token ids of each. `prompt_name`: for all, or one for each. Raises RequestError for what cannot be rendered."""
         most = self._most(truncate_prompt_tokens)
-        before = self._prompt(prompt_name)
+        return self._render(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
+
+    def render_each(
+        self,
+        prompts: Sequence[Prompt | TextPair],
+        *,
+        prompt_name: str | Sequence[str | None] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[RenderedText | RequestError]:
+        """As `render`, with an error in the place of what cannot be rendered. Raises RequestError for what is wrong with all of them."""
+        most = self._most(truncate_prompt_tokens)
+        return self._render_each(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
+
+    def _render_each(
+        self, prompts: list[Any], befores: list[str], most: int | None, instruction: str | None
+    ) -> list[RenderedText | RequestError]:
+        try:
+            return list(self._render(prompts, befores, most, instruction))
+        except RequestError as error:
+            if len(prompts) == 1:
+                return [error]
+        # Errors are rare: halves without one are rendered at once.
+        half = len(prompts) // 2
+        parts = (slice(None, half), slice(half, None))
+        return [one for part in parts for one in self._render_each(prompts[part], befores[part], most, instruction)]
+
+    def _render(self, prompts: list[Any], befores: list[str], most: int | None, instruction: str | None) -> list[RenderedText]:
         rendered: list[RenderedText | None] = []
         texts: list[str | tuple[str, str]] = []
-        for prompt in prompts:
+        for prompt, before in zip(prompts, befores, strict=True):
             item = self._item(prompt, before)
             if isinstance(item, RenderedText):
                 rendered.append(RenderedText(item.token_ids[:most]))
@@ -77,7 +104,13 @@ class PoolingTexts:
             )
         return self.max_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
-    def _prompt(self, name: str | None) -> str:
+    def _befores(self, names: str | Sequence[str | None] | None, count: int) -> list[str]:
+        """What goes before each prompt."""
+        if names is None or isinstance(names, str):
+            return [self._before(names)] * count
+        return [self._before(name) for name in names]
+
+    def _before(self, name: str | None) -> str:
         name = name if name is not None else self.default_prompt_name
         if name is None:
             return ""

@@ -13,6 +13,7 @@ from llm_toolkit.engine.checkpoint import read_checkpoint
 from llm_toolkit.engine.runner_type import RunnerChoice, choose_runner
 from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
 from llm_toolkit.plugin import Plugins
+from llm_toolkit.pooling import read_sentence_transformers
 
 _MOST_UNCUT = 8192
 """Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
@@ -26,14 +27,20 @@ def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
 
 def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     """As `resolve`, for a config that the plugins' `toolkit_configure` has seen, and without a look at the device. Imports no torch."""
+    asked_len = config.model.max_model_len
     checkpoint = read_checkpoint(config, plugins)
     config = config.with_checkpoint(checkpoint)
     config = config.replace(
         dtype=_dtype(config.model.dtype, checkpoint),
-        max_model_len=_max_model_len(config.model.max_model_len, checkpoint),
+        max_model_len=_max_model_len(
+            config.model.max_model_len, checkpoint, plugins.models.get(checkpoint.architecture).reserved_positions
+        ),
         renderer=choose_renderer(config, plugins)[0],
     )
-    config = _for_runner(config, choose_runner(config, plugins))
+    choice = choose_runner(config, plugins)
+    if asked_len is None and choice.runner == "pooling":
+        config = config.replace(max_model_len=min(config.max_model_len, _trained_len(checkpoint) or config.max_model_len))
+    config = _for_runner(config, choice)
     _check(config)
     return config
 
@@ -88,8 +95,10 @@ def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
     return dtype
 
 
-def _max_model_len(wanted: int | None, checkpoint: Checkpoint) -> int:
+def _max_model_len(wanted: int | None, checkpoint: Checkpoint, reserved: int) -> int:
+    """`reserved`: positions that no token has."""
     longest = checkpoint_max_len(checkpoint.hf_config)
+    longest = None if longest is None else longest - reserved
     if longest is None:
         if wanted is None:
             raise ConfigError("the checkpoint's config.json states no max_position_embeddings: give --max-model-len.")
@@ -97,6 +106,12 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint) -> int:
     if wanted is not None and wanted > longest:
         raise ConfigError(f"max_model_len {wanted} is more than the checkpoint's positions, {longest}.")
     return wanted or longest
+
+
+def _trained_len(checkpoint: Checkpoint) -> int | None:
+    """The longest input that a checkpoint's sentence-transformers files allow; None where they do not say."""
+    found = read_sentence_transformers(checkpoint.path)
+    return None if found is None else found.max_seq_length
 
 
 def checkpoint_max_len(hf_config: dict[str, Any]) -> int | None:

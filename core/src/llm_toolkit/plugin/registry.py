@@ -45,6 +45,8 @@ class ModelEntry(Entry):
     """The kind of runner that drives it."""
     renderer: str | None = None
     """Name of the renderer that it needs; None: any that can read the checkpoint."""
+    reserved_positions: int = 0
+    """Of the checkpoint's max_position_embeddings, how many no token ever has (RoBERTa: those up to padding's)."""
     is_fallback: bool = False
     """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
 
@@ -178,9 +180,19 @@ class ModelRegistry(Registry[ModelEntry]):
     noun = "model architecture"
     missing = UnsupportedError
 
-    def add(self, architecture: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False) -> None:
+    def add(
+        self,
+        architecture: str,
+        target: str,
+        *,
+        runner: str = "generate",
+        renderer: str | None = None,
+        reserved_positions: int = 0,
+        override: bool = False,
+    ) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
-        self._add(ModelEntry, architecture, target, _TARGET, "module:Class", runner=runner, renderer=renderer, override=override)
+        fields = {"runner": runner, "renderer": renderer, "reserved_positions": reserved_positions, "override": override}
+        self._add(ModelEntry, architecture, target, _TARGET, "module:Class", **fields)
 
     def add_fallback(
         self, name: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False

@@ -1,4 +1,4 @@
-"""Which attention backend runs each of a model's layers."""
+"""Which class a model is of, and which attention backend runs each of its layers."""
 
 from __future__ import annotations
 
@@ -6,23 +6,41 @@ import torch
 from torch import nn
 
 from llm_toolkit.attention import Attention, AttentionType, Selection, select_backend
+from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import CheckpointError, UnsupportedError
-from llm_toolkit.plugin import AttentionBackendRegistry
+from llm_toolkit.model import Model
+from llm_toolkit.plugin import AttentionBackendRegistry, Plugins
+
+_FED = {
+    "generate": (AttentionType.DECODER,),
+    "pooling": (AttentionType.DECODER, AttentionType.ENCODER),
+}
+"""By runner type, the attention types whose inputs the runner makes."""
 
 
-def select_backends(
-    model: nn.Module, device: torch.device, registry: AttentionBackendRegistry, wanted: str = "auto"
-) -> dict[str, Selection]:
+def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, registry: AttentionBackendRegistry) -> dict[str, Selection]:
     """By layer name, for every Attention layer of the model. Raises UnsupportedError, naming the layer and the reasons."""
     selections: dict[str, Selection] = {}
+    runner = "pooling" if config.model.runner == "pooling" else "generate"
     for layer in attention_layers(model).values():
-        if layer.attention_type is not AttentionType.DECODER or layer.spans:
-            what = "bidirectional spans" if layer.spans else f"attention of type {layer.attention_type!r}"
+        if layer.attention_type not in _FED[runner] or layer.spans:
+            what = "bidirectional spans" if layer.spans else f"attention of type {layer.attention_type.value!r}"
             raise UnsupportedError(
-                f"layer {layer.prefix!r} has {what}, which the runner 'generate' cannot feed. Able: causal decoder layers."
+                f"layer {layer.prefix!r} has {what}, which the runner {runner!r} cannot feed. "
+                f"Able: layers of type {' or '.join(type.value for type in _FED[runner])}."
             )
-        selections[layer.prefix] = select_backend(layer.spec(device), registry, wanted)
+        selections[layer.prefix] = select_backend(layer.spec(device), registry, config.attention.attention_backend)
     return selections
+
+
+def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
+    """The class that is registered for the checkpoint, or what the config's pooling adapter makes of it. Raises UnsupportedError."""
+    assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    model_class: type[Model] = plugins.models.load(config.checkpoint.architecture)
+    if config.model.convert in ("auto", "none"):
+        return model_class
+    converted: type[Model] = plugins.converters.load(config.model.convert)(model_class, config)
+    return converted
 
 
 def attention_layers(model: nn.Module) -> dict[str, Attention]:

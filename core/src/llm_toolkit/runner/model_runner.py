@@ -26,7 +26,7 @@ from llm_toolkit.messages import BlockCopy, PoolingRules, StepPlan, StepResult, 
 from llm_toolkit.model import Model, load_model, torch_dtype
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.pooling import Pooler
-from llm_toolkit.runner.backends import attention_layers, select_backends
+from llm_toolkit.runner.backends import attention_layers, load_model_class, select_backends
 from llm_toolkit.runner.batch import PersistentBatch, StepInputs
 from llm_toolkit.runner.pooling import PoolingBatch
 from llm_toolkit.runner.prompt_logprobs import prompt_logprobs
@@ -58,11 +58,7 @@ class ModelRunner:
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each attention layer's backend."""
-        assert self.config.checkpoint is not None
-        model_class = self.plugins.models.load(self.config.checkpoint.architecture)
-        if self.config.model.convert not in ("auto", "none"):
-            model_class = self.plugins.converters.load(self.config.model.convert)(model_class, self.config)
-        self.model = load_model(model_class, self.config, self.device)
+        self.model = load_model(load_model_class(self.config, self.plugins), self.config, self.device)
         if "embed" in self.config.model.also:
             from llm_toolkit.pooling import embedding_pooler
 
@@ -72,7 +68,7 @@ class ModelRunner:
         if isinstance(pooler, Pooler):
             self._pooling = PoolingBatch(pooler)
         self._layers = attention_layers(self.model)
-        self.selections = select_backends(self.model, self.device, self.plugins.attention_backends, self.config.attention.attention_backend)
+        self.selections = select_backends(self.model, self.device, self.config, self.plugins.attention_backends)
 
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
         """The pooling tasks that the model serves, and what each allows."""

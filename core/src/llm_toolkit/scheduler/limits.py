@@ -33,7 +33,7 @@ class RequestLimits:
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
         if message.pooling is not None:
-            return self._check_pooling(self.rules(message.pooling.task), prompt, message.pooling.task)
+            return self._check_pooling(message.pooling.task, prompt)
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
         if prompt >= self.max_model_len:
@@ -55,15 +55,22 @@ class RequestLimits:
             )
         return max_tokens
 
+    def rules(self, task: PoolingTask) -> PoolingRules:
+        """What holds for a task. Raises RequestError for one that the model does not serve."""
+        if task not in self.pooling:
+            raise RequestError(f"the model does not support the task {task!r}. Supported: {self._served}.", "task")
+        return self.pooling[task]
+
     @property
     def _served(self) -> str:
         return ", ".join([*(["generate"] if self.generates else []), *self.pooling])
 
     def _check_pooling(self, task: PoolingTask, prompt: int) -> int:
-        """No output tokens. The task is one of the model's."""
+        """No output tokens."""
+        rules = self.rules(task)
         if prompt > self.max_model_len:
             raise ContextLengthError(f"the prompt has {prompt} tokens; it must stay within max_model_len, {self.max_model_len}.", "prompt")
-        if not self.pooling[task].chunkable and prompt > self.max_num_batched_tokens:
+        if not rules.chunkable and prompt > self.max_num_batched_tokens:
             limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
             raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
         if (needed := self._most_blocks(prompt, 1, 1)) > self.num_blocks:

@@ -82,8 +82,8 @@ class HfRenderer(Renderer):
 
     def _tokenize(self, texts: list[str], max_tokens: int | None) -> list[Encoding]:
         """Without special tokens."""
-        for index, text in enumerate(texts):
-            self._check_text(text, "input", may_be_cut=max_tokens is not None, where=f"input {index}")
+        for text in texts:
+            self._check_text(text, "input", may_be_cut=max_tokens is not None, where="the text")
         if max_tokens is not None:
             texts = [text[: self._max_chars] for text in texts]
         return self._tokenizer.encode_batch(texts, add_special_tokens=False)
