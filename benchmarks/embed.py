@@ -48,7 +48,7 @@ class Toolkit:
         self.llm = LLM(str(model), dtype=dtype, max_num_batched_tokens=BUDGET)
 
     def run(self, sentences: list[str]) -> np.ndarray:
-        return np.stack([output.outputs.embedding for output in self.llm.embed(sentences, use_tqdm=False)])
+        return np.stack([output.embedding for output in self.llm.embed(sentences, use_tqdm=False)])
 
 
 class SentenceTransformers:

@@ -14,8 +14,18 @@ if TYPE_CHECKING:
     from llm_toolkit.config import VllmConfig
     from llm_toolkit.engine import AsyncLLM, LLMEngine
     from llm_toolkit.llm import LLM
-    from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
+    from llm_toolkit.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingRequestOutput,
+        RequestOutput,
+        RerankResult,
+        ScoringRequestOutput,
+    )
     from llm_toolkit.params import SamplingParams
+    from llm_toolkit.pooling_params import PoolingParams
     from llm_toolkit.prompts import TextPrompt, TokensPrompt
 
 _HOMES = {
@@ -23,18 +33,34 @@ _HOMES = {
     "engine": ("AsyncLLM", "LLMEngine"),
     "config": ("VllmConfig",),
     "params": ("SamplingParams",),
+    "pooling_params": ("PoolingParams",),
     "prompts": ("TextPrompt", "TokensPrompt"),
-    "outputs": ("CompletionOutput", "Logprob", "RequestOutput"),
+    "outputs": (
+        "ClassificationRequestOutput",
+        "CompletionOutput",
+        "EmbeddingRequestOutput",
+        "Logprob",
+        "PoolingRequestOutput",
+        "RequestOutput",
+        "RerankResult",
+        "ScoringRequestOutput",
+    ),
 }
 
 __all__ = [
-    "LLM",
     "AsyncLLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
+    "LLM",
     "LLMEngine",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
+    "RerankResult",
     "SamplingParams",
+    "ScoringRequestOutput",
     "TextPrompt",
     "TokensPrompt",
     "VllmConfig",

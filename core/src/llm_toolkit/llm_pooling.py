@@ -49,6 +49,10 @@ class PoolingFace(ABC):
         `names` are what errors call the prompts.
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise RequestError(
+                f"prompts must be a text, a dict, a pair of texts or a list of these, not a {type(prompts).__name__}.", "prompt"
+            )
         many = [prompts] if isinstance(prompts, str | Mapping | tuple) else list(prompts)
         each = self._pooling_params(params, task, len(many))
         prepared = prepare_each(
@@ -67,13 +71,13 @@ class PoolingFace(ABC):
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None, **options: Any
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt. `options` are those of `encode`."""
-        return [EmbeddingRequestOutput.of(output) for output in self.encode(prompts, params, task="embed", **options)]
+        return [EmbeddingRequestOutput.of(output) for output in self.encode(_no_pair(prompts), params, task="embed", **options)]
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None, **options: Any
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's labels, for each prompt. `options` are those of `encode`."""
-        return [ClassificationRequestOutput.of(output) for output in self.encode(prompts, params, task="classify", **options)]
+        return [ClassificationRequestOutput.of(output) for output in self.encode(_no_pair(prompts), params, task="classify", **options)]
 
     def score(
         self,
@@ -123,8 +127,8 @@ class PoolingFace(ABC):
             if task is None:
                 raise RequestError(f"which task? This model serves: {', '.join(self.engine.tasks)}.", "task")
             return [PoolingParams(task=task)] * count
-        each = [params] * count if isinstance(params, PoolingParams) else list(params)
-        if len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
+        each = [params] * count if isinstance(params, PoolingParams) else params
+        if not isinstance(each, list | tuple) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
             raise RequestError(f"give PoolingParams, or a list of {count} of them, one for each prompt.", "params")
         return [one if task is None else one.replace(task=task) for one in each]
 
@@ -133,3 +137,8 @@ class PoolingFace(ABC):
 
     @abstractmethod
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]: ...
+
+
+def _no_pair(prompts: Prompt | Sequence[Prompt]) -> Prompt | Sequence[Prompt]:
+    """A tuple is as many prompts as it has items, and not one pair, where a pair is no prompt."""
+    return list(prompts) if isinstance(prompts, tuple) else prompts

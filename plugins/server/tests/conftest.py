@@ -56,6 +56,7 @@ class FakeEngine:
     def __init__(self, plugins: Sequence[object] = (), **options) -> None:
         self.config = VllmConfig.default(model="fake", **{"max_model_len": 64, **options})
         self.renderer = CharRenderer(self.config)
+        self.tasks = ("generate",)
         self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
         self.error = None
         self.status, self.reason = "ready", ""

@@ -13,8 +13,8 @@ from llm_toolkit_sdpa.plan import Alike
 
 _SHORT = 128
 """Up to so many tokens, two matrix products with a softmax between are faster on a CPU than torch's kernel, which works in tiles."""
-_CHUNK_SCORES = 2**19
-"""Most scores that these hold at a time: as many as stay in a core's cache."""
+_CHUNK_SCORES = 2**20
+"""Most scores that these hold at a time: more do not stay in the caches, and fewer leave the threads little to share."""
 
 
 def attend_alike(layer: Attention, q: Tensor, k: Tensor, v: Tensor, alike: Alike, out: Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from llm_toolkit.engine.llm_engine import LLMEngine, PreparedRequest, RequestOptions
+from llm_toolkit.engine.parameters import check_options
 from llm_toolkit.errors import RequestError
 from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit.prompts import Prompt, TextPair
@@ -26,6 +27,7 @@ def prepare_each(
 
     Raises RequestError for what is wrong with all of them. May be called from any thread.
     """
+    check_options(options or {})
     for distinct in {id(one): one for one in params}.values():
         engine.check_pooling(distinct)
     rendered = engine.texts.render_each(

@@ -7,9 +7,9 @@ from typing import Any
 
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine.score_template import choose_score_template
-from llm_toolkit.errors import RequestError, nearest
+from llm_toolkit.errors import CheckpointError, RequestError, nearest
 from llm_toolkit.plugin import Plugins
-from llm_toolkit.pooling import read_sentence_transformers
+from llm_toolkit.pooling import SentenceTransformersConfig, read_sentence_transformers
 from llm_toolkit.prompts import Prompt, TextPair, parse_prompt
 from llm_toolkit.renderer import RenderedText, Renderer, score_tokens
 
@@ -24,11 +24,14 @@ class PoolingTexts:
         self.prompts: dict[str, str] = {}
         """Of the checkpoint's sentence-transformers files: texts that go before the input, by name."""
         self.default_prompt_name: str | None = None
+        self.lower_case = False
         self.template = None
         if config.model.runner == "pooling":
             self.template = choose_score_template(config, plugins)
             if found := read_sentence_transformers(config.checkpoint.path):
                 self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
+                self.lower_case = found.transformer.do_lower_case
+                _check_processing(found)
 
     def render(
         self,
@@ -87,12 +90,15 @@ class PoolingTexts:
         if isinstance(prompt, tuple):
             if len(prompt) != 2 or not all(isinstance(text, str) for text in prompt):
                 raise RequestError("a pair must be two texts.", "input")
-            return prompt
+            return (self._lowered(prompt[0]), self._lowered(prompt[1]))
         parsed = parse_prompt(prompt)
         if parsed.get("prompt_token_ids") is not None:
             return RenderedText(self.renderer.render_prompt(parsed)[0])
         # An empty text is refused even where a prompt goes before it.
-        return before + parsed["prompt"] if parsed["prompt"] else ""
+        return self._lowered(before + parsed["prompt"]) if parsed["prompt"] else ""
+
+    def _lowered(self, text: str) -> str:
+        return text.lower() if self.lower_case else text
 
     def _most(self, truncate_prompt_tokens: int | None) -> int | None:
         if truncate_prompt_tokens is None:
@@ -108,12 +114,22 @@ class PoolingTexts:
         """What goes before each prompt."""
         if names is None or isinstance(names, str):
             return [self._before(names)] * count
+        if not isinstance(names, list | tuple) or len(names) != count:
+            raise RequestError(f"prompt_name must be a name, or a list of {count}, one for each prompt.", "prompt_name")
         return [self._before(name) for name in names]
 
     def _before(self, name: str | None) -> str:
         name = name if name is not None else self.default_prompt_name
         if name is None:
             return ""
-        if name not in self.prompts:
-            raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(name, self.prompts)}", "prompt_name")
+        if not isinstance(name, str) or name not in self.prompts:
+            raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(str(name), self.prompts)}", "prompt_name")
         return self.prompts[name]
+
+
+def _check_processing(found: SentenceTransformersConfig) -> None:
+    """Raises CheckpointError for arguments of the tokenizer that would change what the model reads. Those of chat templates do not."""
+    if unknown := [key for key in found.transformer.processing_options if key != "chat_template"]:
+        raise CheckpointError(
+            f"the Transformer module of {found.folder!r} has processing_kwargs for {', '.join(map(repr, unknown))}, which is not supported."
+        )

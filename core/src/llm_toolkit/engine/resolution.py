@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_toolkit.config import Checkpoint, VllmConfig
-from llm_toolkit.engine.checkpoint import read_checkpoint
+from llm_toolkit.engine.checkpoint import read_checkpoint, read_json
 from llm_toolkit.engine.runner_type import RunnerChoice, choose_runner
 from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
 from llm_toolkit.plugin import Plugins
@@ -109,9 +109,17 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint, reserved: int) ->
 
 
 def _trained_len(checkpoint: Checkpoint) -> int | None:
-    """The longest input that a checkpoint's sentence-transformers files allow; None where they do not say."""
+    """The longest input that a checkpoint's sentence-transformers files allow; None where they do not say.
+
+    Since version 5.4 it stands with the tokenizer only.
+    """
     found = read_sentence_transformers(checkpoint.path)
-    return None if found is None else found.max_seq_length
+    if found is None or found.max_seq_length is not None:
+        return None if found is None else found.max_seq_length
+    file = Path(checkpoint.path, "tokenizer_config.json")
+    length = read_json(file).get("model_max_length") if file.is_file() else None
+    # transformers writes 1e30, as an integer, where there is none.
+    return length if type(length) is int and length > 0 else None
 
 
 def checkpoint_max_len(hf_config: dict[str, Any]) -> int | None:

@@ -53,10 +53,11 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
 
 
 def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> None:
-    if convert == "reward" and not native:
+    if convert == "reward" and not (native and "Reward" in name):
+        able = "auto" if native else "classify, for a checkpoint with a trained score head"
         raise ConfigError(
-            f"convert 'reward' is for native reward models, and {name!r} is none: no language model can be made into one. "
-            "Able: --convert classify, for a checkpoint with a trained score head."
+            f"convert 'reward' is for native reward models, and {name!r} is none: no other model can be made into one. "
+            f"Able: --convert {able}."
         )
     known = ["auto", "none", "reward", *plugins.converters]
     if convert not in known:
@@ -68,6 +69,4 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
 def _check_also(also: list[str]) -> None:
     for convert in also:
         if convert != "embed":
-            raise ConfigError(
-                f"also {convert!r}: a generating engine can serve embeddings beside generation only. Able: embed."
-            )
+            raise ConfigError(f"also {convert!r}: a generating engine can serve embeddings beside generation only. Able: embed.")

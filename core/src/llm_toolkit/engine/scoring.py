@@ -15,8 +15,9 @@ from llm_toolkit.prompts import TextPair
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
     """Of two embeddings [D]: a bi-encoder's score, from -1 to 1. 0 where one of them has no length."""
-    lengths = float(np.linalg.norm(first)) * float(np.linalg.norm(second))
-    return float(first @ second) / lengths if lengths else 0.0
+    first, second = first.astype(np.float64), second.astype(np.float64)
+    lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return min(max(float(first @ second) / lengths, -1.0), 1.0) if lengths else 0.0
 
 
 def max_sim(query: np.ndarray, document: np.ndarray) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -118,13 +120,19 @@ class ModelRunner:
         """The cache tensors per KV group and layer; groups of one shape share them."""
         tensors: dict[Shape, list[Tensor]] = {}
         counts = tensors_per_shape(kv_cache.groups)
-        pin = device.type == "cpu" and self.device.type == "cuda"
         for group in kv_cache.groups:
             if group.shape not in tensors:
                 shape = self.selections[group.layers[0]].backend.kv_cache_shape(group.spec, num_blocks)
                 dtype = torch_dtype(group.spec.dtype)
-                tensors[group.shape] = [torch.zeros(shape, dtype=dtype, device=device, pin_memory=pin) for _ in range(counts[group.shape])]
+                tensors[group.shape] = [self._zeros(shape, dtype, device) for _ in range(counts[group.shape])]
         return [tensors[group.shape][: len(group.layers)] for group in kv_cache.groups]
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu" or self.device.type == "cuda" or 0 in shape:
+            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=device.type == "cpu" and self.device.type == "cuda")
+        # torch writes zeros, which takes seconds for gigabytes; these pages come when they are first used.
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)
 
     def shutdown(self) -> None:
         """Releases the model and the cache."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -14,12 +15,14 @@ from starlette.exceptions import HTTPException
 
 from llm_toolkit_server.chat import Chat
 from llm_toolkit_server.completions import Completions
+from llm_toolkit_server.embeddings import Embeddings
 from llm_toolkit_server.errors import as_api_error
 from llm_toolkit_server.generation import check_model
 from llm_toolkit_server.metrics import Metrics
 from llm_toolkit_server.options import ServerOptions
 from llm_toolkit_server.plugin_routes import add_plugin_routes
 from llm_toolkit_server.readiness import Readiness
+from llm_toolkit_server.reranking import Reranking
 from llm_toolkit_server.route import route_class
 from llm_toolkit_server.tokens import Tokens
 
@@ -85,6 +88,7 @@ def create_router(
     about, tokens = About(engine, metrics), Tokens(engine)
     router.add_api_route("/v1/chat/completions", Chat(engine).create, methods=["POST"], response_model=None)
     router.add_api_route("/v1/completions", Completions(engine, options).create, methods=["POST"], response_model=None)
+    _add_pooling_routes(router, engine, options)
     router.add_api_route("/v1/models", about.models)
     router.add_api_route("/v1/models/{model:path}", about.model)
     router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"])
@@ -99,6 +103,24 @@ def create_router(
     router.add_api_route("/ready", readiness.ready, response_model=None, route_class_override=APIRoute)
     add_plugin_routes(router, engine, options.routes, kind)
     return router
+
+
+def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOptions) -> None:
+    """They are there whatever the model: a task that it does not serve is an error that says which it does."""
+    embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
+    handlers: dict[str, Callable[..., Any]] = {
+        "/v1/embeddings": embeddings.embed,
+        "/v2/embed": embeddings.cohere_embed,
+        "/pooling": embeddings.pooling,
+        "/classify": embeddings.classify,
+        "/score": reranking.score,
+        "/v1/score": reranking.score,
+        "/rerank": reranking.rerank,
+        "/v1/rerank": reranking.rerank,
+        "/v2/rerank": reranking.cohere_rerank,
+    }
+    for path, handler in handlers.items():
+        router.add_api_route(path, handler, methods=["POST"], response_model=None)
 
 
 def create_app(

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 
 from llm_toolkit_server.context import request_context
 from llm_toolkit_server.event_stream import EventStream
-from llm_toolkit_server.generation import Generation, Piece, check_model
+from llm_toolkit_server.generation import Generation, Piece, check_generates, check_model
 from llm_toolkit_server.logprobs import chat_logprobs, prompt_logprobs
 from llm_toolkit_server.protocol import ChatBody
 
@@ -28,6 +28,7 @@ class Chat:
     async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
         check_model(self._engine, body.model)
+        check_generates(self._engine)
         params = body.params()
         # The template and the tokenizer may take long: not on the event loop.
         token_ids, _ = await asyncio.to_thread(self._engine.renderer.render_conversation, body.messages, **body.render_options())

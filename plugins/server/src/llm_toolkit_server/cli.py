@@ -11,7 +11,6 @@ from llm_toolkit.config import VllmConfig
 from llm_toolkit.errors import ConfigError, EngineDeadError
 from llm_toolkit.plugin import Plugins
 
-from llm_toolkit_server.lifecycle import CLOSING, Lifecycle, close
 from llm_toolkit_server.metrics import Metrics
 from llm_toolkit_server.options import ServerOptions
 from llm_toolkit_server.plugin_routes import check_names
@@ -28,6 +27,9 @@ def serve(config: VllmConfig, options: ServerOptions) -> None:
         from llm_toolkit.engine import AsyncLLM
 
         engine = AsyncLLM(config, plugins=plugins, wait=False)
+        # The web framework is imported while the engine process imports torch.
+        from llm_toolkit_server.lifecycle import CLOSING, Lifecycle, close
+
         try:
             asyncio.run(Lifecycle(engine, options, metrics, listener).run())
         finally:

@@ -12,7 +12,7 @@ from llm_toolkit.prompts import TokensPrompt
 
 from llm_toolkit_server.context import request_context
 from llm_toolkit_server.event_stream import EventStream
-from llm_toolkit_server.generation import Generation, Piece, check_model
+from llm_toolkit_server.generation import Generation, Piece, check_generates, check_model
 from llm_toolkit_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from llm_toolkit_server.options import ServerOptions
 from llm_toolkit_server.protocol import CompletionBody
@@ -31,6 +31,7 @@ class Completions:
     async def create(self, body: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts."""
         check_model(self._engine, body.model)
+        check_generates(self._engine)
         params = body.params()
         prompts = body.prompts(self._options.max_prompts)
         # The tokenizer may take long: not on the event loop.

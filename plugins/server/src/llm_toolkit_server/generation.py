@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from llm_toolkit.prompts import TokensPrompt
 from llm_toolkit_server.errors import ApiError
 
 if TYPE_CHECKING:
-    from llm_toolkit.engine import AsyncLLM
+    from llm_toolkit.engine import AsyncLLM, RequestOptions
 
 
 @dataclass(slots=True)
@@ -53,13 +53,12 @@ class Generation:
         self._seen = [CompletionOutput(index, "", []) for index in range(len(prompts) * n)]
 
     @classmethod
-    async def start(cls, engine: AsyncLLM, prompts: list[list[int]], params: SamplingParams, options: Mapping[str, Any]) -> Generation:
+    async def start(cls, engine: AsyncLLM, prompts: list[list[int]], params: SamplingParams, options: RequestOptions) -> Generation:
         """Waits for the first output, so that a bad request raises here (RequestError), before an answer has begun.
 
         `options`: those of AsyncLLM.generate.
         """
-        if options["priority"] and engine.config.scheduler.scheduling_policy != "priority":
-            raise RequestError("priority has no effect here: the server runs without --scheduling-policy priority.", "priority")
+        check_priority(engine, options)
         for token_ids in prompts:
             check_length(engine, token_ids)
         streams = [engine.generate(TokensPrompt(prompt_token_ids=token_ids), params, **options) for token_ids in prompts]
@@ -159,6 +158,18 @@ def check_model(engine: AsyncLLM, name: str | None) -> None:
     served = engine.config.served_model_name
     if name is not None and name != served:
         raise ApiError(404, f"The model {name!r} does not exist. This server has {served!r}.", param="model", code="model_not_found")
+
+
+def check_generates(engine: AsyncLLM) -> None:
+    """Raises RequestError for a model that only pools."""
+    if "generate" not in engine.tasks:
+        raise RequestError(f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task")
+
+
+def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
+    """Raises RequestError for a priority that nobody would look at."""
+    if options.get("priority") and engine.config.scheduler.scheduling_policy != "priority":
+        raise RequestError("priority has no effect here: the server runs without --scheduling-policy priority.", "priority")
 
 
 async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:

@@ -19,6 +19,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     max_body_size: Annotated[str, option("Largest request body, in bytes ('16MiB').")] = "16MiB"
     max_prompts: Annotated[int, option("Most prompts in one completion request.", ge=1)] = 256
+    max_inputs: Annotated[int, option("Most inputs in one request for embeddings, classes or scores.", ge=1)] = 2048
     root_path: Annotated[str, option("Path prefix that a proxy in front strips.")] = ""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("What the HTTP server logs.")] = "info"
     access_log: Annotated[bool, option("Log each HTTP request.")] = True

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from llm_toolkit.errors import RequestError
 from llm_toolkit.params import SamplingParams
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
+
+if TYPE_CHECKING:
+    from llm_toolkit.engine import RequestOptions
 
 _NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Fields that say something to OpenAI's accounting, and nothing to a model."""
@@ -85,7 +88,20 @@ class StreamOptions(BaseModel):
         return data
 
 
-class SamplingBody(Body):
+class EngineBody(Body):
+    """How the engine is to handle the requests."""
+
+    priority: int = 0
+    timeout: float | None = None
+    """Seconds after which the request ends with what it has."""
+    cache_salt: str | None = None
+
+    def request_options(self, context: dict[str, str]) -> RequestOptions:
+        """`context`: what plugins that watch the engine are told of the HTTP request."""
+        return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
+
+
+class SamplingBody(EngineBody):
     """What chat and plain completions share. None: not given."""
 
     max_tokens: int | None = None
@@ -127,10 +143,6 @@ class SamplingBody(Body):
     stop_token_ids: Items[int] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    priority: int = 0
-    timeout: float | None = None
-    """Seconds after which the request ends with what it has."""
-    cache_salt: str | None = None
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
@@ -145,10 +157,6 @@ class SamplingBody(Body):
             name = "use_beam_search" if params.use_beam_search else "best_of"
             raise RequestError(f"{name} is allowed only when stream is false: which sequences are the best is known at the end.", name)
         return params
-
-    def request_options(self, context: dict[str, str]) -> dict[str, Any]:
-        """How the engine is to handle the requests."""
-        return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
 
     def _logit_bias(self) -> dict[int, float] | None:
         for key in self.logit_bias or {}:

@@ -1,0 +1,113 @@
+"""Which runner and convert type an engine gets, and which combinations are refused with what words."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from llm_toolkit.config import PluginsConfig, VllmConfig
+from llm_toolkit.engine.runner_type import choose_runner
+from llm_toolkit.errors import ConfigError, UnsupportedError
+from llm_toolkit.plugin import Plugins, hookimpl
+
+
+class Registers:
+    @hookimpl
+    def toolkit_register_models(self, models):
+        models.add("KnownForCausalLM", "known:KnownForCausalLM")
+        for name in ("BertModel", "BertForSequenceClassification", "KnownForRewardModel"):
+            models.add(name, f"known:{name}", runner="pooling")
+
+    @hookimpl
+    def toolkit_register_pooling(self, converters):
+        converters.add("embed", "known:as_embedding_model")
+        converters.add("classify", "known:as_seq_cls_model")
+
+
+@pytest.fixture(scope="module")
+def plugins() -> Plugins:
+    return Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()])
+
+
+def choose(plugins, name, key=None, folder="", **options):
+    """`key`: the registered class that runs the architecture `name`."""
+    config = VllmConfig.default({"architectures": [name]}, **options)
+    return choose_runner(
+        msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, architecture=key or name, path=str(folder))),
+        plugins,
+    )
+
+
+LM, SEQ_CLS, BERT, BERT_CLS, REWARD = (
+    ("KnownForCausalLM", None),
+    ("KnownForSequenceClassification", "KnownForCausalLM"),
+    ("BertModel", None),
+    ("BertForSequenceClassification", None),
+    ("KnownForRewardModel", None),
+)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "expected"),
+    [
+        (LM, {}, ("generate", "none")),
+        (LM, {"runner": "generate"}, ("generate", "none")),
+        (LM, {"runner": "generate", "convert": "none"}, ("generate", "none")),
+        (LM, {"also": ["embed"]}, ("generate", "none")),
+        (LM, {"runner": "pooling"}, ("pooling", "embed")),
+        (LM, {"convert": "embed"}, ("pooling", "embed")),
+        (LM, {"convert": "classify"}, ("pooling", "classify")),
+        (LM, {"runner": "pooling", "convert": "classify"}, ("pooling", "classify")),
+        (SEQ_CLS, {}, ("pooling", "classify")),
+        (SEQ_CLS, {"convert": "embed"}, ("pooling", "embed")),
+        (("KnownModel", "KnownForCausalLM"), {}, ("pooling", "embed")),
+        (BERT, {}, ("pooling", "none")),
+        (BERT, {"runner": "pooling", "convert": "embed"}, ("pooling", "none")),
+        (BERT_CLS, {"convert": "classify"}, ("pooling", "none")),
+        (REWARD, {}, ("pooling", "none")),
+        (REWARD, {"convert": "reward"}, ("pooling", "none")),
+    ],
+)
+def test_what_is_chosen(plugins, checkpoint, options, expected):
+    assert choose(plugins, *checkpoint, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "options", "error", "words"),
+    [
+        (
+            LM,
+            {"convert": "reward"},
+            ConfigError,
+            "'reward' is for native reward models, and 'KnownForCausalLM' is none.*--convert classify",
+        ),
+        (LM, {"convert": "embedd"}, ConfigError, "no convert type 'embedd'.*embed"),
+        (LM, {"runner": "generate", "convert": "embed"}, ConfigError, "runner 'generate' takes convert 'none', not 'embed'.*--also embed"),
+        (LM, {"runner": "pooling", "convert": "none"}, ConfigError, "cannot run 'KnownForCausalLM' as it is.*embed or classify"),
+        (LM, {"runner": "draft"}, ConfigError, "runner 'draft': no drafter is installed. Able: generate, pooling"),
+        (BERT, {"runner": "draft"}, ConfigError, "no drafter is installed. Able: pooling"),
+        (BERT, {"runner": "generate"}, ConfigError, "runner 'generate': 'BertModel' is a pooling model. Able: pooling"),
+        (BERT, {"convert": "classify"}, UnsupportedError, "pooling model already, and not of convert type 'classify'"),
+        (BERT, {"convert": "reward"}, ConfigError, "'reward' is for native reward models, and 'BertModel' is none"),
+        (BERT_CLS, {"convert": "embed"}, UnsupportedError, "pooling model already, and not of convert type 'embed'"),
+        (LM, {"also": ["classify"]}, ConfigError, "also 'classify'.*Able: embed"),
+        (LM, {"runner": "pooling", "also": ["embed"]}, ConfigError, "also embed is for engines that generate"),
+        (BERT, {"also": ["embed"]}, ConfigError, "also embed is for engines that generate"),
+    ],
+)
+def test_what_is_refused(plugins, checkpoint, options, error, words):
+    with pytest.raises(error, match=words):
+        choose(plugins, *checkpoint, **options)
+
+
+def test_sentence_transformers_files_make_a_language_model_an_embedder(plugins, tmp_path):
+    (tmp_path / "modules.json").write_text(
+        json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}])
+    )
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
+    assert choose(plugins, *LM, folder=tmp_path) == ("pooling", "embed")
+    assert choose(plugins, *LM, folder=tmp_path, convert="classify") == ("pooling", "classify")
+    assert choose(plugins, *LM, folder=tmp_path, runner="generate") == ("generate", "none")
+    assert choose(plugins, *LM, folder=tmp_path, also=["embed"], runner="generate") == ("generate", "none")
+    assert choose(plugins, *BERT, folder=tmp_path) == ("pooling", "none")

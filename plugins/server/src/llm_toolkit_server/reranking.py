@@ -1,0 +1,90 @@
+"""POST /score and /rerank, and Cohere's /v2/rerank."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from llm_toolkit.engine.scoring import Scoring
+from llm_toolkit.errors import RequestError
+from llm_toolkit.outputs import PoolingRequestOutput
+from llm_toolkit.pooling_params import PoolingParams
+
+from llm_toolkit_server.generation import check_model
+from llm_toolkit_server.options import ServerOptions
+from llm_toolkit_server.pooled import answer, head, pool, usage
+from llm_toolkit_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
+
+if TYPE_CHECKING:
+    from llm_toolkit.engine import AsyncLLM
+
+
+class Reranking:
+    """How well documents fit queries, with whatever the model is made for: a cross-encoder, a bi-encoder or late interaction."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        self._engine = engine
+        self._options = options
+
+    async def score(self, body: ScoreBody, request: Request) -> Response:
+        """One query with each document, or as many queries as documents, pair by pair."""
+        check_model(self._engine, body.model)
+        queries, documents = body.texts(self._options.max_inputs)
+        scores, outputs = await self._score(body, request, queries, documents)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return await answer(lambda: {**head(self._engine, "score"), "data": data, "usage": usage(outputs)})
+
+    async def rerank(self, body: RerankBody, request: Request) -> Response:
+        """The documents by how well they fit the query, best first."""
+        check_model(self._engine, body.model)
+        documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
+        if body.max_tokens_per_doc is not None:
+            texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
+        scores, outputs = await self._score(body, request, [body.query], texts)
+        results = []
+        for index in sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n]:
+            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if body.return_documents:
+                result["document"] = {"text": documents[index]}
+            results.append(result)
+        start = head(self._engine, "rerank")
+        meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+        return await answer(lambda: {"id": start["id"], "model": start["model"], "results": results, "usage": usage(outputs), "meta": meta})
+
+    async def cohere_rerank(self, body: CohereRerankBody, request: Request) -> Response:
+        """As /rerank, with the defaults of Cohere's API."""
+        return await self.rerank(body, request)
+
+    async def _score(
+        self, body: ScoreBody | RerankBody, request: Request, queries: Sequence[str], documents: Sequence[str]
+    ) -> tuple[list[float], list[PoolingRequestOutput]]:
+        scoring = Scoring(queries, documents, self._engine.tasks, self._engine.engine.texts.prompts)
+        outputs = await pool(
+            self._engine,
+            body,
+            request,
+            scoring.prompts,
+            PoolingParams(task=scoring.task, use_activation=body.use_activation),
+            names=scoring.names,
+            param="documents",
+            prompt_name=scoring.prompt_names,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+            instruction=body.instruction,
+        )
+        return [one.score for one in scoring.scores(outputs)], outputs
+
+    def _cut(self, texts: list[str], most: int) -> list[str]:
+        """Their beginnings, in so many tokens, special tokens included."""
+        # A token has at least one byte, so that most texts need no second look.
+        long = [index for index, text in enumerate(texts) if len(text.encode(errors="replace")) > most]
+        try:
+            rendered = self._engine.renderer.render_texts([texts[index] for index in long], max_tokens=most) if long else []
+        except RequestError as error:
+            raise RequestError(str(error), "max_tokens_per_doc") from None
+        cut = list(texts)
+        for index, one in zip(long, rendered, strict=True):
+            if len(one.token_ids) == most:
+                cut[index] = self._engine.renderer.decode(one.token_ids, skip_special_tokens=True)
+        return cut

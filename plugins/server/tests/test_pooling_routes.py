@@ -1,0 +1,477 @@
+"""The routes of pooling models, over real engines with small random checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from llm_toolkit import AsyncLLM, VllmConfig
+from llm_toolkit.engine.scoring import cosine, max_sim
+from llm_toolkit.events import StepEvent
+from llm_toolkit.plugin import hookimpl
+from llm_toolkit.pooling_params import PoolingParams
+from llm_toolkit_server.app import create_app
+from llm_toolkit_server.options import ServerOptions
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+pytestmark = pytest.mark.anyio
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "hidden_act": "gelu",
+}
+LABELS = {"0": "angry", "1": "calm", "2": "glad"}
+CONFIGS = {
+    "embedder": LLAMA,
+    "generator": LLAMA,
+    "classifier": {**BERT, "architectures": ["BertForSequenceClassification"], "id2label": LABELS},
+    "cross-encoder": {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
+    "late": {**BERT, "architectures": ["HF_ColBERT"], "dim": 8},
+}
+PROMPTS = {"query": "q: ", "document": "d: "}
+
+
+def write_checkpoint(folder, name) -> None:
+    """A tokenizer of single bytes, and a config; the weights are made up by load_format dummy."""
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(["<s>", "</s>", *LETTERS])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    if name in ("embedder", "late"):
+        (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": None}))
+
+
+class Steps:
+    """A plugin that counts the engine's steps."""
+
+    name = "steps"
+
+    def __init__(self) -> None:
+        self.num_tokens: list[int] = []
+
+    @hookimpl
+    def toolkit_event(self, event) -> None:
+        if isinstance(event, StepEvent):
+            self.num_tokens.append(event.num_tokens)
+
+
+@pytest.fixture(scope="module")
+def steps():
+    return Steps()
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory, steps):
+    """engine_of(name): the engine of one of CONFIGS."""
+    made = {}
+
+    def get(name, **options) -> AsyncLLM:
+        key = name, *options.items()
+        if key not in made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            write_checkpoint(folder, name)
+            options = {"convert": "embed"} | options if name == "embedder" else options
+            config = VllmConfig.make(
+                model=str(folder),
+                load_format="dummy",
+                device="cpu",
+                dtype="float32",
+                engine_process=False,
+                num_kv_blocks=64,
+                served_model_name="small",
+                **options,
+            )
+            made[key] = AsyncLLM(config, plugins=[steps])
+        return made[key]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+@pytest.fixture
+def ask(engine_of, client_of):
+    """ask(name, path, **body): the response of the server with this model."""
+
+    async def call(name, path, *, options=None, **body):
+        async with client_of(create_app(engine_of(name), options)) as client:
+            return await client.post(path, json=body)
+
+    return call
+
+
+@asynccontextmanager
+async def openai_client(engine):
+    transport = httpx.ASGITransport(create_app(engine))
+    async with openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="none", max_retries=0, http_client=httpx.AsyncClient(transport=transport)
+    ) as client:
+        yield client
+
+
+def vectors(response) -> np.ndarray:
+    assert response.status_code == 200, response.text
+    return np.array([one["embedding"] for one in response.json()["data"]], np.float32)
+
+
+async def alone(engine, text, task="embed", **options):
+    """What the engine gives for one input."""
+    return (await engine.encode(text, PoolingParams(task=task), **options)).data
+
+
+async def test_the_official_client(engine_of):
+    engine = engine_of("embedder")
+    texts = ["one", "zwei 😀", "three and more"]
+    expected = [await alone(engine, text) for text in texts]
+    async with openai_client(engine) as client:
+        # It asks for base64 where nothing else is said.
+        reply = await client.embeddings.create(model="small", input=texts)
+        floats = await client.embeddings.create(model="small", input=texts, encoding_format="float")
+        one = await client.embeddings.create(model="small", input=texts[1], dimensions=8, user="me")
+    assert [item.index for item in reply.data] == [0, 1, 2]
+    np.testing.assert_allclose([item.embedding for item in reply.data], expected, atol=1e-5)
+    np.testing.assert_array_equal([item.embedding for item in reply.data], np.float32([item.embedding for item in floats.data]))
+    assert (reply.model, reply.usage.prompt_tokens, reply.usage.total_tokens) == ("small", 3 + 9 + 14, 26)
+    cut = expected[1][:8] / np.linalg.norm(expected[1][:8])
+    np.testing.assert_allclose(one.data[0].embedding, cut, atol=1e-5)
+
+
+async def test_inputs_of_all_kinds(engine_of, ask):
+    engine = engine_of("embedder")
+    ids = [[5, 6, 7], [8, 9]]
+    expected = [await alone(engine, {"prompt_token_ids": one}) for one in ids]
+    np.testing.assert_allclose(vectors(await ask("embedder", "/v1/embeddings", input=ids)), expected, atol=1e-5)
+    np.testing.assert_allclose(vectors(await ask("embedder", "/v1/embeddings", input=ids[1])), expected[1:], atol=1e-5)
+    for fields, texts in (({}, "hi"), ({"prompt_name": "query"}, "q: hi"), ({"truncate_prompt_tokens": 1}, "h")):
+        reply = await ask("embedder", "/v1/embeddings", input=["hi"], **fields)
+        np.testing.assert_allclose(vectors(reply)[0], await alone(engine, texts), atol=1e-5)
+    raw = vectors(await ask("embedder", "/v1/embeddings", input="hi", normalize=False))[0]
+    assert abs(np.linalg.norm(raw) - 1) > 0.01
+    np.testing.assert_allclose(raw / np.linalg.norm(raw), await alone(engine, "hi"), atol=1e-5)
+
+
+async def test_a_request_rides_in_the_same_steps(engine_of, ask, steps):
+    engine_of("embedder")
+    before = len(steps.num_tokens)
+    texts = ["abc" * (1 + i % 9) for i in range(64)]
+    assert len(vectors(await ask("embedder", "/v1/embeddings", input=texts))) == 64
+    assert steps.num_tokens[before:] == [sum(map(len, texts))]
+
+
+BAD_INPUTS = [
+    ([], "input is an empty list"),
+    ("", "is empty"),
+    (["a", "b", ""], "input[2]: the text is empty"),
+    ([[1], []], "input[1]: the prompt is empty"),
+    ([[]], "the prompt is empty"),
+    (["a", 1], "input[1] is of another kind"),
+    ([1, "a"], "input[1] is of another kind"),
+    ([1, True], "input[1] is of another kind"),
+    ([[1], "a"], "input[1] must be a list of token ids"),
+    ([[1], [2.5]], "input[1] must be a list of token ids"),
+    ([["a"]], "input[0] must be a list of token ids"),
+    ([None], "input[0] is of another kind"),
+    (None, "input must be a text or a list"),
+    ({"text": "a"}, "input must be a text or a list"),
+    ("a\ud800", "lone surrogate"),
+    ([[5, 260]], "token id 260 is not in the vocabulary"),
+    ([[5], [-1]], "input[1]: token id -1 is not in the vocabulary"),
+    (["a", "x" * 129], "input[1]: the prompt has 129 tokens"),
+    (["a", "x" * 10**5], "input[1]: the text has 100000 characters"),
+    (["a"] * 101, "input has 101 items; this server takes at most 100"),
+    ([[1]] * 101, "input has 101 items"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), BAD_INPUTS, ids=lambda value: str(value)[:30].encode("ascii", "replace").decode())
+async def test_bad_inputs(ask, engine_of, client_of, value, message):
+    app = create_app(engine_of("embedder"), ServerOptions(max_inputs=100))
+    async with client_of(app) as client:
+        headers = {"content-type": "application/json"}
+        reply = await client.post("/v1/embeddings", content=json.dumps({"input": value}), headers=headers)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert message in error["message"] and (error["type"], error["param"]) == ("invalid_request_error", "input")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"dimensions": 33}, "dimensions", "dimensions is 33, but the model's embeddings have 32"),
+        ({"dimensions": 0}, "dimensions", "at least 1"),
+        ({"encoding_format": "hex"}, "encoding_format", "'float' or 'base64'"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be -1 or an integer from 1 to 128"),
+        ({"truncate_prompt_tokens": 129}, "truncate_prompt_tokens", "must be -1 or an integer from 1 to 128"),
+        ({"prompt_name": "passage"}, "prompt_name", "Known: document, query"),
+        ({"priority": 3}, "priority", "--scheduling-policy priority"),
+        ({"timeout": -1}, "timeout", "above 0"),
+        ({"dimension": 3}, "dimension", "Unrecognized"),
+    ],
+)
+async def test_bad_fields(ask, fields, param, message):
+    reply = await ask("embedder", "/v1/embeddings", input=["a", "b"], **fields)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, param)
+    assert message in error["message"] and "input[" not in error["message"]
+
+
+async def test_a_text_over_the_limit_is_cut_when_asked(engine_of, ask):
+    long = "ab" * 10**5
+    expected = [await alone(engine_of("embedder"), long[:128])]
+    reply = await ask("embedder", "/v1/embeddings", input=long, truncate_prompt_tokens=-1)
+    np.testing.assert_allclose(vectors(reply), expected, atol=1e-5)
+    assert reply.json()["usage"]["prompt_tokens"] == 128
+
+
+SERVED = {"embedder": "embed, token_embed", "classifier": "classify, token_classify", "late": "token_embed", "generator": "generate"}
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body"),
+    [
+        ("embedder", "/classify", {"input": "a"}),
+        ("embedder", "/pooling", {"input": "a", "task": "score"}),
+        ("embedder", "/pooling", {"input": "a", "task": "dance"}),
+        ("embedder", "/pooling", {"input": "a"}),
+        ("embedder", "/v1/completions", {"prompt": "a"}),
+        ("embedder", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("classifier", "/v1/embeddings", {"input": "a"}),
+        ("classifier", "/v2/embed", {"texts": ["a"]}),
+        ("classifier", "/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("classifier", "/v2/rerank", {"query": "a", "documents": ["b"]}),
+        ("late", "/v1/embeddings", {"input": ["a", "b"]}),
+        *[("generator", path, {"input": "a"}) for path in ("/v1/embeddings", "/pooling", "/classify")],
+        *[("generator", path, {"query": "a", "documents": ["b"]}) for path in ("/rerank", "/v1/rerank", "/v2/rerank")],
+        ("generator", "/score", {"queries": "a", "documents": "b"}),
+    ],
+)
+async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path, body):
+    reply = await ask(name, path, **body)
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["param"] == "task" and f"Supported: {SERVED[name]}." in error["message"]
+
+
+async def test_a_broken_model_fails_its_request_only(engine_of, ask):
+    engine = engine_of("embedder", seed=1)
+    [table] = [p for name, p in engine.engine.client.core.executor.runner.model.named_parameters() if "embed_tokens" in name]
+    with torch.no_grad():
+        table[2 + LETTERS.index("!")] = float("nan")
+
+    async def post(text):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine)), base_url="http://test") as client:
+            return await client.post("/v1/embeddings", json={"input": ["fine", text]})
+
+    good, bad, other = await asyncio.gather(post("fine too"), post("broken!"), post("fine as well"))
+    assert (good.status_code, bad.status_code, other.status_code) == (200, 500, 200)
+    error = bad.json()["error"]
+    assert (error["code"], error["message"]) == ("model_error", "The model failed on input[1]: the model's result is not finite.")
+    for reply, text in ((good, "fine too"), (other, "fine as well")):
+        np.testing.assert_allclose(vectors(reply), [await alone(engine, "fine"), await alone(engine, text)], atol=1e-5)
+
+
+async def test_a_batch_is_refused_as_a_whole(engine_of):
+    engine = engine_of("embedder", max_queued_requests=1, max_num_seqs=2)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine)), base_url="http://test") as client:
+        replies = await asyncio.gather(*[client.post("/v1/embeddings", json={"input": ["abc"] * 200}) for _ in range(3)])
+        assert {reply.status_code for reply in replies} == {200, 429}
+        for reply in replies:
+            if reply.status_code == 200:
+                assert len(vectors(reply)) == 200
+            else:
+                assert "max_queued_requests" in reply.json()["error"]["message"] and int(reply.headers["Retry-After"]) >= 1
+        assert vectors(await client.post("/v1/embeddings", json={"input": ["abc"] * 200})).shape == (200, 32)
+
+
+async def test_a_client_that_leaves_ends_its_batch(engine_of, steps):
+    engine = engine_of("embedder", max_num_seqs=1)
+    body = json.dumps({"input": ["abc"] * 2000}).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+    before = len(steps.num_tokens)
+
+    async def receive():
+        if (message := next(messages, None)) is not None:
+            return message
+        while len(steps.num_tokens) < before + 3:
+            await asyncio.sleep(0.005)
+        return {"type": "http.disconnect"}
+
+    sent = []
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/embeddings", "query_string": b"", "headers": headers}
+
+    async def send(message):
+        sent.append(message)
+
+    await create_app(engine)({**scope, "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http"}, receive, send)
+    assert sent[0]["status"] == 499
+    await engine.encode("next", PoolingParams())
+    assert len(steps.num_tokens) < before + 1000
+    assert (engine.engine.queue.num_requests, engine.engine.has_unfinished_requests()) == (0, False)
+
+
+async def test_a_request_whose_time_is_over(ask):
+    reply = await ask("embedder", "/v1/embeddings", input=["abc"] * 500, timeout=1e-6)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (504, "timeout")
+
+
+async def test_pooling_gives_any_task(engine_of, ask):
+    expected = await alone(engine_of("embedder"), "hello", "token_embed")
+    reply = (await ask("embedder", "/pooling", input=["hello"], task="token_embed")).json()
+    assert (reply["data"][0]["object"], np.shape(reply["data"][0]["data"])) == ("pooling", (5, 32))
+    np.testing.assert_allclose(reply["data"][0]["data"], expected, atol=1e-5)
+    [one] = (await ask("embedder", "/pooling", input=["hello"], task="token_embed", encoding_format="base64")).json()["data"]
+    found = np.frombuffer(base64.b64decode(one["data"]), "<f4").reshape(one["shape"])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    # A model with one task needs none to be named.
+    assert np.shape((await ask("late", "/pooling", input="hello")).json()["data"][0]["data"]) == (5, 8)
+
+
+async def test_classify(engine_of, ask):
+    texts = ["a", "something longer", "!?"]
+    reply = (await ask("classifier", "/classify", input=texts)).json()
+    for index, (one, text) in enumerate(zip(reply["data"], texts, strict=True)):
+        expected = await alone(engine_of("classifier"), text, "classify")
+        np.testing.assert_allclose(one["probs"], expected, atol=1e-5)
+        assert abs(sum(one["probs"]) - 1) < 1e-5
+        assert (one["index"], one["num_classes"], one["label"]) == (index, 3, LABELS[str(int(expected.argmax()))])
+    raw = (await ask("classifier", "/classify", input="a", use_activation=False)).json()["data"][0]["probs"]
+    np.testing.assert_allclose(np.exp(raw) / np.exp(raw).sum(), reply["data"][0]["probs"], atol=1e-5)
+
+
+QUERY, DOCUMENTS = "who?", ["it was me", "no", "it was me", "perhaps somebody else"]
+
+
+async def expected_scores(engine_of, name, pairs):
+    engine = engine_of(name)
+    if name == "cross-encoder":
+        return [float((await alone(engine, pair, "score"))[0]) for pair in pairs]
+    task, similarity = ("embed", cosine) if name == "embedder" else ("token_embed", max_sim)
+    return [
+        similarity(await alone(engine, query, task, prompt_name="query"), await alone(engine, document, task, prompt_name="document"))
+        for query, document in pairs
+    ]
+
+
+@pytest.mark.parametrize("name", ["cross-encoder", "embedder", "late"])
+async def test_score(engine_of, ask, name):
+    expected = await expected_scores(engine_of, name, [(QUERY, document) for document in DOCUMENTS])
+    assert len({round(score, 4) for score in expected}) == 3
+    for path, names in (("/score", ("queries", "documents")), ("/v1/score", ("text_1", "text_2"))):
+        reply = (await ask(name, path, **dict(zip(names, (QUERY, DOCUMENTS), strict=True)))).json()
+        assert [(one["index"], one["object"]) for one in reply["data"]] == [(i, "score") for i in range(4)]
+        np.testing.assert_allclose([one["score"] for one in reply["data"]], expected, atol=1e-5)
+    pairs = [("x", "y"), ("who?", {"text": "no"})]
+    reply = (await ask(name, "/score", queries=[query for query, _ in pairs], documents=[document for _, document in pairs])).json()
+    wanted = await expected_scores(engine_of, name, [("x", "y"), ("who?", "no")])
+    np.testing.assert_allclose([one["score"] for one in reply["data"]], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["cross-encoder", "embedder", "late"])
+async def test_rerank(engine_of, ask, name):
+    scores = await expected_scores(engine_of, name, [(QUERY, document) for document in DOCUMENTS])
+    order = sorted(range(4), key=lambda i: -scores[i])
+    given = [DOCUMENTS[0], {"text": DOCUMENTS[1]}, *DOCUMENTS[2:]]
+    reply = (await ask(name, "/v1/rerank", query=QUERY, documents=given, top_n=3)).json()
+    assert {one["index"] for one in reply["results"]} == set(order[:3])
+    np.testing.assert_allclose([one["relevance_score"] for one in reply["results"]], [scores[i] for i in order[:3]], atol=1e-5)
+    assert [one["document"]["text"] for one in reply["results"]] == [DOCUMENTS[one["index"]] for one in reply["results"]]
+    assert reply["usage"]["total_tokens"] > 0
+    for path in ("/rerank", "/v2/rerank"):
+        reply = (await ask(name, path, query=QUERY, documents=given, return_documents=False, top_n=9)).json()
+        assert len(reply["results"]) == 4 and all("document" not in one for one in reply["results"])
+    reply = (await ask(name, "/v2/rerank", query=QUERY, documents=given)).json()
+    assert (set(reply["results"][0]), reply["meta"]["billed_units"]) == ({"index", "relevance_score"}, {"search_units": 1})
+
+
+@pytest.mark.parametrize("name", ["cross-encoder", "embedder"])
+async def test_long_documents_are_cut(engine_of, ask, name):
+    documents = ["it was me, and nobody else", "no"]
+    scores = await expected_scores(engine_of, name, [(QUERY, "it was"), (QUERY, "no")])
+    for path in ("/rerank", "/v2/rerank"):
+        results = (await ask(name, path, query=QUERY, documents=documents, max_tokens_per_doc=6)).json()["results"]
+        found = {one["index"]: one["relevance_score"] for one in results}
+        np.testing.assert_allclose([found[0], found[1]], scores, atol=1e-5)
+    long = ["no", "x" * 10**5]
+    assert (await ask(name, "/v2/rerank", query=QUERY, documents=long)).status_code == 200
+    reply = await ask(name, "/rerank", query=QUERY, documents=long)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "documents[1]" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/rerank", {"query": "a", "documents": []}, "documents", "empty list"),
+        ("/rerank", {"query": "a", "documents": ["b", ""]}, "documents", "documents[1]: the text is empty"),
+        ("/rerank", {"query": "a", "documents": ["b", {"title": "c"}]}, "documents", "documents[1] must be a text"),
+        ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "greater than or equal to 1"),
+        ("/rerank", {"query": ["a"], "documents": ["b"]}, "query", "valid string"),
+        ("/rerank", {"documents": ["b"]}, "query", "You must provide"),
+        ("/score", {"queries": "a"}, "documents", "Give either 'documents' or 'text_2'."),
+        ("/score", {"queries": "a", "text_1": "a", "text_2": "b"}, "queries", "Give either 'queries' or 'text_1'."),
+        ("/score", {"queries": ["a", "b"], "documents": ["c", "d", "e"]}, "queries", "2 queries for 3 documents"),
+        ("/score", {"queries": ["a", 1], "documents": ["c", "d"]}, "queries", "queries[1] must be a text"),
+        ("/v2/embed", {"texts": ["a", ""]}, "texts", "texts[1]: the text is empty"),
+        ("/v2/embed", {"texts": ["a", "x" * 500], "truncate": "NONE"}, "texts", "texts[1]: "),
+        ("/v2/embed", {"texts": ["a"], "truncate": "START"}, "truncate", "'NONE' or 'END'"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types", "'float' or 'base64'"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 99}, "dimensions", "ask for 1 to 32"),
+        ("/pooling", {"input": "a", "task": "embed", "use_activation": True}, "use_activation", "means nothing"),
+    ],
+)
+async def test_bad_bodies(ask, path, body, param, message):
+    reply = await ask("embedder", path, **body)
+    assert reply.status_code == 400, reply.text
+    assert message in reply.json()["error"]["message"] and reply.json()["error"]["param"] == param
+
+
+async def test_coheres_embed(engine_of, ask):
+    engine = engine_of("embedder")
+    texts = ["one", "x" * 500]
+    for kind, before in (("search_query", "q: "), ("search_document", "d: "), ("classification", "")):
+        reply = (await ask("embedder", "/v2/embed", texts=texts, input_type=kind, embedding_types=["float", "base64"])).json()
+        expected = [await alone(engine, (before + text)[:128]) for text in texts]
+        np.testing.assert_allclose(reply["embeddings"]["float"], expected, atol=1e-5)
+        decoded = [np.frombuffer(base64.b64decode(one), "<f4") for one in reply["embeddings"]["base64"]]
+        np.testing.assert_array_equal(decoded, np.float32(reply["embeddings"]["float"]))
+        assert reply["meta"]["billed_units"] == {"input_tokens": len(before) + 3 + 128}
+    reply = (await ask("embedder", "/v2/embed", texts=texts, max_tokens=2, output_dimension=4)).json()
+    assert (reply["response_type"], list(reply["embeddings"]), np.shape(reply["embeddings"]["float"])) == (
+        "embeddings_by_type",
+        ["float"],
+        (2, 4),
+    )
+    assert reply["meta"]["billed_units"] == {"input_tokens": 4}
