@@ -59,7 +59,8 @@ def vectors(python: str, script: str, texts: list[str], model: Path, path: Path 
         given.write_text(json.dumps(texts))
         environment = os.environ | ({"PYTHONPATH": str(path)} if path else {})
         subprocess.run([python, "-c", script, given, model, out], check=True, env=environment)
-        return np.load(out)
+        made: np.ndarray = np.load(out)
+        return made
 
 
 def ranks(values: np.ndarray) -> np.ndarray:

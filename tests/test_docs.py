@@ -206,6 +206,7 @@ def test_the_flags_in_the_guides_exist():
     options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions)
     known = {o.flag for o in options} | {f"--no-{o.flag[2:]}" for o in options if o.is_flag} | {f"--{flag}" for flag in SAMPLING_FLAGS}
     known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out"}
+    known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
     # Those of `toolkit bench startup`, and of the scripts in benchmarks/.
     known |= {"--runs", "--ways", "--states", "--minutes", "--python"}
     for page in [*GUIDES, *DOCS.glob("hooks/*.md")]:

@@ -188,6 +188,16 @@ class TestMemory:
             assert not llm.config.scheduler.enable_chunked_prefill
             same(llm.encode(GIVEN, task="embed", use_tqdm=False), [unit(one[-1]) for one in states])
 
+    def test_prompts_too_long_for_one_step_are_cut(self, make_llama):
+        folder, model = make_llama("long", max_position_embeddings=10000)
+        prompt = torch.randint(3, 272, (900,), generator=GENERATOR).tolist()
+        with torch.inference_mode():
+            mean = model.model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+        with LLM(str(folder), device="cpu", convert="embed", pooling_type="MEAN", max_num_batched_tokens=256, num_kv_blocks=700) as llm:
+            assert llm.config.max_model_len == 10000
+            assert (llm.config.scheduler.enable_chunked_prefill, llm.config.scheduler.max_num_batched_tokens) == (True, 256)
+            same(llm.encode({"prompt_token_ids": prompt}, task="embed", use_tqdm=False), [unit(mean)])
+
     def test_few_blocks(self, checkpoint, states):
         """One prompt of 70 tokens takes 18 blocks of 32."""
         options = OPTIONS | {"num_kv_blocks": 32}
@@ -207,3 +217,26 @@ class TestMemory:
             np.testing.assert_array_equal(cut.embedding, longest.embedding)
         with pytest.raises(ConfigError, match="runner 'pooling' cannot run 'LlamaForCausalLM' as it is"):
             llm_of(checkpoint[0], runner="pooling", convert="none")
+
+
+class TestFaults:
+    @pytest.mark.parametrize("options", [WHOLE, CHUNKED, CACHED], ids=["whole", "chunked", "cached"])
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_a_request_on_which_the_model_fails(self, checkpoint, states, options, overlap, caplog):
+        """It ends with an error; all others are computed again, and what their poolers had summed is not summed twice."""
+        bad = {"prompt_token_ids": [*PROMPTS[1][:40], 5]}
+        with llm_of(checkpoint[0], convert="embed", pooling_type="MEAN", overlap=overlap, **options) as llm:
+            pooler = llm.engine.client.core.executor.runner.model.pooler
+            pool = pooler.forward
+
+            def fails(hidden_states, meta):
+                if any(row.finished and row.token_ids[-1] == 5 for row in meta.rows):
+                    raise MemoryError("no more beads")
+                return pool(hidden_states, meta)
+
+            pooler.forward = fails
+            *outputs, failed, last = llm.encode([*GIVEN, bad, GIVEN[1]], task="embed", use_tqdm=False)
+            assert failed.finish_reason == "error" and "no more beads" in failed.error
+            same([*outputs, last], [unit(one.mean(0)) for one in [*states, states[1]]])
+            same(llm.encode(GIVEN, task="embed", use_tqdm=False), [unit(one.mean(0)) for one in states])
+        assert "a step failed" in caplog.text

@@ -65,9 +65,10 @@ def check(done, states, assert_parity, model, pool):
         np.testing.assert_allclose(done[f"embed-{number}"].data, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
-def test_both_in_the_same_batches(checkpoint, states, watch, assert_parity, caching):
-    with engine_of(checkpoint, watch, enable_prefix_caching=caching) as engine:
+def test_both_in_the_same_batches(checkpoint, states, watch, assert_parity, caching, overlap):
+    with engine_of(checkpoint, watch, enable_prefix_caching=caching, overlap=overlap) as engine:
         assert engine.tasks == ("generate", "embed", "token_embed")
         for _ in range(2):
             done = run_mixed(engine)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from types import SimpleNamespace
 
@@ -170,6 +172,20 @@ def test_a_batch_of_pairs_and_single_texts(make):
         expected.append(reference(made, *texts).logits[0].sigmoid())
     with LLM(made.folder) as llm:
         same(llm.encode(given, task="score", use_tqdm=False), expected)
+
+
+def test_a_cross_encoder_that_says_identity_scores_logits(make, tmp_path):
+    made = make("Bert", "ForSequenceClassification", num_labels=1)
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity", "version": "5.0.0"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | said))
+    logits = [float(reference(made, QUERY, text).logits) for text in TEXTS[:3]]
+    with LLM(str(tmp_path)) as llm:
+        scores = [output.score for output in llm.score(QUERY, TEXTS[:3], use_tqdm=False)]
+        asked = llm.score(QUERY, TEXTS[:3], PoolingParams(use_activation=True), use_tqdm=False)
+    np.testing.assert_allclose(scores, logits, atol=5e-5)
+    np.testing.assert_allclose([output.score for output in asked], torch.tensor(logits).sigmoid(), atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])

@@ -178,6 +178,35 @@ class TestInput:
             same(vectors(llm, TEXTS, prompt_name="query"), [embedder.states("q " + text.lower()).mean(0) for text in TEXTS])
 
 
+@pytest.mark.parametrize(("similarity", "warns"), [("dot", True), ("cosine", False), (None, False)])
+def test_scores_that_are_not_the_checkpoints_are_said_to_be(embedder, caplog, similarity, warns):
+    write_modules(embedder.folder, pooling(mean_tokens=True), similarity_fn_name=similarity)
+    with LLM(str(embedder.folder)):
+        pass
+    assert ("compared by their cosine, not by 'dot'" in caplog.text) == warns
+
+
+def test_late_interaction(embedder, caplog):
+    """Of PyLate: a Dense and nothing that pools. Its own treatment of queries and documents is not ours, and that is said."""
+    write_modules(embedder.folder, DENSE, model_type="ColBERT", query_prefix="[Q] ", document_prefix="[D] ", query_length=32)
+    with LLM(str(embedder.folder)) as llm:
+        assert llm.engine.tasks == ("token_embed",)
+        scores = [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+        (tokens,) = llm.encode(TEXTS[0], task="token_embed", prompt_name="query", use_tqdm=False)
+        with pytest.raises(RequestError, match="Supported: token_embed"):
+            llm.embed(TEXTS)
+    for words in ("no token of a document is left out", "queries are not filled up", "no lengths of their own"):
+        assert words in caplog.text
+
+    def vectors_of(text):
+        return normalize(torch.tanh(embedder.states(text) @ WEIGHT.T + BIAS), dim=-1)
+
+    query = vectors_of("[Q] " + TEXTS[0])
+    np.testing.assert_allclose(tokens.data, query, atol=2e-5)
+    expected = [float((query @ vectors_of("[D] " + text).T).amax(1).sum()) for text in TEXTS]
+    np.testing.assert_allclose(scores, expected, rtol=1e-4)
+
+
 def test_what_is_not_understood_is_refused_at_start(embedder):
     write_modules(embedder.folder, pooling(mean_tokens=True, median_tokens=True))
     with pytest.raises(CheckpointError, match="pooling_mode_median_tokens"):

@@ -65,7 +65,11 @@ class PoolingFace(ABC):
             instruction=instruction,
         )
         ready = all_prepared(prepared, names or [f"prompt {index}" for index in range(len(many))])
-        return self._run(ready, use_tqdm, progress)
+        # Sequences of equal length that meet in a step are computed together.
+        order = sorted(range(len(ready)), key=lambda i: len(ready[i].message.prompt_token_ids))
+        outputs = self._run([ready[i] for i in order], use_tqdm, progress)
+        by_place = dict(zip(order, outputs, strict=True))
+        return [by_place[i] for i in range(len(ready))]
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None = None, **options: Any
@@ -113,7 +117,10 @@ class PoolingFace(ABC):
         """The documents by how well they fit the query, best first. `options` are those of `score`."""
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
-        scores = self.score(query, list(documents), **options)
+        if not isinstance(query, str):
+            raise RequestError(f"query must be a text, not a {type(query).__name__}.", "query")
+        documents = [documents] if isinstance(documents, str) else documents
+        scores = self.score(query, documents, **options)
         failed = next((output for output in scores if output.error is not None), None)
         if failed is not None:
             raise RequestError(f"a document could not be scored: {failed.error}", "documents")

@@ -141,7 +141,8 @@ def _submit(engine: LLMEngine, chunk: list[Line], how: How, waiting: dict[str, L
             waiting[str(line.number)] = line
     yield from ((line, line.error) for line in chunk if line.error is not None)
     if ready:
-        engine.submit_batch(ready)
+        # Sequences of equal length that meet in a step are computed together.
+        engine.submit_batch(sorted(ready, key=lambda one: len(one.message.prompt_token_ids)))
 
 
 def _count_lines(path: Path) -> int:

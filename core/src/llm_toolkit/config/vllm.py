@@ -101,7 +101,7 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         bool | None, option("Run the engine in a process of its own. Default: AsyncLLM and the server do, LLM does not.")
     ] = None
     overlap: Annotated[
-        bool | None, option("Plan a step while the one before is computed. Default: where it is faster. Results are equal.")
+        bool | None, option("Plan a step while the one before is computed. Results are equal. Default: no, a CPU gains nothing.")
     ] = None
     start_timeout: Annotated[float, option("Seconds that an engine process gets to load and warm up.", ge=0.1)] = 1800.0
     step_timeout: Annotated[float, option("Seconds without progress after which the engine counts as stalled.", ge=0.1)] = 120.0

@@ -164,12 +164,15 @@ class AsyncLLM:
                 instruction=instruction,
                 options=options,
             )
-            return all_prepared(prepared, called)
+            # Sequences of equal length that meet in a step are computed together.
+            return sorted(all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids))
 
         if not ids:
             return []
         async with self._served(ids, prepare, Batch(len(ids))) as batch:
-            return await batch.results()
+            results = await batch.results()
+        found = {output.request_id: output for output in results}
+        return [found[request_id] for request_id in ids]
 
     @property
     def tasks(self) -> tuple[Task, ...]:

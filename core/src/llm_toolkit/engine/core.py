@@ -13,7 +13,7 @@ from llm_toolkit.attention import KVCacheConfig, block_bytes, group_layers
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.engine.memory import host_bytes, kv_cache_bytes
 from llm_toolkit.errors import CapacityError, EngineDeadError
-from llm_toolkit.events import Event, StepEvent
+from llm_toolkit.events import Event, LoadEvent, StepEvent
 from llm_toolkit.executor import Executor
 from llm_toolkit.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from llm_toolkit.params import FinishReason
@@ -209,5 +209,9 @@ class EngineCore:
         outputs, self.scheduler.outputs = self.scheduler.outputs, []
         self._outputs += outputs
         self._admitted += [event.request_id for event in events if event.kind == "scheduled"]
-        if self.listening:
-            self._events += [*events, self.scheduler.load()]
+        if not self.listening:
+            return
+        self._events += events
+        # Without an event before it, the load is what it was.
+        if self._events and not isinstance(self._events[-1], LoadEvent):
+            self._events.append(self.scheduler.load())

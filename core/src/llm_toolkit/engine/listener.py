@@ -69,6 +69,6 @@ class Batch(Listener):
         return self._num_left == 0
 
     async def results(self) -> list[PoolingRequestOutput]:
-        """In the order of the requests."""
+        """In the order in which the requests were submitted."""
         await self._wait()
         return [output for state in self.states if isinstance(output := state.snapshot(), PoolingRequestOutput)]

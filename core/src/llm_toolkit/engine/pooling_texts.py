@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from llm_toolkit.plugin import Plugins
 from llm_toolkit.pooling import SentenceTransformersConfig, read_sentence_transformers
 from llm_toolkit.prompts import Prompt, TextPair, parse_prompt
 from llm_toolkit.renderer import RenderedText, Renderer, score_tokens
+
+logger = logging.getLogger(__name__)
 
 
 class PoolingTexts:
@@ -32,6 +35,8 @@ class PoolingTexts:
                 self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
                 self.lower_case = found.transformer.do_lower_case
                 _check_processing(found)
+                if unlike := _unlike(found):
+                    logger.warning("%s: scores are not those of sentence-transformers, for %s.", found.folder, "; ".join(unlike))
 
     def render(
         self,
@@ -43,6 +48,7 @@ class PoolingTexts:
     ) -> list[RenderedText]:
         """Token ids of each. `prompt_name`: for all, or one for each. Raises RequestError for what cannot be rendered."""
         most = self._most(truncate_prompt_tokens)
+        self._check(instruction)
         return self._render(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
 
     def render_each(
@@ -55,6 +61,7 @@ class PoolingTexts:
     ) -> list[RenderedText | RequestError]:
         """As `render`, with an error in the place of what cannot be rendered. Raises RequestError for what is wrong with all of them."""
         most = self._most(truncate_prompt_tokens)
+        self._check(instruction)
         return self._render_each(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
 
     def _render_each(
@@ -110,6 +117,10 @@ class PoolingTexts:
             )
         return self.max_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
+    def _check(self, instruction: str | None) -> None:
+        if instruction is not None and self.template is None:
+            raise RequestError("this model takes no instruction: it has no score template.", "instruction")
+
     def _befores(self, names: str | Sequence[str | None] | None, count: int) -> list[str]:
         """What goes before each prompt."""
         if names is None or isinstance(names, str):
@@ -133,3 +144,18 @@ def _check_processing(found: SentenceTransformersConfig) -> None:
         raise CheckpointError(
             f"the Transformer module of {found.folder!r} has processing_kwargs for {', '.join(map(repr, unknown))}, which is not supported."
         )
+
+
+def _unlike(found: SentenceTransformersConfig) -> list[str]:
+    """What a checkpoint says of the comparison of texts that `score` does not do."""
+    transformer, mask = found.transformer, found.token_mask
+    unlike = []
+    if found.similarity not in (None, "cosine", "maxsim"):
+        unlike.append(f"texts are compared by their cosine, not by {found.similarity!r}")
+    if mask is not None and (mask.skiplist_words or mask.keep_only_token_ids is not None):
+        unlike.append("no token of a document is left out")
+    if transformer.query_expansion is not None:
+        unlike.append("queries are not filled up with mask tokens")
+    if transformer.query_length is not None or transformer.document_length is not None:
+        unlike.append("queries and documents have no lengths of their own")
+    return unlike

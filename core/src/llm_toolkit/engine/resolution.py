@@ -51,8 +51,9 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
     caching, chunked = config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill
     budget = config.scheduler.max_num_batched_tokens
     if chunked is None:
-        # A pooling model computes a prompt at once where it can: it then needs no KV cache.
-        chunked = generates or bool(caching) or (config.max_model_len > _MOST_UNCUT and config.max_model_len > budget)
+        # A pooling model computes a prompt at once where it can: it then needs no KV cache. A native one may see texts as a whole.
+        too_long = choice.convert != "none" and config.max_model_len > max(_MOST_UNCUT, budget)
+        chunked = generates or bool(caching) or too_long
     if not chunked:
         budget = max(budget, config.max_model_len)
     return config.replace(

@@ -108,10 +108,17 @@ class Scoring:
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[TextPair]:
-    queries = [queries] if isinstance(queries, str) else list(queries)
-    documents = [documents] if isinstance(documents, str) else list(documents)
+    queries, documents = _texts(queries, "queries"), _texts(documents, "documents")
     if len(queries) == 1:
         queries = queries * len(documents)
     if len(queries) != len(documents):
         raise RequestError(f"{len(queries)} queries for {len(documents)} documents: give one query, or one for each document.", "queries")
     return list(zip(queries, documents, strict=True))
+
+
+def _texts(given: str | Sequence[str], param: str) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(text, str) for text in given):
+        raise RequestError(f"{param} must be a text, or a list of texts.", param)
+    return list(given)

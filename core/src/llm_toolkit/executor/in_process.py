@@ -16,6 +16,9 @@ from llm_toolkit.plugin import Plugins
 from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit.runner import ModelRunner, free_memory
 
+_KEPT_BYTES = 2**25 - 2**16
+"""A little below the most that glibc adapts to."""
+
 
 class InProcessExecutor(Executor):
     """One rank, no process of its own. It sets neither the thread count nor the CPU affinity of its host app."""
@@ -52,6 +55,9 @@ class InProcessExecutor(Executor):
 
         They leave garbage in the first blocks.
         """
+        if self.runner.device.type == "cpu":
+            # Once glibc has seen an allocation of this size freed, it keeps the memory of activations instead of asking for its pages anew.
+            torch.empty(_KEPT_BYTES, dtype=torch.uint8)
         tables = [list(range(-(-3 // group.spec.block_size))) for group in self.runner.kv_cache.groups]
         tasks = list(self.runner.pooling_rules())
         generates = self.config.model.runner != "pooling"

@@ -102,7 +102,7 @@ class Embeddings:
             names=[f"texts[{index}]" for index in range(len(texts))],
             param="texts",
             prompt_name=prompt_name if prompt_name in self._engine.engine.texts.prompts else None,
-            truncate_prompt_tokens=body.most_tokens(),
+            truncate_prompt_tokens=body.most_tokens(self._engine.config.max_model_len),
         )
 
         def make() -> dict[str, Any]:

@@ -127,9 +127,9 @@ class CohereEmbedBody(EngineBody):
     def params(self) -> PoolingParams:
         return PoolingParams(task="embed", dimensions=self.output_dimension)
 
-    def most_tokens(self) -> int | None:
+    def most_tokens(self, max_model_len: int) -> int | None:
         """As `truncate_prompt_tokens`."""
-        return None if self.truncate == "NONE" else self.max_tokens or -1
+        return None if self.truncate == "NONE" else min(self.max_tokens or max_model_len, max_model_len)
 
 
 def read_inputs(value: Any, most: int) -> Inputs:
