@@ -236,7 +236,11 @@ class TestAborts:
         async def body():
             expected = (await ask(engine)).token_ids
             rng = random.Random(0)
-            await asyncio.gather(*(one(number, random.Random(rng.random())) for number in range(40)))
+            # Four that stay to their end need 120 blocks, and there are 64.
+            crowd = [ask(engine, {"prompt_token_ids": [40] * 20}, LONG) for _ in range(4)]
+            storm = [one(number, random.Random(rng.random())) for number in range(40)]
+            answers = await asyncio.gather(*crowd, *storm)
+            assert [len(answer.token_ids) for answer in answers[:4]] == [100] * 4
             await engine.watcher.idle()
             assert not engine.engine.has_unfinished_requests() and engine.engine.queue.num_requests == 0
             assert (await ask(engine)).token_ids == expected

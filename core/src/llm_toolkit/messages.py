@@ -29,7 +29,8 @@ class Array(Struct, frozen=True):
     dtype: str
     """numpy's name of it, such as "float32"."""
     shape: list[int]
-    data: bytes
+    data: memoryview
+    """A view of the tensor's own memory, or of the message's: it is not copied on the way in."""
 
 
 class TokenizedWords(Struct, kw_only=True, frozen=True):

@@ -205,6 +205,9 @@ class FakeExecutor(Executor):
     def selections(self):
         return {}
 
+    def pooling_rules(self):
+        return {}
+
     def free_memory(self) -> int:
         return 0
 

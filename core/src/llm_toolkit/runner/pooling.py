@@ -57,7 +57,7 @@ class PoolingBatch:
             if tensor is None:
                 continue
             if torch.isfinite(tensor).all():
-                results[seq_id] = Array("float32", list(tensor.shape), tensor.float().cpu().numpy().tobytes())
+                results[seq_id] = as_array(tensor)
             else:
                 errors[seq_id] = "the model's result is not finite"
         return results, errors
@@ -74,3 +74,11 @@ class PoolingBatch:
             num_prompt_tokens=seq.num_prompt_tokens,
             state=self._states[seq.seq_id],
         )
+
+
+def as_array(tensor: Tensor) -> Array:
+    """A tensor of any dtype as a float32 message."""
+    values = tensor.float().contiguous().cpu().numpy()
+    # An empty array has no memory to look at.
+    data = values.reshape(-1).data.cast("B") if values.size else memoryview(b"")
+    return Array("float32", list(values.shape), data)
