@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """Thousands of steps fail here, and each would be logged with its traceback."""
+    logger = logging.getLogger("llm_toolkit.engine.core")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)

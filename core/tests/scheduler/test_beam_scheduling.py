@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from contextlib import suppress
@@ -134,7 +133,6 @@ def random_message(rng: random.Random, number: int) -> EngineRequest:
 @pytest.mark.parametrize("seed", range(60))
 def test_searches_among_others(seed):
     rng = random.Random(seed)
-    logging.getLogger("llm_toolkit.engine.core").setLevel(logging.CRITICAL)
     core = random_core(rng)
     messages: dict[str, EngineRequest] = {}
     outputs: dict[str, list] = {}

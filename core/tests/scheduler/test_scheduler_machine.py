@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
@@ -110,7 +109,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.clock.start()
-        logging.getLogger("llm_toolkit.engine.core").setLevel(logging.CRITICAL)
         self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), overlaps)
         self.scheduler = self.core.scheduler
         self.scheduler.blocks.__class__ = CheckedBlocks
