@@ -32,6 +32,8 @@ from startup_peer import SETTINGS
 SIZES = (48, 80)
 ROWS = 4096
 """Rows of the products of the model's shapes."""
+SETTLE_SECONDS = 3
+"""Between runs: vLLM's engine goes on polling for a second or two, at a core's cost."""
 SYSTEM = Path(__file__).with_name("embed_system.py")
 
 
@@ -152,9 +154,11 @@ def main() -> None:
         seconds: dict[str, list[float]] = {system.name: [] for system in systems}
         measured: dict[str, list[float]] = {rate.name: [] for rate in rates}
         for _ in range(args.runs):
+            time.sleep(SETTLE_SECONDS)
             for rate in rates:
                 measured[rate.name].append(max(rate.run() for _ in range(5)))
             for system in systems:
+                time.sleep(SETTLE_SECONDS)
                 seconds[system.name].append(system.run())
         for system in systems:
             system.stop()

@@ -208,6 +208,23 @@ def test_truncation_is_that_of_transformers(make, family):
 class TestWholePrompts:
     """A model in which each token sees all others is never cut."""
 
+    def test_texts_of_equal_length_meet_in_a_step(self, make, monkeypatch):
+        made = make("Bert", "Model")
+        with LLM(made.folder, max_num_batched_tokens=64, max_num_seqs=4) as llm:
+            executor, steps = llm.engine.client.core.executor, []
+            execute = executor.execute
+
+            def spy(plan):
+                steps.append([scheduled.num_tokens for scheduled in plan.scheduled])
+                return execute(plan)
+
+            monkeypatch.setattr(executor, "execute", spy)
+            texts = [" ".join(WORDS[:length]) for length in (3, 40, 5, 9, 40, 3, 5, 9, 3)]
+            outputs = llm.encode(texts, task="embed", use_tqdm=False)
+            same(outputs, [unit(reference(made, text).last_hidden_state[0].mean(0)) for text in texts])
+            lengths = [length for step in steps for length in step]
+            assert lengths == sorted(lengths) == [5, 5, 5, 7, 7, 11, 11, 42, 42]
+
     def test_a_small_budget_is_raised(self, make):
         made = make("Bert", "Model")
         with LLM(made.folder, max_num_batched_tokens=16, max_num_seqs=4) as llm:

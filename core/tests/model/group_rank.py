@@ -5,7 +5,7 @@ import sys
 import torch
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
-from llm_toolkit.model import Part, ShardedRMSNorm
+from llm_toolkit.model import Part, RowParallelLinear, ShardedRMSNorm
 
 
 def main(rank: int, sync_file: str) -> None:
@@ -19,7 +19,9 @@ def main(rank: int, sync_file: str) -> None:
     assert tensor.all_gather(mine, 1).tolist() == [[first] * 3 + [first + 1] * 3] * 2
     assert tensor.all_gather(mine.t(), 0)[:, 0].tolist() == [first] * 3 + [first + 1] * 3
     assert pipeline.all_reduce(mine.clone())[0, 0] == 2 * (rank % 2) + 2
-    check_norm(rank % 2, VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank))
+    config = VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank)
+    check_norm(rank % 2, config)
+    check_residual(config)
     destroy()
 
 
@@ -31,6 +33,16 @@ def check_norm(tensor_rank: int, config: VllmConfig) -> None:
         norm, mine = ShardedRMSNorm(part, eps=1e-5, vllm_config=config), slice(part.start, part.start + part.size)
         norm.weight.weight_loader(norm.weight, weight)
         torch.testing.assert_close(norm(x[:, mine]), expected[:, mine])
+
+
+def check_residual(config: VllmConfig) -> None:
+    """Bias and residual are added once, not by each rank."""
+    x, weight, bias, residual = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((5, 8), (6, 8), (6,), (5, 6)))
+    layer = RowParallelLinear(8, 6, bias=True, vllm_config=config, prefix="layer")
+    layer.weight.weight_loader(layer.weight, weight)
+    layer.bias.weight_loader(layer.bias, bias)
+    mine = slice(config.parallel.tensor_parallel_rank * 4, config.parallel.tensor_parallel_rank * 4 + 4)
+    torch.testing.assert_close(layer(x[:, mine], residual), torch.nn.functional.linear(x, weight, bias) + residual)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError, ConfigError
+from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
 from llm_toolkit.model import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -12,6 +12,7 @@ from llm_toolkit.model import (
     ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    get_activation,
 )
 
 RANKS = [1, 2, 4]
@@ -152,6 +153,39 @@ def test_a_packed_weight_gives_the_same_product(rows, dtype):
     plain = layer(x)
     layer.process_weights_after_loading()
     torch.testing.assert_close(layer(x), plain)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu", "silu"])
+def test_an_activation_belongs_to_the_product(activation, dtype):
+    layer = ColumnParallelLinear(48, 40, bias=True, activation=activation, vllm_config=VllmConfig.default(dtype=dtype), prefix="layer")
+    weight, bias, x = torch.randn(40, 48), torch.randn(40), torch.randn(9, 48).to(layer.weight.dtype)
+    fill(layer.weight, weight)
+    fill(layer.bias, bias)
+    expected = get_activation(activation)(torch.nn.functional.linear(x, layer.weight, layer.bias))
+    torch.testing.assert_close(layer(x), expected)
+    layer.process_weights_after_loading()
+    # bfloat16: the product is not rounded before the activation.
+    rounding = {"atol": 0.03, "rtol": 0.016} if dtype == "bfloat16" else {"atol": 1e-5, "rtol": 1e-5}
+    torch.testing.assert_close(layer(x), expected, **rounding)
+
+
+def test_an_unknown_activation_is_refused():
+    with pytest.raises(UnsupportedError, match="'gelo'.*'gelu'"):
+        make(ColumnParallelLinear, 8, 8, activation="gelo")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_residual_is_added_once(packed):
+    layer = make(RowParallelLinear, 48, 40, bias=True)
+    weight, bias, x, residual = torch.randn(40, 48), torch.randn(40), torch.randn(9, 48), torch.randn(9, 40)
+    fill(layer.weight, weight)
+    fill(layer.bias, bias)
+    if packed:
+        layer.process_weights_after_loading()
+    before = residual.clone()
+    torch.testing.assert_close(layer(x, residual), torch.nn.functional.linear(x, weight, bias) + residual)
+    assert torch.equal(residual, before)
 
 
 def test_packing_a_tied_head_leaves_the_embedding():

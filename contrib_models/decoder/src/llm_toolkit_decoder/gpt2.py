@@ -15,7 +15,6 @@ from llm_toolkit.model import (
     IntermediateTensors,
     QKVParallelLinear,
     RowParallelLinear,
-    get_activation,
     join,
     layer_index,
     make_layers,
@@ -60,12 +59,14 @@ class GPT2MLP(nn.Module):
         config = HFConfig(vllm_config.hf_config)
         size = config.require("n_embd", int)
         inner = config.get("n_inner", int, 4 * size)
-        self.c_fc = ColumnParallelLinear(size, inner, bias=True, vllm_config=vllm_config, prefix=join(prefix, "c_fc"))
-        self.act = get_activation(config.get("activation_function", str, "gelu_new"))
+        activation = config.get("activation_function", str, "gelu_new")
+        self.c_fc = ColumnParallelLinear(
+            size, inner, bias=True, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "c_fc")
+        )
         self.c_proj = RowParallelLinear(inner, size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "c_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.c_proj(self.act(self.c_fc(x)))
+        out: Tensor = self.c_proj(self.c_fc(x))
         return out
 
 

@@ -12,7 +12,6 @@ from llm_toolkit.model import (
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    get_activation,
     join,
     make_layers,
     torch_dtype,
@@ -60,8 +59,8 @@ class OPTDecoderLayer(nn.Module):
         self.norms_first = config.get("do_layer_norm_before", bool, True)
         self.self_attn = OPTAttention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
         self.self_attn_layer_norm = layer_norm(config, vllm_config)
-        self.fc1 = ColumnParallelLinear(size, inner, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc1"))
-        self.activation = get_activation(config.get("activation_function", str, "relu"))
+        activation = config.get("activation_function", str, "relu")
+        self.fc1 = ColumnParallelLinear(size, inner, bias=bias, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "fc1"))
         self.fc2 = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc2"))
         self.final_layer_norm = layer_norm(config, vllm_config)
 
@@ -74,7 +73,7 @@ class OPTDecoderLayer(nn.Module):
         return out
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        out: Tensor = self.fc2(self.fc1(x))
         return out
 
 

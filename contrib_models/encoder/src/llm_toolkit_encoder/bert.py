@@ -13,7 +13,6 @@ from llm_toolkit.model import (
     HFConfig,
     QKVParallelLinear,
     RowParallelLinear,
-    get_activation,
     join,
     make_layers,
     torch_dtype,
@@ -53,7 +52,7 @@ class BertOutput(nn.Module):
         self.LayerNorm = nn.LayerNorm(shape.hidden_size, eps=shape.eps, dtype=torch_dtype(vllm_config.model.dtype))
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        out: Tensor = self.LayerNorm(self.dense(x).add_(residual))
+        out: Tensor = self.LayerNorm(self.dense(x, residual))
         return out
 
 
@@ -99,11 +98,13 @@ class BertIntermediate(nn.Module):
     def __init__(self, shape: BertShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         sizes = shape.hidden_size, shape.intermediate_size
-        self.dense = ColumnParallelLinear(*sizes, bias=True, vllm_config=vllm_config, prefix=join(prefix, "dense"))
-        self.activation = get_activation(shape.activation)
+        self.dense = ColumnParallelLinear(
+            *sizes, bias=True, activation=shape.activation, vllm_config=vllm_config, prefix=join(prefix, "dense")
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.activation(self.dense(x))
+        out: Tensor = self.dense(x)
+        return out
 
 
 class BertLayer(nn.Module):

@@ -45,12 +45,12 @@ class RotaryAttention(nn.Module):
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
         for heads in (q, k):
             rotation.rotate(heads.view(-1, self.attn.num_heads, self.attn.head_size))
-        out: Tensor = self.o_proj(self.attn(q, k, v))
+        out: Tensor = self.o_proj(self.attn(q, k, v), x)
         return out
 
 
 class GatedMLP(nn.Module):
-    """x [T, H] -> activation(gate) * up, projected [T, H]."""
+    """x [T, H] -> activation(gate) * up, projected, + x [T, H]."""
 
     def __init__(self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -61,22 +61,22 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         up, gate = self.up_gate_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(self.activation(gate).mul_(up))
+        out: Tensor = self.down_proj(self.activation(gate).mul_(up), x)
         return out
 
 
 class PlainMLP(nn.Module):
-    """x [T, H] -> [T, H]."""
+    """x [T, H] -> projected activation + x [T, H]."""
 
     def __init__(self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         size, inner = config.require("hidden_size", int), config.require("intermediate_size", int)
-        self.fc1 = ColumnParallelLinear(size, inner, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc1"))
-        self.activation = get_activation(config.require("hidden_act", str))
+        activation = config.require("hidden_act", str)
+        self.fc1 = ColumnParallelLinear(size, inner, bias=bias, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "fc1"))
         self.fc2 = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "fc2"))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        out: Tensor = self.fc2(self.fc1(x), x)
         return out
 
 
@@ -104,8 +104,8 @@ class RotaryLayer(nn.Module):
         return nn.LayerNorm(size, eps=eps, dtype=torch_dtype(vllm_config.model.dtype))
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        x = self.post_attention_layernorm(self.self_attn(x, rotation).add_(x))
-        out: Tensor = self.post_mlp_layernorm(self.mlp(x).add_(x))
+        x = self.post_attention_layernorm(self.self_attn(x, rotation))
+        out: Tensor = self.post_mlp_layernorm(self.mlp(x))
         return out
 
 

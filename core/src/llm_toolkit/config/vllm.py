@@ -81,7 +81,9 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """How requests are batched. Prompts longer than what is left of a step's budget are computed in chunks."""
 
     max_num_seqs: Annotated[int, option("Most sequences in one step.", ge=1, le=65536)] = 256
-    max_num_batched_tokens: Annotated[int, option("Token budget of one step, over all sequences.", ge=1)] = 2048
+    max_num_batched_tokens: Annotated[
+        int | None, option("Token budget of one step, over all sequences. Default: 2048, or 4096 where no prompt is cut into chunks.", ge=1)
+    ] = None
     enable_chunked_prefill: Annotated[
         bool | None, option("Compute long prompts in several steps. Default: where text is generated, or max_model_len asks for it.")
     ] = None
@@ -92,6 +94,11 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "recompute", "swap"],
         option("What becomes of a request that must give way: computed again, or swapped to --swap-memory. auto: what costs less."),
     ] = "auto"
+
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens`, or its default where prompts are cut into chunks: larger ones hold up who waits for a next token."""
+        return 2048 if self.max_num_batched_tokens is None else self.max_num_batched_tokens
 
 
 class EngineConfig(Struct, frozen=True, kw_only=True):

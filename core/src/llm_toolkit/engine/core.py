@@ -75,7 +75,7 @@ class EngineCore:
         """How many blocks. Raises CapacityError when they do not fit, or a single sequence of max_model_len does not fit in them."""
         backends = {layer: selection.name for layer, selection in self.executor.selections().items()}
         groups = group_layers(self.executor.kv_cache_specs(), backends)
-        cache, length, chunk = self.config.cache, self.config.max_model_len, self.config.scheduler.max_num_batched_tokens
+        cache, length, chunk = self.config.cache, self.config.max_model_len, self.config.scheduler.token_budget
         each, one_sequence = block_bytes(groups), sum(group.spec.blocks_for(length, chunk) for group in groups)
         free = self.executor.free_memory()
         memory = kv_cache_bytes(cache, self.config.device.device, free) if cache.num_kv_blocks is None else cache.num_kv_blocks * each

@@ -28,6 +28,9 @@ from llm_toolkit.prompts import Conversation, Prompt, TextPair, parse_prompt
 from llm_toolkit.renderer import RenderedText, Renderer
 from llm_toolkit.scheduler import RequestLimits
 
+_NO_SAMPLING = SamplingParams()
+"""Of requests that pool. It is checked when it is made, which takes a while."""
+
 
 class PreparedRequest(NamedTuple):
     """A request that has been rendered and checked, and not yet been queued."""
@@ -194,7 +197,7 @@ class LLMEngine:
     ) -> PreparedRequest:
         """As `prepare_pooling`, for what `texts.render` gave. Raises RequestError. May be called from any thread."""
         self.check_pooling(params)
-        message = self._message(request_id, rendered.token_ids, SamplingParams(), options)
+        message = self._message(request_id, rendered.token_ids, _NO_SAMPLING, options)
         message.pooling, message.second_text_start = params, rendered.second_text_start
         self._check(message)
         return PreparedRequest(message, prompt)

@@ -36,6 +36,10 @@ def prepare_each(
     prepared: list[PreparedRequest | RequestError] = []
     for request_id, text, prompt, its in zip(request_ids, rendered, prompts, params, strict=True):
         prepared.append(text if isinstance(text, RequestError) else _prepare(engine, request_id, text, prompt, its, options or {}))
+    messages = [one.message for one in prepared if isinstance(one, PreparedRequest)]
+    for message in messages:
+        # They arrive together, and so are served in the order in which they are submitted.
+        message.arrival_time = messages[0].arrival_time
     return prepared
 
 

@@ -17,6 +17,8 @@ from llm_toolkit.pooling import read_sentence_transformers
 
 _MOST_UNCUT = 8192
 """Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
+_WHOLE_TOKENS = 4096
+"""Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -52,8 +54,10 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
     budget = config.scheduler.max_num_batched_tokens
     if chunked is None:
         # A pooling model computes a prompt at once where it can: it then needs no KV cache. A native one may see texts as a whole.
-        too_long = choice.convert != "none" and config.max_model_len > max(_MOST_UNCUT, budget)
+        too_long = choice.convert != "none" and config.max_model_len > max(_MOST_UNCUT, budget or 0)
         chunked = generates or bool(caching) or too_long
+    if budget is None:
+        budget = max(config.scheduler.token_budget if chunked else _WHOLE_TOKENS, config.scheduler.max_num_seqs)
     if not chunked:
         budget = max(budget, config.max_model_len)
     return config.replace(
@@ -171,8 +175,8 @@ def _check(config: VllmConfig) -> None:
         raise ConfigError(f"tensor_parallel_size {sizes} needs an executor of several workers, and none is installed. Able: 1 x 1.")
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
         raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
-    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+    if scheduler.token_budget < scheduler.max_num_seqs:
         raise ConfigError(
-            f"max_num_batched_tokens ({scheduler.max_num_batched_tokens}) must be at least max_num_seqs ({scheduler.max_num_seqs}), "
+            f"max_num_batched_tokens ({scheduler.token_budget}) must be at least max_num_seqs ({scheduler.max_num_seqs}), "
             "so that each running sequence can get a token in each step."
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 from llm_toolkit.config import ParallelConfig, VllmConfig
 from llm_toolkit.distributed import tensor_parallel_group
 from llm_toolkit.errors import ConfigError
+from llm_toolkit.model.activation import get_activation
 from llm_toolkit.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 from llm_toolkit.model.projection import Projection
 
@@ -53,10 +54,26 @@ class MergedColumnParallelLinear(_Linear):
 
 
 class ColumnParallelLinear(MergedColumnParallelLinear):
-    """Split by its outputs: x [T, input_size] -> [T, output_size / ranks]."""
+    """Split by its outputs: x [T, input_size] -> activation(x W^T + b) [T, output_size / ranks]."""
 
-    def __init__(self, input_size: int, output_size: int, *, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        bias: bool = False,
+        activation: str | None = None,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        """`activation` is a name that `get_activation` knows."""
         super().__init__(input_size, [output_size], bias=bias, vllm_config=vllm_config, prefix=prefix)
+        if activation is not None:
+            get_activation(activation)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x, self.bias, activation=self.activation)
 
 
 class QKVParallelLinear(_Linear):
@@ -108,12 +125,14 @@ class RowParallelLinear(Projection):
         self.weight = new_parameter((output_size, inputs.size), dtype, ShardLoader((inputs,), dim=1))
         self.bias = new_parameter((output_size,), dtype, ShardLoader((Part.whole(output_size),))) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`residual` [T, output_size], the same on all ranks, is added to the sum."""
         if not self.is_sharded:
-            return self.project(x, self.bias)
-        # One rank adds the bias, so that the sum holds it once.
-        bias = self.bias if self.parallel.tensor_parallel_rank == 0 else None
-        return tensor_parallel_group(self.parallel).all_reduce(self.project(x, bias))
+            return self.project(x, self.bias, residual=residual)
+        # One rank adds them, so that the sum holds them once.
+        first = self.parallel.tensor_parallel_rank == 0
+        out = self.project(x, self.bias if first else None, residual=residual if first else None)
+        return tensor_parallel_group(self.parallel).all_reduce(out)
 
     def extra_repr(self) -> str:
         return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}"

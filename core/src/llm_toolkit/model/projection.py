@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from llm_toolkit.model.activation import get_activation
+
+_FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
+    None: ("none", [], ""),
+    "gelu": ("gelu", [], "none"),
+    "gelu_python": ("gelu", [], "none"),
+    "relu": ("relu", [], ""),
+}
+"""What oneDNN computes of an activation while a product's result is in registers."""
 
 
 class Projection(nn.Module):
@@ -17,12 +29,24 @@ class Projection(nn.Module):
     """As loaded. It is gone once it is packed, so that it is not held twice."""
     packed: Tensor | None = None
 
-    def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x W^T + bias: [T, input] -> [T, output]."""
-        if self.packed is None:
-            return F.linear(x, self.weight, bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
-        return out
+    def project(self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+        """activation(x W^T + bias) or x W^T + bias + residual: [T, input] -> [T, output]."""
+        assert activation is None or residual is None
+        out: Tensor
+        if self.packed is not None:
+            product = torch.ops.mkldnn._linear_pointwise
+            if residual is not None:
+                out = product.binary(x, residual, self.packed, bias, "add")
+                return out
+            if activation in _FUSED:
+                out = product(x, self.packed, bias, *_FUSED[activation])
+                return out
+            out = product(x, self.packed, bias, *_FUSED[None])
+        else:
+            out = F.linear(x, self.weight, bias)
+        if residual is not None:
+            return out.add_(residual)
+        return out if activation is None else get_activation(activation)(out)
 
     def process_weights_after_loading(self) -> None:
         if _can_pack(self.weight):

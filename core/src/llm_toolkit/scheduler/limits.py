@@ -23,7 +23,7 @@ class RequestLimits:
         self.pooling = pooling
         self.max_model_len = config.max_model_len
         self.max_num_seqs = config.scheduler.max_num_seqs
-        self.max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+        self.max_num_batched_tokens = config.scheduler.token_budget
         self.num_blocks = kv_cache.num_blocks
         self.specs = [group.spec for group in kv_cache.groups]
 

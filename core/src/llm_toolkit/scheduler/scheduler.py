@@ -58,7 +58,7 @@ class Scheduler:
         self.pooling = pooling
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
-        self.max_num_batched_tokens = config.scheduler.max_num_batched_tokens
+        self.max_num_batched_tokens = config.scheduler.token_budget
         self.default_seed = config.model.seed
         self.salt = salt
         self.blocks = BlockManager(
