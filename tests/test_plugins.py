@@ -15,6 +15,7 @@ SOURCES = Path(__file__).parent / "plugins"
 SHIPPED = [
     "bench",
     "core",
+    "cpu",
     "decoder",
     "encoder",
     "moe",

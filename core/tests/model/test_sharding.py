@@ -171,7 +171,7 @@ def test_an_activation_belongs_to_the_product(activation, dtype):
 
 
 def test_an_unknown_activation_is_refused():
-    with pytest.raises(UnsupportedError, match="'gelo'.*'gelu'"):
+    with pytest.raises(UnsupportedError, match=r"'gelo'.*'gelu'"):
         make(ColumnParallelLinear, 8, 8, activation="gelo")
 
 

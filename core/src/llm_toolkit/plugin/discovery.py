@@ -23,6 +23,7 @@ BUILTIN = frozenset(
     f"llm-toolkit-{name}"
     for name in (
         "bench",
+        "cpu",
         "decoder",
         "encoder",
         "moe",

@@ -1,0 +1,121 @@
+"""The backend against the naive formula, and what it refuses."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from llm_toolkit.attention import AttentionSpec, AttentionType
+from llm_toolkit.testing import AttentionStep
+from llm_toolkit_cpu import backend
+from llm_toolkit_cpu.backend import CpuBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+SPEC = AttentionSpec(
+    layer="encoder.layer.0.attention.self.attn",
+    type=AttentionType.ENCODER,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=32,
+    dtype="float32",
+    device="cpu",
+    block_size=None,
+)
+BATCHES = {
+    "one token": [1],
+    "around a vector": [15, 16, 17, 31, 32, 33],
+    "around a block of rows": [7, 8, 9, 1, 2],
+    "several blocks": [70, 5, 130],
+}
+
+
+def able(dtype: str) -> pytest.MarkDecorator:
+    refusal = CpuBackend.refuses(msgspec.structs.replace(SPEC, dtype=dtype))
+    return pytest.mark.skipif(refusal is not None, reason=str(refusal))
+
+
+def make_step(lengths, **options) -> AttentionStep:
+    return AttentionStep(CpuBackend, [(length, length) for length in lengths], type=AttentionType.ENCODER, cached=False, **options)
+
+
+@able("float32")
+@pytest.mark.parametrize("batch", list(BATCHES))
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
+@pytest.mark.parametrize("head_size", [16, 32, 48, 128])
+def test_is_attention(batch, heads, head_size) -> None:
+    step = make_step(BATCHES[batch], heads=heads, head_size=head_size)
+    assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
+
+
+@able("bfloat16")
+@pytest.mark.parametrize("batch", list(BATCHES))
+@pytest.mark.parametrize("head_size", [16, 48, 64])
+@pytest.mark.parametrize("sharpness", [1.0, 8.0])
+def test_bfloat16_is_as_exact_as_torch(batch, head_size, sharpness) -> None:
+    step = make_step(BATCHES[batch], heads=(4, 4), head_size=head_size, dtype=torch.bfloat16, seed=3)
+    step.layer.scale *= sharpness
+    rows = zip(step.q, step.k, step.v, strict=True)
+    theirs = [scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in row), scale=step.layer.scale)[0] for row in rows]
+    truth = step.naive()
+    errors = [np.linalg.norm(o.double().numpy() - truth) for o in (step.run(), torch.cat([x.transpose(0, 1) for x in theirs]))]
+    assert errors[0] <= 1.5 * errors[1]
+
+
+@able("float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_scores_do_not_overflow_and_tiny_weights_vanish(dtype) -> None:
+    if CpuBackend.refuses(msgspec.structs.replace(SPEC, dtype=str(dtype).removeprefix("torch."))):
+        pytest.skip("no kernel for this type")
+    step = make_step([40], heads=(2, 2), head_size=16, dtype=dtype)
+    step.layer.scale = 1e4
+    found = step.run()
+    assert torch.isfinite(found).all()
+    # Each query's best key takes it all.
+    best = (step.q[0].float().transpose(0, 1) @ step.k[0].float().permute(1, 2, 0)).argmax(-1)
+    expected = torch.stack([step.v[0][best[head], head] for head in range(2)], 1)
+    assert torch.equal(found, expected)
+
+
+@able("float32")
+def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
+    step = make_step([9, 20, 9], heads=(2, 2), head_size=16)
+    whole = step.run()
+    step.k[1][3, 0, 5] = float("nan")
+    broken = step.run()
+    assert broken[9:29, 0].isnan().all()
+    assert torch.equal(broken[9:29, 1], whole[9:29, 1])
+    assert torch.equal(broken[:9], whole[:9])
+    assert torch.equal(broken[29:], whole[29:])
+
+
+@able("float32")
+def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
+    together = make_step([30, 7, 64, 7], heads=(4, 2), head_size=32)
+    whole, start = together.run(), 0
+    for i, length in enumerate([30, 7, 64, 7]):
+        alone = make_step([length], heads=(4, 2), head_size=32)
+        alone.q[0], alone.k[0], alone.v[0] = together.q[i], together.k[i], together.v[i]
+        assert torch.equal(alone.run(), whole[start : start + length])
+        start += length
+
+
+@able("float32")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": "cuda"}, "no kernel for device cuda"),
+        ({"type": AttentionType.DECODER}, "no kernel for decoder layers, only for encoder layers"),
+        ({"type": AttentionType.CROSS}, "no kernel for cross layers, only for encoder layers"),
+        ({"dtype": "float16"}, "no arithmetic in float16, only in float32, bfloat16"),
+        ({"head_size": 40}, "head_size 40 is no multiple of 16"),
+        ({"window": 8, "bias": True}, "no kernel with window and bias"),
+        ({"soft_cap": 30.0}, "no kernel with soft_cap"),
+    ],
+)
+def test_refusals(change, reason) -> None:
+    assert CpuBackend.refuses(SPEC) is None
+    assert CpuBackend.refuses(msgspec.structs.replace(SPEC, **change)) == reason
+
+
+def test_without_kernels_it_says_why(monkeypatch) -> None:
+    monkeypatch.setattr(backend, "_missing", "its kernels are not there (a reason)")
+    assert CpuBackend.refuses(SPEC) == "its kernels are not there (a reason)"
