@@ -154,6 +154,17 @@ class TestEnds:
 
         run(body())
 
+    def test_one_id_for_two_prompts_spares_others(self, engine):
+        async def body():
+            others = asyncio.create_task(engine.encode_many([given(prompt) for prompt in PROMPTS] * 4, EMBED))
+            with pytest.raises(RequestError, match="'twice' is in use"):
+                await engine.encode_many([given(PROMPTS[0])] * 2, EMBED, request_ids=["twice", "twice"])
+            assert all(output.error is None for output in await others)
+            assert (await engine.encode(given(PROMPTS[0]), EMBED, request_id="twice")).error is None
+            await idle(engine)
+
+        run(body())
+
     def test_aborts_and_timeouts(self, engine):
         async def body():
             others = [asyncio.create_task(engine.encode(given(PROMPTS[4]), TOKENS)) for _ in range(20)]
@@ -221,6 +232,15 @@ class TestBadRequests:
             with pytest.raises(RequestError, match="embed, token_embed"):
                 async for _ in engine.generate("abc", SamplingParams()):
                     pass
+            with pytest.raises(RequestError, match=r"which task\? This model serves: embed, token_embed"):
+                await engine.encode_many(["abc"])
+            with pytest.raises(RequestError, match="but params are for 'token_embed'"):
+                await engine.encode("abc", TOKENS, task="embed")
+            with pytest.raises(RequestError, match="a list of these, not a int"):
+                await engine.encode_many(7, EMBED)
+            # One text is one prompt, and so are a mapping and a pair.
+            text, tokens = await engine.encode_many("abc", EMBED), await engine.encode_many(given(PROMPTS[0]), task="token_embed")
+            assert [len(text), len(tokens), tokens[0].data.shape] == [1, 1, (3, 64)]
             with pytest.raises(RequestError, match="prompt 1"):
                 await engine.encode_many([given([5]), given([272])], EMBED)
             assert engine.tasks == ("embed", "token_embed")
@@ -242,6 +262,15 @@ class TestBrokenWeights:
                     assert outputs[number].data is None and "not finite" in outputs[number].error
                 for number in (0, 1, 3):
                     np.testing.assert_allclose(outputs[number].data, expected(states, wishes[number])[number], atol=2e-5)
+
+    def test_a_document_that_cannot_be_scored_comes_last(self, broken_folder):
+        with LLM(broken_folder, convert="embed", **OPTIONS) as llm:
+            documents = ["some text", llm.engine.renderer.decode([BROKEN]), "abc"]
+            ranked = llm.rerank("abc", documents, use_tqdm=False)
+            assert [(one.index, one.error is None) for one in ranked[:2]] == [(2, True), (0, True)]
+            assert (ranked[2].index, ranked[2].document) == (1, documents[1])
+            assert np.isnan(ranked[2].relevance_score) and "not finite" in ranked[2].error
+            assert [one.index for one in llm.rerank("abc", documents, top_n=1, use_tqdm=False)] == [2]
 
     def test_over_the_process(self, broken_folder):
         async def body():

@@ -61,7 +61,7 @@ def make(tmp_path_factory):
     def made(family, kind, **fields):
         cls = getattr(transformers, f"{family}{kind}")
         torch.manual_seed(0)
-        model = cls(cls.config_class(**FIELDS[family], **fields)).eval()
+        model = cls(cls.config_class(**(FIELDS[family] | fields))).eval()
         randomize(model)
         folder, tokenizer = tmp_path_factory.mktemp(f"{family}{kind}"), make_tokenizer(family)
         model.save_pretrained(folder)
@@ -114,6 +114,14 @@ class TestFamilies:
         with LLM(made.folder, pooling_type=method, normalize=False) as llm:
             same(llm.encode(TEXTS, task="embed", use_tqdm=False), expected)
 
+    def test_the_heads_of_training_are_passed_over(self, make, family):
+        made = make(family, "ForMaskedLM")
+        body = SimpleNamespace(model=made.model.base_model, tokenizer=made.tokenizer, types=made.types)
+        expected = [reference(body, text).last_hidden_state[0] for text in TEXTS]
+        with LLM(made.folder) as llm:
+            assert llm.engine.tasks == ("embed", "token_embed")
+            same(llm.encode(TEXTS, task="embed", use_tqdm=False), [unit(one.mean(0)) for one in expected])
+
     def test_classes(self, make, family):
         made = make(family, "ForSequenceClassification", num_labels=3)
         logits = [reference(made, text).logits[0] for text in TEXTS]
@@ -152,6 +160,14 @@ class TestFamilies:
             same(llm.encode(too_long, task="embed", truncate_prompt_tokens=-1, use_tqdm=False), [expected])
         with pytest.raises(ConfigError, match="max_model_len 65 is more than the checkpoint's positions, 64"):
             LLM(made.folder, max_model_len=65)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_heads_that_kernels_can_compute(make, backend):
+    made = make("Bert", "Model", hidden_size=64)
+    expected = [unit(reference(made, text).last_hidden_state[0].mean(0)) for text in TEXTS]
+    with LLM(made.folder, attention_backend=backend) as llm:
+        same(llm.encode(TEXTS, task="embed", use_tqdm=False), expected)
 
 
 def test_the_types_of_tokens_count(make):
@@ -224,6 +240,14 @@ class TestWholePrompts:
             same(outputs, [unit(reference(made, text).last_hidden_state[0].mean(0)) for text in texts])
             lengths = [length for step in steps for length in step]
             assert lengths == sorted(lengths) == [5, 5, 5, 7, 7, 11, 11, 42, 42]
+
+    @pytest.mark.parametrize("options", [{"enable_chunked_prefill": True}, {"enable_prefix_caching": True}])
+    def test_the_default_budget_holds_the_longest_text(self, make, tmp_path, options):
+        folder = shutil.copytree(make("ModernBert", "Model").folder, tmp_path / "long")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 5000}))
+        with LLM(str(folder), max_num_seqs=4, **options) as llm:
+            assert len(llm.embed(" ".join(WORDS[:60] * 70), use_tqdm=False)[0].prompt_token_ids) == 4202
 
     def test_a_small_budget_is_raised(self, make):
         made = make("Bert", "Model")

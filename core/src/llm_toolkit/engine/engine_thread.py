@@ -215,7 +215,7 @@ class EngineThread:
 
     def _forget(self, request_ids: Sequence[str], listener: Listener) -> None:
         # Finished requests are gone already, and their ids may be others'.
-        its = [one for one in request_ids if self._listeners.get(one) is listener]
+        its = [one for one in dict.fromkeys(request_ids) if self._listeners.get(one) is listener]
         for request_id in its:
             del self._listeners[request_id]
         self.engine.abort(its)

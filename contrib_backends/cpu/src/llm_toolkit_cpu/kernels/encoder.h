@@ -7,6 +7,7 @@
  *   NAME(x)         x with the type's suffix
  *   TARGET          the instructions that may be used
  *   DOT, STORE      the functions of lanes.h
+ *   TERMS           precision of the weights, as of exp2_lanes
  *
  * A thread takes one key-value head of one sequence, L tokens of D elements. It lays the keys out so that lanes are tokens, and then, for
  * ROWS queries at a time, computes their scores, the softmax, and the weighted sum of values, whose lanes are elements. All of this fits
@@ -25,14 +26,12 @@ typedef struct {
 } NAME(Head);
 
 TARGET static void NAME(pack)(const NAME(Head) *w, const ELEMENT *keys, const ELEMENT *values, long key_stride, long value_stride) {
-    const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512i places = _mm512_mullo_epi32(count, _mm512_set1_epi32((int)w->width));
     const long lanes = w->size / PAIR;
-    for (long t = 0; t < w->tokens; t++)
+    for (long t = 0; t < w->tokens; t += LANES)
         for (long d = 0; d < lanes; d += LANES) {
-            const __mmask16 there = d + LANES <= lanes ? 0xffff : (__mmask16)((1u << (lanes - d)) - 1);
-            const __m512i row = _mm512_maskz_loadu_epi32(there, (const uint32_t *)(keys + t * key_stride) + d);
-            _mm512_mask_i32scatter_epi32(w->keys + d * w->width + t, there, places, row, 4);
+            const int rows = w->tokens - t < LANES ? (int)(w->tokens - t) : LANES, columns = lanes - d < LANES ? (int)(lanes - d) : LANES;
+            const ELEMENT *from = keys + t * key_stride + d * PAIR;
+            transpose(from, key_stride * (long)sizeof(ELEMENT), rows, w->keys + d * w->width + t, w->width, columns);
         }
     for (long t = 0; t < w->tokens; t += PAIR)
         for (long d = 0; d < w->size; d += LANES) {
@@ -69,24 +68,24 @@ TARGET INLINE void NAME(score)(const NAME(Head) *w, const void *const queries[RO
     __m512 sums[ROWS][2];
     NAME(product)(sums, queries, w->keys + token, w->size / PAIR, w->width, blocks);
     for (int r = 0; r < ROWS; r++)
-        for (int b = 0; b < blocks; b++) _mm512_storeu_ps(w->scores + r * w->width + token + b * LANES, sums[r][b]);
+        for (int b = 0; b < blocks; b++)
+            _mm512_storeu_ps(w->scores + r * w->width + token + b * LANES, _mm512_mul_ps(sums[r][b], _mm512_set1_ps(w->scale)));
 }
 
 /* Weights of one row, not yet divided by their sum, whose inverse is returned. */
 TARGET INLINE float NAME(weigh)(const NAME(Head) *w, int row) {
-    float *scores = w->scores + row * w->width;
-    const __m512 none = _mm512_set1_ps(-INFINITY), scale = _mm512_set1_ps(w->scale);
+    const float *scores = w->scores + row * w->width;
+    const __m512 none = _mm512_set1_ps(-INFINITY);
     const long last = w->width - LANES;
     const __mmask16 there = (__mmask16)(0xffffu >> (w->width - w->tokens));
     __m512 most = none, sum = _mm512_setzero_ps();
     for (long t = 0; t < w->width; t += LANES) {
-        const __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(scores + t), scale);
-        most = _mm512_max_ps(most, t == last ? _mm512_mask_mov_ps(none, there, scaled) : scaled);
-        _mm512_storeu_ps(scores + t, scaled);
+        const __m512 score = _mm512_loadu_ps(scores + t);
+        most = _mm512_max_ps(most, t == last ? _mm512_mask_mov_ps(none, there, score) : score);
     }
     const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
     for (long t = 0; t < w->width; t += LANES) {
-        __m512 weights = exp2_lanes(_mm512_sub_ps(_mm512_loadu_ps(scores + t), top));
+        __m512 weights = exp2_lanes(_mm512_sub_ps(_mm512_loadu_ps(scores + t), top), TERMS);
         if (t == last) weights = _mm512_maskz_mov_ps(there, weights);
         sum = _mm512_add_ps(sum, weights);
         STORE(w->weights + row * w->width + t, weights);

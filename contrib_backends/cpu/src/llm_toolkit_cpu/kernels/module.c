@@ -25,6 +25,7 @@ typedef struct {
 #define NAME(x) x##_f32
 #define DOT dot_f32
 #define STORE store_f32
+#define TERMS 7
 #include "encoder.h"
 #undef TARGET
 #undef ELEMENT
@@ -32,6 +33,7 @@ typedef struct {
 #undef NAME
 #undef DOT
 #undef STORE
+#undef TERMS
 
 #define TARGET AVX512_BF16
 #define ELEMENT uint16_t
@@ -39,6 +41,7 @@ typedef struct {
 #define NAME(x) x##_bf16
 #define DOT dot_bf16
 #define STORE store_bf16
+#define TERMS 5
 #include "encoder.h"
 
 static PyObject *supports(PyObject *self, PyObject *args) {
