@@ -1,0 +1,44 @@
+"""The build: kernels where there is a compiler for them, and a package without them where there is none."""
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def compile_kernels():
+    spec = importlib.util.spec_from_file_location("compile_hook", FOLDER / "compile.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.compile_kernels
+
+
+def test_without_a_compiler_it_says_so(compile_kernels, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "there is no C compiler" in compile_kernels(tmp_path / "module.c", tmp_path / "library.so")
+
+
+def test_what_the_compiler_says_is_passed_on(compile_kernels, tmp_path) -> None:
+    (tmp_path / "module.c").write_text("this is no C")
+    assert "module.c" in compile_kernels(tmp_path / "module.c", tmp_path / "library.so")
+    assert not (tmp_path / "library.so").exists()
+
+
+def test_other_processors_are_named(compile_kernels, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert compile_kernels(tmp_path / "module.c", tmp_path / "library.so").endswith("not for linux on aarch64")
+
+
+def test_a_wheel_without_kernels_is_for_any_machine(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, FOLDER]
+    subprocess.run(command, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
