@@ -52,7 +52,7 @@ def values(o: Option) -> str:
     if o.is_list:
         return "names"
     if o.is_flag:
-        return "on, off"
+        return "switch"
     low, high = o.statement.ge, o.statement.le
     kind = "integer" if int in o.kinds else "number" if float in o.kinds else "text"
     if low is None:

@@ -255,6 +255,7 @@ BAD_PARAMS = {
     "max_tokens": (0, -5),
     "min_tokens": (-1, 17),
     "logprobs": (-1,),
+    "truncate_prompt_tokens": (0, -2, 1.5),
     "stop": ([""], ["a"] * 1000, "x" * 5000, 5, [""] * 10**6),
     "stop_token_ids": ([-1], ["a"], 5, [True], [1] * 1000),
     "ignore_eos": ("false", 1),
@@ -299,6 +300,15 @@ class TestBadRequests:
     def test_min_tokens_beyond_the_context(self, llm):
         with pytest.raises(RequestError, match=r"min_tokens is 100.*room for 8"):
             llm.engine.add_request("bad", {"prompt_token_ids": [40] * 120}, SamplingParams(max_tokens=None, min_tokens=100))
+
+    @pytest.mark.parametrize(("most", "kept"), [(5, 5), (120, 120), (-1, 116), (None, 120)])
+    def test_a_prompt_is_cut_on_its_left(self, llm, most, kept):
+        prompt = [40 + i % 50 for i in range(120)]
+        params = GREEDY.replace(max_tokens=12 if most == -1 else 4, truncate_prompt_tokens=most)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        (expected,) = llm.generate({"prompt_token_ids": prompt[-kept:]}, params.replace(truncate_prompt_tokens=None), use_tqdm=False)
+        assert output.prompt_token_ids == prompt[-kept:]
+        assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
     @pytest.mark.parametrize("priority", ["high", float("nan"), 2**70, True])
     def test_bad_priority(self, llm, priority):

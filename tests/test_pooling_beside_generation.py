@@ -122,5 +122,5 @@ def test_offline(checkpoint, states):
         (output,) = llm.embed(given(PROMPTS[1]), PoolingParams(normalize=False), use_tqdm=False)
         np.testing.assert_allclose(output.embedding, states[1][-1], atol=2e-5)
         assert llm.score("abc", ["abc", "xyz"], use_tqdm=False)[0].score == pytest.approx(1, abs=1e-5)
-        with pytest.raises(RequestError, match="Supported: generate, embed, token_embed"):
+        with pytest.raises(RequestError, match=r"Supported: embed, token_embed\. Start the engine with --convert classify"):
             llm.classify(given(PROMPTS[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from llm_toolkit import LLM, PoolingParams
-from llm_toolkit.errors import ContextLengthError, RequestError
+from llm_toolkit.errors import ConfigError, ContextLengthError, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_bad_prompts(llm, prompts, words):
 
 class TestLength:
     def test_too_long_without_truncation(self, llm):
-        with pytest.raises(ContextLengthError, match=r"prompt 1: .*65 tokens; it must stay within max_model_len, 64"):
+        with pytest.raises(ContextLengthError, match=r"prompt 1: .*65 tokens; it must stay within max_model_len, 64\. .*truncate_prompt"):
             llm.embed(["abc", "x" * 65])
         with pytest.raises(ContextLengthError, match="characters"):
             llm.embed("x" * 10_000_000)
@@ -138,3 +138,52 @@ def test_a_bad_prompt_computes_nothing(folder, watch):
         with pytest.raises(RequestError):
             llm.embed(["abc"] * 100 + [""])
         assert watch.num_tokens == 0 and not llm.engine.has_unfinished_requests()
+
+
+class TestTask:
+    def test_two_of_them(self, llm):
+        tokens = PoolingParams(task="token_embed")
+        for call in (llm.embed, llm.classify):
+            with pytest.raises(RequestError, match="but params are for 'token_embed'") as raised:
+                call("abc", tokens)
+            assert raised.value.param == "task"
+        with pytest.raises(RequestError, match="scores by the task 'embed', but params are for 'token_embed'"):
+            llm.score("abc", "abc", tokens)
+        assert llm.encode("abc", tokens, task="token_embed", use_tqdm=False)[0].data.shape == (3, 64)
+
+    def test_none(self, llm):
+        with pytest.raises(RequestError, match=r"which task\? This model serves: embed, token_embed"):
+            llm.encode("abc")
+
+    def test_of_an_engine_that_generates(self, folder):
+        with LLM(folder, max_model_len=64) as llm:
+            embed = r"Supported: generate\. Start the engine with --convert embed .*convert='embed'.* --also embed"
+            with pytest.raises(RequestError, match=embed):
+                llm.embed("abc")
+            with pytest.raises(RequestError, match=embed):
+                llm.score("abc", "abc")
+            with pytest.raises(RequestError, match=r"--convert classify \(in Python convert='classify'\)\.$"):
+                llm.classify("abc")
+
+
+@pytest.mark.parametrize("method", ["encode", "embed", "classify", "score", "rerank"])
+def test_keywords_that_there_are_not(llm, method):
+    call, texts = getattr(llm, method), ["abc"] * (1 + (method in ("score", "rerank")))
+    with pytest.raises(TypeError, match=rf"^LLM\.{method}\(\) takes no 'dimensions'\. Give PoolingParams\(dimensions=8\)"):
+        call(*texts, dimensions=8)
+    with pytest.raises(TypeError, match=rf"^LLM\.{method}\(\) takes no 'use_tqmd'\. Did you mean 'use_tqdm'"):
+        call(*texts, use_tqmd=False)
+
+
+class TestStepBudget:
+    def test_below_the_number_of_sequences(self, folder):
+        """Nobody waits for a token in each step where prompts are pooled whole."""
+        with LLM(folder, convert="embed", max_model_len=64, max_num_batched_tokens=16) as llm:
+            assert (llm.config.scheduler.token_budget, llm.config.scheduler.max_num_seqs) == (64, 256)
+            assert all(output.error is None for output in llm.embed(["x" * 60, "abc"] * 100, use_tqdm=False))
+
+    @pytest.mark.parametrize("options", [{}, {"enable_chunked_prefill": False}, {"convert": "embed", "enable_chunked_prefill": True}])
+    def test_where_sequences_share_it(self, folder, options):
+        message = r"max_num_batched_tokens \(16\) must be .* max_num_seqs \(256\).* raise it to 256, or give --max-num-seqs 16"
+        with pytest.raises(ConfigError, match=message):
+            LLM(folder, max_model_len=64, max_num_batched_tokens=16, **options)

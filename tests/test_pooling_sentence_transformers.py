@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
+import httpx
 import numpy as np
 import pytest
 import torch
 import transformers
-from llm_toolkit import LLM, PoolingParams
+from llm_toolkit import LLM, AsyncLLM, PoolingParams, VllmConfig
+from llm_toolkit.engine.pooling_batch import prepare_each
 from llm_toolkit.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
 from llm_toolkit.testing import make_checkpoint, randomize
+from llm_toolkit_server.app import create_app
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import normalize
 
 HOME = "sentence_transformers.models"
@@ -178,33 +183,176 @@ class TestInput:
             same(vectors(llm, TEXTS, prompt_name="query"), [embedder.states("q " + text.lower()).mean(0) for text in TEXTS])
 
 
-@pytest.mark.parametrize(("similarity", "warns"), [("dot", True), ("cosine", False), (None, False)])
-def test_scores_that_are_not_the_checkpoints_are_said_to_be(embedder, caplog, similarity, warns):
-    write_modules(embedder.folder, pooling(mean_tokens=True), similarity_fn_name=similarity)
-    with LLM(str(embedder.folder)):
-        pass
-    assert ("compared by their cosine, not by 'dot'" in caplog.text) == warns
+SIMILARITIES = {
+    "cosine": lambda a, b: a @ b / (np.sqrt((a * a).sum()) * np.sqrt((b * b).sum())),
+    "dot": lambda a, b: a @ b,
+    "euclidean": lambda a, b: -np.sqrt(((a - b) ** 2).sum()),
+    "manhattan": lambda a, b: -np.abs(a - b).sum(),
+}
 
 
-def test_late_interaction(embedder, caplog):
-    """Of PyLate: a Dense and nothing that pools. Its own treatment of queries and documents is not ours, and that is said."""
-    write_modules(embedder.folder, DENSE, model_type="ColBERT", query_prefix="[Q] ", document_prefix="[D] ", query_length=32)
-    with LLM(str(embedder.folder)) as llm:
-        assert llm.engine.tasks == ("token_embed",)
-        scores = [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
-        (tokens,) = llm.encode(TEXTS[0], task="token_embed", prompt_name="query", use_tqdm=False)
-        with pytest.raises(RequestError, match="Supported: token_embed"):
-            llm.embed(TEXTS)
-    for words in ("no token of a document is left out", "queries are not filled up", "no lengths of their own"):
-        assert words in caplog.text
+class TestSimilarity:
+    """Of a query and documents, which have prompts of their own. The vectors are as long as the modules leave them."""
 
-    def vectors_of(text):
-        return normalize(torch.tanh(embedder.states(text) @ WEIGHT.T + BIAS), dim=-1)
+    def means(self, embedder, prompts=PROMPTS):
+        states = [embedder.states(prompts["query"] + TEXTS[0])] + [embedder.states(prompts["document"] + text) for text in TEXTS]
+        query, *documents = [one.mean(0).double().numpy() for one in states]
+        return query, documents
 
-    query = vectors_of("[Q] " + TEXTS[0])
-    np.testing.assert_allclose(tokens.data, query, atol=2e-5)
-    expected = [float((query @ vectors_of("[D] " + text).T).amax(1).sum()) for text in TEXTS]
-    np.testing.assert_allclose(scores, expected, rtol=1e-4)
+    def scores(self, llm, **options):
+        return [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False, **options)]
+
+    @pytest.mark.parametrize("modules", [[], [NORMALIZE]], ids=["any length", "length 1"])
+    @pytest.mark.parametrize("name", [None, *SIMILARITIES])
+    def test_it_is_the_checkpoints(self, embedder, caplog, name, modules):
+        write_modules(embedder.folder, pooling(mean_tokens=True), *modules, similarity_fn_name=name, prompts=PROMPTS)
+        query, documents = self.means(embedder)
+        if modules:
+            query, *documents = (one / np.linalg.norm(one) for one in (query, *documents))
+        expected = [SIMILARITIES[name or "cosine"](query, one) for one in documents]
+        with LLM(str(embedder.folder)) as llm:
+            np.testing.assert_allclose(self.scores(llm), expected, rtol=1e-5, atol=1e-5)
+            ranked = llm.rerank(TEXTS[0], TEXTS, use_tqdm=False)
+        assert [result.index for result in ranked] == sorted(range(len(TEXTS)), key=lambda i: -expected[i])
+        assert "scores are not those" not in caplog.text
+
+    @pytest.mark.parametrize("name", ["dot", "euclidean", "manhattan"])
+    def test_without_modules_no_length_is_changed(self, embedder, name):
+        (embedder.folder / "config_sentence_transformers.json").write_text(json.dumps({"similarity_fn_name": name, "prompts": PROMPTS}))
+        query, documents = self.means(embedder)
+        plain = [SIMILARITIES[name](query, one) for one in documents]
+        unit = [one / np.linalg.norm(one) for one in (query, *documents)]
+        of_length_1 = [SIMILARITIES[name](unit[0], one) for one in unit[1:]]
+        with LLM(str(embedder.folder)) as llm:
+            # An embedding has length 1 where there is no modules.json.
+            same(vectors(llm, TEXTS, prompt_name="document"), unit[1:])
+            np.testing.assert_allclose(self.scores(llm), plain, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(self.scores(llm, params=PoolingParams(normalize=True)), of_length_1, rtol=1e-5, atol=1e-5)
+            with pytest.raises(RequestError, match="params must be PoolingParams, not a dict"):
+                self.scores(llm, params={"normalize": True})
+        with LLM(str(embedder.folder), normalize=True) as llm:
+            np.testing.assert_allclose(self.scores(llm), of_length_1, rtol=1e-5, atol=1e-5)
+
+    def test_the_server_compares_likewise(self, embedder):
+        write_modules(embedder.folder, pooling(mean_tokens=True), similarity_fn_name="euclidean", prompts=PROMPTS)
+        query, documents = self.means(embedder)
+        expected = [SIMILARITIES["euclidean"](query, one) for one in documents]
+        order = sorted(range(len(TEXTS)), key=lambda i: -expected[i])
+
+        async def ask():
+            async with AsyncLLM(VllmConfig.make(model=str(embedder.folder), engine_process=False)) as llm:
+                transport = httpx.ASGITransport(create_app(llm, None))
+                async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                    body = {"query": TEXTS[0], "documents": TEXTS}
+                    scores = await client.post("/score", json={"queries": TEXTS[0], "documents": TEXTS})
+                    return scores, [await client.post(path, json=body) for path in ("/rerank", "/v1/rerank", "/v2/rerank")]
+
+        scores, rerankings = asyncio.run(ask())
+        np.testing.assert_allclose([one["score"] for one in scores.json()["data"]], expected, rtol=1e-5)
+        for response in rerankings:
+            results = response.json()["results"]
+            assert [one["index"] for one in results] == order
+            np.testing.assert_allclose([one["relevance_score"] for one in results], [expected[i] for i in order], rtol=1e-5)
+
+
+def left_out(**modes):
+    kind, config = pooling(**modes)
+    return kind, config | {"include_prompt": False}
+
+
+def by_hand(method, states, start):
+    """What pooling gives of the states [tokens, H] of a text, the first `start` left out. Weights count from the first, all the same."""
+    rest = states[start:]
+    if method == "weightedmean_tokens":
+        weights = torch.arange(start + 1, len(states) + 1)
+        return (rest * weights[:, None]).sum(0) / weights.sum()
+    return {
+        "cls_token": lambda: rest[0],
+        "lasttoken": lambda: rest[-1],
+        "max_tokens": lambda: rest.amax(0),
+        "mean_tokens": lambda: rest.mean(0),
+        "mean_sqrt_len_tokens": lambda: rest.sum(0) / len(rest) ** 0.5,
+    }[method]()
+
+
+class TestPromptsThatAreLeftOut:
+    """`include_prompt: false`. The prompt's tokens are read, and have no part in the vector; "<s>" and "</s>" stand around a text."""
+
+    METHODS = ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    # "<s>Query: ", without "</s>".
+    START = 1 + len("Query: ")
+
+    @pytest.fixture(autouse=True)
+    def special_tokens(self, embedder):
+        embedder.tokenizer.post_processor = TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+        embedder.tokenizer.save(str(embedder.folder / "tokenizer.json"))
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_each_method(self, embedder, method):
+        write_modules(embedder.folder, left_out(**{method: True}), prompts=PROMPTS)
+        expected = [by_hand(method, embedder.states("Query: " + text), self.START) for text in TEXTS]
+        without = [by_hand(method, embedder.states(text), 0) for text in TEXTS]
+        with LLM(str(embedder.folder)) as llm:
+            same(vectors(llm, TEXTS, prompt_name="query"), expected)
+            same(vectors(llm, TEXTS), without)
+            # In one step.
+            names = ["query", None, "plain", "query"]
+            same(vectors(llm, TEXTS, prompt_name=names), [(expected if name == "query" else without)[i] for i, name in enumerate(names)])
+
+    def test_side_by_side_and_compared(self, embedder):
+        write_modules(embedder.folder, left_out(mean_tokens=True, cls_token=True), prompts=PROMPTS, similarity_fn_name="dot")
+
+        def vector(prompt, text):
+            states, start = embedder.states(prompt + text), 1 + len(prompt)
+            return torch.cat([states[start], states[start:].mean(0)])
+
+        with LLM(str(embedder.folder)) as llm:
+            same(vectors(llm, TEXTS, prompt_name="document"), [vector("Doc: ", text) for text in TEXTS])
+            scores = [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+        np.testing.assert_allclose(scores, [vector("Query: ", TEXTS[0]) @ vector("Doc: ", text) for text in TEXTS], rtol=1e-5)
+
+    def test_what_is_not_left_out(self, embedder):
+        write_modules(embedder.folder, left_out(mean_tokens=True), prompts=PROMPTS, default_prompt_name="query")
+        states = embedder.states("Query: " + TEXTS[0])
+        with LLM(str(embedder.folder)) as llm:
+            same(vectors(llm, TEXTS[0]), [states[self.START :].mean(0)])
+            # Nobody knows which of them is a prompt's.
+            ids = embedder.tokenizer.encode("Query: " + TEXTS[0]).ids
+            same(vectors(llm, {"prompt_token_ids": ids}), [states.mean(0)])
+            (tokens,) = llm.encode(TEXTS[0], PoolingParams(task="token_embed", normalize=False), use_tqdm=False)
+            same([tokens.data], [states])
+        with LLM(str(embedder.folder), pooling_type="MEAN") as llm:
+            same(vectors(llm, TEXTS[0]), [states.mean(0)])
+
+    def test_a_text_of_which_nothing_is_left(self, embedder):
+        write_modules(embedder.folder, left_out(mean_tokens=True), prompts=PROMPTS)
+        with LLM(str(embedder.folder)) as llm:
+            assert len(vectors(llm, TEXTS, prompt_name="query", truncate_prompt_tokens=self.START + 1)) == len(TEXTS)
+            with pytest.raises(RequestError, match="none of the 8 tokens is left to pool: the checkpoint leaves the 8 tokens of its"):
+                llm.embed(TEXTS[0], prompt_name="query", truncate_prompt_tokens=self.START)
+            # That of one text is no error of the others.
+            params = [PoolingParams()] * 2
+            bad, good = prepare_each(
+                llm.engine, ["0", "1"], TEXTS[:2], params, prompt_name=["query", "document"], truncate_prompt_tokens=self.START
+            )
+            assert isinstance(bad, RequestError)
+            llm.engine.submit(good)
+            (output,) = llm.engine.step()
+            document = embedder.states("Doc: x")
+            same([output.data], [document[1 + len("Doc: ") :].mean(0)])
+
+    @pytest.mark.parametrize("texts_end", ["</s>", None])
+    @pytest.mark.parametrize("prompt", ["Instruct: find it.", "Ends with</s>"])
+    def test_one_special_token_at_a_prompts_end_is_not_its_own(self, embedder, prompt, texts_end):
+        """As sentence-transformers counts, whoever put it there."""
+        ends = [("</s>", 1)] if texts_end else []
+        embedder.tokenizer.post_processor = TemplateProcessing(f"$A {texts_end or ''}".strip(), special_tokens=ends)
+        embedder.tokenizer.save(str(embedder.folder / "tokenizer.json"))
+        write_modules(embedder.folder, left_out(mean_tokens=True), prompts={"query": prompt})
+        ids = embedder.tokenizer.encode(prompt).ids
+        states = embedder.states(prompt + "x")
+        with LLM(str(embedder.folder)) as llm:
+            same(vectors(llm, "x", prompt_name="query"), [states[len(ids) - (ids[-1] == 1) :].mean(0)])
 
 
 def test_what_is_not_understood_is_refused_at_start(embedder):
@@ -215,6 +363,35 @@ def test_what_is_not_understood_is_refused_at_start(embedder):
     (embedder.folder / "sentence_bert_config.json").write_text(json.dumps({"processing_kwargs": {"text": {"add_special_tokens": False}}}))
     with pytest.raises(CheckpointError, match="processing_kwargs for 'text'"):
         LLM(str(embedder.folder))
+
+
+CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_num_seqs": 4, "num_kv_blocks": 64}
+
+
+@pytest.mark.parametrize("method", ["cls_token", "max_tokens", "mean_tokens", "weightedmean_tokens", "lasttoken"])
+@pytest.mark.parametrize("options", [{}, CHUNKED, CHUNKED | {"enable_prefix_caching": True}], ids=["whole", "chunked", "prefix cache"])
+def test_a_prompt_that_is_left_out_in_chunks(make_llama, tmp_path, method, options):
+    """Chunks end within the prompt, with it, and after it."""
+    _, model = make_llama("pooled", hidden_size=48, num_attention_heads=4)
+    make_checkpoint(tmp_path, model)
+    prompts = {name: "i" * length for name, length in (("short", 3), ("chunk", 16), ("more", 21), ("long", 40))}
+    write_modules(tmp_path, left_out(**{method: True}), prompts=prompts)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts, names = ["one", "another text, which is longer", "x", "y" * 30], list(prompts)
+    expected = []
+    for text, name in zip(texts, names, strict=True):
+        with torch.inference_mode():
+            states = model.model(torch.tensor([tokenizer.encode(prompts[name] + text).ids])).last_hidden_state[0]
+        expected.append(by_hand(method, states, len(prompts[name])))
+    with LLM(str(tmp_path), device="cpu", dtype="float32", **options) as llm:
+        for _ in range(2):
+            same(vectors(llm, texts, prompt_name=names), expected)
+
+
+def test_a_prompt_is_left_out_in_an_engine_process_too(embedder):
+    write_modules(embedder.folder, left_out(mean_tokens=True), prompts=PROMPTS)
+    with LLM(str(embedder.folder), engine_process=True) as llm:
+        same(vectors(llm, TEXTS, prompt_name="query"), [embedder.states("Query: " + text)[len("Query: ") :].mean(0) for text in TEXTS])
 
 
 def test_a_language_model_with_modules_pools(make_llama, tmp_path):

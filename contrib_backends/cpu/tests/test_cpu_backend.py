@@ -119,3 +119,10 @@ def test_refusals(change, reason) -> None:
 def test_without_kernels_it_says_why(monkeypatch) -> None:
     monkeypatch.setattr(backend, "_missing", "its kernels are not there (a reason)")
     assert CpuBackend.refuses(SPEC) == "its kernels are not there (a reason)"
+
+
+@able("float32")
+def test_tokens_that_are_not_seen() -> None:
+    rows = [(32, 4), (7, 7), (32, 19), (9, 1), (40, 33)]
+    step = AttentionStep(CpuBackend, rows, type=AttentionType.ENCODER, cached=False, heads=(4, 2), head_size=32)
+    assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5

@@ -7,6 +7,7 @@ import pytest
 import torch
 from encoder_families import BERT_LIKE, MODERN, VOCAB_SIZE, make_checkpoint, our_class
 from encoder_harness import hidden_states, load, random_sequences
+from llm_toolkit.errors import CheckpointError
 from llm_toolkit.pooling import PoolingMetadata, PoolingRow
 from llm_toolkit.pooling_params import PoolingParams
 from safetensors.torch import load_file, save_file
@@ -58,6 +59,14 @@ def test_colbert_checkpoints(tmp_path, metadata):
     assert model.pooler.supported_tasks() == {"token_embed"}
     for ours, sequence in zip(pooled(model, "token_embed"), SEQUENCES, strict=True):
         assert_same(ours, normalize(reference(theirs, sequence).last_hidden_state[0] @ weight.T, dim=-1))
+
+
+@pytest.mark.parametrize(("written", "culprit"), [("{", "cannot be read"), ('{"dim": "20"}', "'dim' must be an integer"), ("[]", "object")])
+def test_colbert_metadata_that_is_not_understood(tmp_path, written, culprit):
+    make_checkpoint("BertModel", BERT_LIKE, tmp_path)
+    (tmp_path / "artifact.metadata").write_text(written)
+    with pytest.raises(CheckpointError, match=rf"artifact\.metadata.*{culprit}"):
+        load(our_class("HF_ColBERT"), tmp_path)
 
 
 @pytest.mark.parametrize(("architecture", "fields"), [("BertModel", BERT_LIKE), ("ModernBertModel", {**MODERN, "local_attention": 8})])

@@ -66,10 +66,10 @@ class EngineDeadError(ToolkitError):
     """The engine has stopped and serves no more requests; `__cause__` is the root cause."""
 
 
-def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
-    """The end of an error sentence: the names closest to `name`, or all of them when none is close."""
+def nearest(name: str, known: Iterable[str], count: int = 3, *, otherwise: str | None = None) -> str:
+    """The end of an error sentence: the names closest to `name`; when none is close, `otherwise`, by default all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     if close:
         return f"Did you mean {' or '.join(repr(c) for c in close)}?"
-    return f"Known: {', '.join(known) or 'none'}."
+    return f"Known: {', '.join(known) or 'none'}." if otherwise is None else otherwise

@@ -64,6 +64,10 @@ class EngineRequest(Struct, kw_only=True):
     """Set: the prompt is pooled, and no token is drawn; `params` has no meaning."""
     second_text_start: int | None = None
     """Of a pair of texts: the position of the first token of the second (token type 1, where the model has types)."""
+    pooling_start: int = 0
+    """Position of the first token that is pooled. Those before, of the checkpoint's prompt, are read and left out of the vector."""
+    num_attended: int | None = None
+    """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them; None: all."""
 
 
 class TokenLogprobs(Struct):
@@ -146,6 +150,8 @@ class NewSequence(Struct, kw_only=True):
     """Prompt tokens whose log probabilities were returned before: they are not computed again."""
     pooling: PoolingParams | None = None
     second_text_start: int | None = None
+    pooling_start: int = 0
+    num_attended: int | None = None
     num_candidates: int = 0
     """Of a beam: how many of the likeliest tokens are returned where others draw one."""
 

@@ -136,4 +136,6 @@ class RerankResult:
     index: int
     """Its place in the list that was given."""
     relevance_score: float
+    """NaN where there is an error."""
     document: str
+    error: str | None = None

@@ -50,8 +50,9 @@ _INTEGERS = (
     "logprobs",
     "prompt_logprobs",
     "dry_allowed_length",
+    "truncate_prompt_tokens",
 )
-_OPTIONAL = ("best_of", "beam_width", "max_tokens", "seed", "logprobs", "prompt_logprobs", "mirostat_tau")
+_OPTIONAL = ("best_of", "beam_width", "max_tokens", "seed", "logprobs", "prompt_logprobs", "mirostat_tau", "truncate_prompt_tokens")
 _BEAM_ONLY = ("beam_width", "length_penalty", "early_stopping")
 _WITH_BEAMS = frozenset(
     (
@@ -66,6 +67,7 @@ _WITH_BEAMS = frozenset(
         "ignore_eos",
         "max_tokens",
         "min_tokens",
+        "truncate_prompt_tokens",
         "detokenize",
         "skip_special_tokens",
     )
@@ -149,6 +151,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Alternatives per output token whose log probability is returned, beside the token's own."""
     prompt_logprobs: int | None = None
     """Alternatives per prompt token whose log probability is returned, beside the token's own."""
+    truncate_prompt_tokens: int | None = None
+    """Read only so many tokens of a longer prompt: the last ones, since the output follows them. -1: as many as leave room for max_tokens."""
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -168,6 +172,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
         most = self.max_tokens if self.max_tokens is not None else self.min_tokens
         _require(self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})", self.min_tokens)
+        cut = self.truncate_prompt_tokens
+        _require(cut is None or cut == -1 or cut >= 1, "truncate_prompt_tokens", "-1 or at least 1", cut)
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more", self.logprobs)
         _require(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more", self.prompt_logprobs)
         self._check_stops()

@@ -40,6 +40,9 @@ class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         _require(isinstance(returned, list | None), "returned_token_ids", "a list of token ids", returned)
         _require(len(returned or ()) <= MAX_RETURNED_TOKENS, "returned_token_ids", f"at most {MAX_RETURNED_TOKENS} token ids", "more")
         _require(all(_is_token_id(i) for i in returned or ()), "returned_token_ids", "a list of token ids", returned)
+        # Together with the range that a pooler checks, this bounds what a request can make of a token.
+        if returned and len(set(returned)) < len(returned):
+            raise RequestError(f"returned_token_ids must name each once, not {reprlib.repr(returned)}.", "returned_token_ids")
 
     def replace(self, **changes: object) -> PoolingParams:
         return msgspec.structs.replace(self, **changes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,6 +47,17 @@ def test_each_line_has_its_row(embed, llm):
     assert "700/700" in done.err
 
 
+def test_standard_input_is_a_text_a_line(toolkit, checkpoint, tmp_path, monkeypatch, llm):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO("Zürich\n\nlast".encode())))
+    done = toolkit("embed", checkpoint, "--in", "-", "--out", tmp_path / "out.npy", *SMALL)
+    assert done.code == 1 and "line 2: the text is empty." in done.err
+    vectors = np.load(tmp_path / "out.npy")
+    np.testing.assert_allclose(vectors[[0, 2]], expected(llm, ["Zürich", "last"]), atol=1e-5)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO()))
+    done = toolkit("embed", checkpoint, "--in", "-", "--out", tmp_path / "none.npy", *SMALL)
+    assert (done.code, done.err) == (2, "error: option 'in': '-' is empty.\n")
+
+
 def test_bad_lines_are_told_and_the_others_go_on(embed, llm):
     lines = [b'{"body": "first"}', b"no json", b'{"body": 5}', b'{"text": "x"}', b'{"body": ""}', b"\xff", b"", b'{"body": "last\\n"}']
     done, vectors = embed("in.jsonl", b"\n".join(lines) + b"\n", "--field", "body")
@@ -54,6 +67,18 @@ def test_bad_lines_are_told_and_the_others_go_on(embed, llm):
         assert f"line {number}: " in done.err and why in next(one for one in done.err.splitlines() if f"line {number}:" in one)
     assert np.isnan(vectors[1:7]).all()
     np.testing.assert_allclose(vectors[[0, 7]], expected(llm, ["first", "last\n"]), atol=1e-5)
+
+
+@pytest.mark.parametrize("out", ["out.npy", "out.parquet"])
+def test_lines_that_json_and_files_cannot_hold(toolkit, checkpoint, tmp_path, out):
+    if out.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    (tmp_path / "in.jsonl").write_text("\n".join(["[" * 100_000, r'{"text": "\ud800"}', '{"text": "good"}']))
+    done = toolkit("embed", checkpoint, "--in", tmp_path / "in.jsonl", "--out", tmp_path / out, *SMALL)
+    assert done.code == 1 and "2 of 3 lines" in done.err
+    assert "line 1: it is no JSON: maximum recursion depth exceeded" in done.err
+    assert "line 2: 'text' is no valid text: lone surrogate at position 0." in done.err
+    assert (tmp_path / out).stat().st_size
 
 
 def test_long_lines_are_errors_or_cut(embed, llm):
@@ -76,19 +101,24 @@ def test_long_lines_are_errors_or_cut(embed, llm):
         ("in.txt", "x", ("--task", "classify"), "Supported: embed, token_embed"),
         ("in.txt", "x", ("--dimensions", "17"), "ask for 1 to 16"),
         ("in.txt", "x", ("--prompt-name", "query"), "no prompt 'query'"),
+        ("in.txt", "x", ("--field", "text"), "'field' is for .jsonl files"),
     ],
 )
 def test_what_is_wrong_with_all_lines_is_one_error(embed, name, content, arguments, error):
     done, vectors = embed(name, content, *arguments)
     assert done.code in (1, 2) and vectors is None
     assert error in done.err and "Traceback" not in done.err
+    assert "0/1" not in done.err
 
 
-def test_a_wrong_output_is_one_error(embed, tmp_path):
+def test_a_wrong_output_is_one_error(embed, toolkit, checkpoint, tmp_path):
     done, _ = embed("in.txt", "x", out="out.csv")
     assert done.code == 2 and "must end in .npy or .parquet" in done.err
     done, _ = embed("in.txt", "x", out="absent/out.npy")
     assert done.code == 2 and "cannot be written" in done.err
+    (tmp_path / "folder.npy").mkdir()
+    done = toolkit("embed", checkpoint, "--in", tmp_path / "in.txt", "--out", tmp_path / "folder.npy", *SMALL)
+    assert done.code == 2 and "is a folder" in done.err
 
 
 def test_parquet_needs_its_extra(embed, monkeypatch):

@@ -99,6 +99,16 @@ def test_wrong_values_name_their_option(invoke):
         invoke("probe", "--dtype", "flot16")
 
 
+def test_switches_that_may_be_unset(invoke, monkeypatch):
+    monkeypatch.setenv("LLM_TOOLKIT_OVERLAP", "true")
+    config = invoke("probe", "--enable-prefix-caching", "--no-enable-chunked-prefill", "--no-normalize")["config"]
+    assert (config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill, config.pooler.normalize) == (True, False, False)
+    assert (config.engine.overlap, config.engine.engine_process) == (True, None)
+    monkeypatch.setenv("LLM_TOOLKIT_OVERLAP", "perhaps")
+    with pytest.raises(ConfigError, match=r"LLM_TOOLKIT_OVERLAP: 'perhaps' is no value for 'overlap' .* It is true or false\."):
+        invoke("probe")
+
+
 def test_no_abbreviations(invoke):
     with pytest.raises(Exception, match=r"No such option: --block-siz"):
         invoke("probe", "--block-siz", "8")

@@ -16,6 +16,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     limit: Annotated[int | None, option("A limit.")] = None
     color: Annotated[Literal["red", "green"], option("A color.")] = "red"
     loud: Annotated[bool, option("Loud.")] = False
+    fast: Annotated[bool | None, option("Fast.")] = None
     names: Annotated[list[str] | None, option("Names.")] = None
     tree: Annotated[dict[str, dict[str, str]], option("A tree.")] = msgspec.field(default_factory=dict)
     derived: int = 0
@@ -26,10 +27,11 @@ BY_NAME = {o.name: o for o in OPTIONS}
 
 
 def test_each_option_is_derived_from_its_field():
-    assert [o.name for o in OPTIONS] == ["count", "ratio", "limit", "color", "loud", "names", "tree"]
+    assert [o.name for o in OPTIONS] == ["count", "ratio", "limit", "color", "loud", "fast", "names", "tree"]
     assert (BY_NAME["count"].flag, BY_NAME["count"].env, BY_NAME["count"].default) == ("--count", "LLM_TOOLKIT_COUNT", 2)
     assert BY_NAME["color"].choices == ("red", "green")
-    assert BY_NAME["loud"].is_flag and BY_NAME["names"].is_list and BY_NAME["tree"].is_mapping
+    assert [o.name for o in OPTIONS if o.is_flag] == ["loud", "fast"]
+    assert BY_NAME["names"].is_list and BY_NAME["tree"].is_mapping
     assert BY_NAME["limit"].kinds == (int, type(None))
     assert BY_NAME["tree"].default == {}
 
@@ -47,6 +49,8 @@ def test_each_option_is_derived_from_its_field():
         ("color", "green", "green"),
         ("loud", "true", True),
         ("loud", "0", False),
+        ("fast", "true", True),
+        ("fast", "none", None),
         ("names", "a, b,", ["a", "b"]),
         ("names", ["a", "b"], ["a", "b"]),
         ("names", "none", None),

@@ -82,9 +82,14 @@ def test_a_broken_fallback_is_passed_over_unless_asked_for():
 
 
 def test_an_architecture_that_nothing_runs_is_one_error():
-    message = r"'KnowmForCausalLM'.* Did you mean 'KnownForCausalLM'\?.* The fallback 'one' cannot run it: it is too new\. Install"
+    message = r"'KnowmForCausalLM' of .*\. The fallback 'one' cannot run it: it is too new\. Did you mean 'KnownForCausalLM'\?.* Install"
     with pytest.raises(CheckpointError, match=message):
         choose(UNKNOWN, one="Refuses")
+    with pytest.raises(
+        CheckpointError, match=r"too new\. `toolkit plugins show PLUGIN` lists a plugin's architectures\..* Install"
+    ) as caught:
+        choose({"architectures": ["T5EncoderModel"]}, one="Refuses")
+    assert "KnownForCausalLM" not in str(caught.value)
 
 
 def test_a_fallbacks_name_is_no_architecture():

@@ -84,6 +84,8 @@ def test_what_is_chosen(plugins, checkpoint, options, expected):
         ),
         (LM, {"convert": "embedd"}, ConfigError, "no convert type 'embedd'.*embed"),
         (LM, {"runner": "generate", "convert": "embed"}, ConfigError, "runner 'generate' takes convert 'none', not 'embed'.*--also embed"),
+        (LM, {"runner": "generate", "convert": "classify"}, ConfigError, r"not 'classify'\. Able: --runner pooling\.$"),
+        (REWARD, {"convert": "embed"}, UnsupportedError, "pooling model already, and not of convert type 'embed'.*--convert auto"),
         (LM, {"runner": "pooling", "convert": "none"}, ConfigError, "cannot run 'KnownForCausalLM' as it is.*embed or classify"),
         (LM, {"runner": "draft"}, ConfigError, "runner 'draft': no drafter is installed. Able: generate, pooling"),
         (BERT, {"runner": "draft"}, ConfigError, "no drafter is installed. Able: pooling"),

@@ -21,10 +21,12 @@ def pool_in_chunks(
     cuts: Sequence[Sequence[int]] | None = None,
     token_ids: Sequence[np.ndarray] | None = None,
     between: int = 0,
+    starts: Sequence[int] | None = None,
 ) -> list[Tensor]:
     """What a pooler makes of `prompts` ([n, H] hidden states each).
 
     `cuts`: where each prompt is cut into chunks; a step takes the next chunk of each. `between`: tokens of nobody in front of each row.
+    `starts`: for each prompt, the position of the first token that is pooled.
     """
     wanted = [params] * len(prompts) if isinstance(params, PoolingParams) else list(params)
     bounds = [[0, *(cuts[i] if cuts else ()), len(prompt)] for i, prompt in enumerate(prompts)]
@@ -41,7 +43,15 @@ def pool_in_chunks(
             ids = token_ids[i][start:stop] if token_ids else np.zeros(stop - start, np.int32)
             tokens = slice(offset, offset + stop - start)
             rows.append(
-                PoolingRow(params=wanted[i], tokens=tokens, token_ids=ids, start=start, num_prompt_tokens=len(prompts[i]), state=states[i])
+                PoolingRow(
+                    params=wanted[i],
+                    tokens=tokens,
+                    token_ids=ids,
+                    start=start,
+                    num_prompt_tokens=len(prompts[i]),
+                    pooling_start=starts[i] if starts else 0,
+                    state=states[i],
+                )
             )
             offset += stop - start
         outcome = pooler(torch.cat(pieces), PoolingMetadata(rows))

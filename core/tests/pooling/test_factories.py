@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from llm_toolkit.config import Checkpoint, VllmConfig
+from llm_toolkit.config import Checkpoint, PoolerConfig, VllmConfig
 from llm_toolkit.errors import CheckpointError, ConfigError
 from llm_toolkit.pooling import classification_pooler, embedding_pooler, token_classification_pooler
+from llm_toolkit.pooling.options import PoolingKind, check_pooler_options
 from llm_toolkit.pooling_params import PoolingParams
 from safetensors.torch import save_file
 from torch import nn
@@ -206,13 +207,17 @@ def test_pickled_weights(tmp_path):
         embedding_pooler(config_of(tmp_path))
 
 
-def test_prompts_that_are_not_pooled(tmp_path):
+def test_prompts_that_are_not_pooled(tmp_path, run):
     save_modules(tmp_path, ("Pooling", {"embedding_dimension": SIZE, "pooling_mode": "mean", "include_prompt": False}))
-    embedding_pooler(config_of(tmp_path))
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "Represent: "}}))
-    with pytest.raises(CheckpointError, match="include_prompt: false"):
-        embedding_pooler(config_of(tmp_path))
-    embedding_pooler(config_of(tmp_path, pooling_type="MEAN"))
+    pooler = embedding_pooler(config_of(tmp_path))
+    texts, starts = prompts(), [3, 0, 8]
+    results = run(pooler, texts, PoolingParams(), starts=starts)
+    for text, start, result in zip(texts, starts, results, strict=True):
+        torch.testing.assert_close(result, text[start:].mean(0))
+    # Vectors of tokens are those of all tokens.
+    for text, result in zip(texts, run(pooler, texts, PoolingParams(task="token_embed"), starts=starts), strict=True):
+        torch.testing.assert_close(result, text)
 
 
 @pytest.mark.parametrize("method", ["ALL", "STEP"])
@@ -276,6 +281,16 @@ def test_an_activation_that_is_asked_for(tmp_path, run):
         torch.testing.assert_close(result, classifier(x[0]))
 
 
+def test_a_regression_of_sentence_transformers_is_a_sigmoid(tmp_path, run):
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"model_type": "CrossEncoder"}))
+    for labels, activation in ((1, torch.sigmoid), (2, identity)):
+        classifier = nn.Linear(SIZE, labels)
+        config = config_of(tmp_path, {"num_labels": labels, "problem_type": "regression"})
+        x, result = one(run, classification_pooler(config, classifier, "CLS"), "classify")
+        with torch.inference_mode():
+            torch.testing.assert_close(result, activation(classifier(x[0])))
+
+
 def test_problem_type_that_is_not_understood(tmp_path):
     with pytest.raises(CheckpointError, match=r"'problem_type' is 'ranking', which is not understood"):
         classification_pooler(config_of(tmp_path, {"problem_type": "ranking"}), nn.Linear(SIZE, 2))
@@ -284,3 +299,31 @@ def test_problem_type_that_is_not_understood(tmp_path):
 def test_sigma_must_be_positive():
     with pytest.raises(ConfigError, match="'logit_sigma' must be more than 0, not 0"):
         VllmConfig.make(logit_sigma=0)
+
+
+OF_LABELS = {"use_activation": True, "logit_mean": 1.0, "logit_sigma": 2.0}
+OF_STEPS = {"step_tag_id": 3, "returned_token_ids": [0]}
+OF_HEAD = {"classifier_method": "no_post_processing", "classifier_tokens": ["yes"]}
+MEANINGLESS = [
+    ("an embedding model", embedding_pooler, {}, {**OF_LABELS, **OF_STEPS, **OF_HEAD, "score_template": "t"}),
+    ("a native classifier", classification_pooler, {"convert": "none"}, {**OF_STEPS, **OF_HEAD, "normalize": True}),
+    ("a language model made into a classifier", classification_pooler, {"convert": "classify"}, {**OF_STEPS, "normalize": False}),
+    ("a classifier or reward model of tokens", token_classification_pooler, {}, {**OF_HEAD, "normalize": True, "score_template": "t"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "options", "name", "value"),
+    [(model, make, options, name, value) for model, make, options, names in MEANINGLESS for name, value in names.items()],
+)
+def test_options_that_mean_nothing_are_refused(model, make, options, name, value, tmp_path):
+    config = config_of(tmp_path, {"num_labels": 1}, **options, **{name: value})
+    with pytest.raises(ConfigError, match=f"option {name!r} means nothing to {model}. It is for "):
+        make(config, *([] if make is embedding_pooler else [nn.Linear(SIZE, 1)]))
+
+
+@pytest.mark.parametrize(("name", "value"), {**OF_LABELS, **OF_STEPS, **OF_HEAD, "normalize": True, "pooling_type": "CLS"}.items())
+def test_options_of_pooling_are_refused_by_an_engine_that_only_generates(name, value):
+    check_pooler_options(PoolerConfig(), PoolingKind.NONE)
+    with pytest.raises(ConfigError, match=f"option {name!r} means nothing to an engine that generates only"):
+        check_pooler_options(PoolerConfig(**{name: value}), PoolingKind.NONE)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 SIZE = 12
 
 
-def weighted_mean(x: Tensor) -> Tensor:
-    weights = torch.arange(1, len(x) + 1, dtype=torch.float64)
+def weighted_mean(x: Tensor, left_out: int = 0) -> Tensor:
+    weights = torch.arange(left_out + 1, left_out + len(x) + 1, dtype=torch.float64)
     return (x * weights[:, None]).sum(0) / weights.sum()
 
 
@@ -66,6 +66,27 @@ def test_chunked_is_unchunked(name, seed, run):
     chunked = run(raw_pooler(METHODS[name]), prompts, PoolingParams(), cuts=cuts, between=1)
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_first_tokens_are_left_out(name, seed, run):
+    """They are NaN, so that they are seen in the result. Chunks begin and end before, at and after the first token that is pooled."""
+    draw = random.Random(seed)
+    prompts = some_prompts(12)
+    starts = [draw.randrange(len(prompt)) for prompt in prompts]
+    for prompt, start in zip(prompts, starts, strict=True):
+        prompt[:start] = float("nan")
+    cuts = [sorted(draw.sample(range(1, len(p)), draw.randint(0, min(4, len(p) - 1)))) for p in prompts]
+    for i, (prompt, start) in enumerate(zip(prompts, starts, strict=True)):
+        if i % 3 == 0 and 0 < start < len(prompt):
+            cuts[i] = sorted({*cuts[i], start})
+    for chunks in (None, cuts):
+        results = run(raw_pooler(METHODS[name]), prompts, PoolingParams(), cuts=chunks, starts=starts, between=1)
+        for prompt, start, result in zip(prompts, starts, results, strict=True):
+            pooled = prompt[start:].double()
+            expected = weighted_mean(pooled, start) if name == "WEIGHTED_MEAN" else DEFINITIONS[name](pooled)
+            torch.testing.assert_close(result.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", METHODS)

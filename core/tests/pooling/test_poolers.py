@@ -174,6 +174,20 @@ def test_returned_ids_are_logits_of_the_model():
         token_classification_pooler(config(returned_token_ids=[9]), linear())
 
 
+def test_a_step_tag_is_a_token_of_the_model():
+    of_model = VllmConfig.default({"hidden_size": SIZE, "num_labels": LABELS, "vocab_size": TAG}, step_tag_id=TAG, pooling_type="STEP")
+    with pytest.raises(ConfigError, match=f"'step_tag_id' is {TAG}, but the model's vocabulary has {TAG} tokens"):
+        token_classification_pooler(of_model, linear())
+
+
+def test_returned_ids_are_each_named_once():
+    with pytest.raises(RequestError, match=r"each once, not \[0, 0, 0, 0, 0, 0, \.\.\.\]") as caught:
+        PoolingParams(task="token_classify", returned_token_ids=[0] * 2**18)
+    assert caught.value.param == "returned_token_ids"
+    with pytest.raises(ConfigError, match="'returned_token_ids' must name each once"):
+        token_classification_pooler(config(returned_token_ids=[1, 0, 1]), linear())
+
+
 MIXED = [
     PoolingParams(),
     PoolingParams(task="token_embed"),

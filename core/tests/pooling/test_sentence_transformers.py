@@ -220,6 +220,7 @@ def test_dense_that_is_not_understood(changes, said, tmp_path):
         (listing(("", f"{OLD}.Transformer"), ("", f"{OLD}.Transformer")), "the first module, and no other"),
         (listing(("", f"{OLD}.Transformer"), ("1", f"{OLD}.Pooling"), ("1", f"{OLD}.Pooling")), "more than one Pooling"),
         (listing(("", f"{OLD}.Transformer"), ("2", f"{OLD}.Dense")), "a Dense of sentence vectors stands before the Pooling module"),
+        (listing(("1", f"{OLD}.Transformer")), "has the language model in the folder '1'"),
         (listing(("", f"{OLD}.Transformer"), ("../1", f"{OLD}.Pooling")), "the path '../1', which is outside"),
         ([{"idx": 0, "name": "0", "path": ""}], "does not say 'type'"),
         ([{"idx": 0, "name": "0", "path": "", "type": f"{OLD}.Transformer", "when": 1}], "the key 'when'"),

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from llm_toolkit.config import PluginsConfig, VllmConfig
 from llm_toolkit.engine.score_template import choose_score_template
-from llm_toolkit.errors import ConfigError, ContextLengthError, PluginError
+from llm_toolkit.errors import ConfigError, ContextLengthError, PluginError, RequestError
 from llm_toolkit.plugin import Plugins, hookimpl
 from llm_toolkit.pooling import stored_weights
 from llm_toolkit.renderer import RenderedText, Renderer, ScoreTemplate, read_score_template, score_prompt, score_tokens
@@ -85,10 +85,35 @@ def test_a_document_that_is_too_long_is_cut(special):
     cut = score_tokens(RENDERER, template, "abc", "defghij", max_tokens=len(whole) - 2)
     expected = tokens_of("Q abc", ";", "D defg", "=> {0}")
     assert cut == ([BOS, *expected, EOS] if special else expected)
-    least = len(whole) - len(tokens_of("D defghij"))
-    with pytest.raises(ContextLengthError, match=rf"all but the document takes {least} tokens, and {least} are allowed") as caught:
-        score_tokens(RENDERER, template, "abc", "defghij", max_tokens=least)
-    assert caught.value.param == "truncate_prompt_tokens"
+    taken = len(whole) - len(tokens_of("defghij"))
+    assert len(score_tokens(RENDERER, template, "abc", "defghij", max_tokens=taken + 1)) == taken + 1
+    for most in (taken, taken - 1, 4):
+        with pytest.raises(ContextLengthError, match=rf"all but the document takes {taken} tokens, and {most} are allowed") as caught:
+            score_tokens(RENDERER, template, "abc", "defghij", max_tokens=most)
+        assert caught.value.param == "truncate_prompt_tokens"
+
+
+@pytest.mark.parametrize("query", ["abc", "abcd"])
+def test_a_query_is_not_cut_where_it_shares_a_piece_with_the_document(query):
+    template = ScoreTemplate(pieces=("Q {query} D {document}", "="))
+    whole, taken = tokens_of(f"Q {query} D efghij"), len(tokens_of(f"Q {query} D ", "="))
+    assert score_tokens(RENDERER, template, query, "efghij", max_tokens=taken + 1) == [*whole[:taken], *tokens_of("=")]
+    # After a query of four characters, the document begins inside of a token.
+    least = taken if query == "abcd" else taken + 1
+    for most in (1, 3, least - 1):
+        with pytest.raises(ContextLengthError, match=f"all but the document takes {taken} tokens, and {most} are allowed"):
+            score_tokens(RENDERER, template, query, "efghij", max_tokens=most)
+    assert len({tuple(score_tokens(RENDERER, template, query, text, max_tokens=least)) for text in ("efghij", "klmnop")}) == 2
+
+
+def test_what_is_empty_or_no_text_is_refused():
+    for query, document, name in (("", "a", "query"), ("a", "", "document"), ("", "", "query")):
+        with pytest.raises(RequestError, match=f"the {name} is empty") as caught:
+            score_tokens(RENDERER, TEMPLATE, query, document)
+        assert caught.value.param == "input"
+    with pytest.raises(RequestError, match="the instruction must be a text, not a int") as caught:
+        score_tokens(RENDERER, TEMPLATE, "a", "b", 5)
+    assert caught.value.param == "instruction"
 
 
 def test_a_template_without_its_places_is_refused():
@@ -131,6 +156,11 @@ class Later(Brings):
     templates = {"later": ("score_templates_of_a_test:LATER", ("KnownForCausalLM",))}
 
 
+class Made(Brings):
+    name = "made"
+    templates = {"made": ("score_templates_of_a_test:MADE", ("KnownForCausalLM",))}
+
+
 class Wrong(Brings):
     name = "wrong"
     templates = {"wrong": ("score_templates_of_a_test:__name__", ())}
@@ -142,6 +172,8 @@ def choose(monkeypatch, tmp_path):
     module = types.ModuleType("score_templates_of_a_test")
     for name in ("OWN", "KNOWN", "LATER"):
         setattr(module, name, ScoreTemplate(pieces=("{query}{document}", name)))
+    made = {"classifier_method": "from_2_way_softmax", "classifier_tokens": ("no", "yes")}
+    module.MADE = ScoreTemplate(pieces=("{query}{document}", "MADE"), **made)
     monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
 
     def run(architecture="KnownForCausalLM", plugins=(Brings,), **options):
@@ -168,6 +200,21 @@ def test_the_template_of_an_architecture(choose, tmp_path):
     assert choose() == "KNOWN"
     write_weights(tmp_path, "model.norm.weight", "score.weight")
     assert choose() is None
+
+
+@pytest.mark.parametrize(
+    ("method", "tokens", "is_its"),
+    [
+        ("from_2_way_softmax", ["no", "yes"], True),
+        ("from_2_way_softmax", None, True),
+        ("from_2_way_softmax", ["yes", "no"], False),
+        ("no_post_processing", ["no", "yes"], False),
+        ("no_post_processing", None, False),
+    ],
+)
+def test_the_template_of_a_reranker_whose_options_are_written_out(choose, method, tokens, is_its):
+    found = choose(plugins=(Made,), classifier_method=method, classifier_tokens=tokens)
+    assert found == ("MADE" if is_its else None)
 
 
 def test_the_template_of_the_option(choose, tmp_path):

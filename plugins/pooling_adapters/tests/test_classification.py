@@ -1,19 +1,23 @@
 """Language models as classifiers and rerankers, against transformers."""
 
 import json
+import re
 
 import pytest
 import torch
 import transformers
 from adapter_harness import IDS, SMALL, config_of, load, pooled, save, save_tokenizer
 from llm_toolkit.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from llm_toolkit.plugin import Plugins
 from llm_toolkit_decoder.gpt2 import GPT2LMHeadModel
 from llm_toolkit_decoder.llama import LlamaForCausalLM
 from llm_toolkit_decoder.qwen2 import Qwen2ForCausalLM
 from llm_toolkit_decoder.qwen3 import Qwen3ForCausalLM
 from llm_toolkit_pooling_adapters.classification import as_seq_cls_model
+from llm_toolkit_pooling_adapters.origin import RERANKERS, classifier_origin
 from llm_toolkit_transformers.model import TransformersForCausalLM
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 
 def make(architecture, **more):
@@ -57,6 +61,18 @@ def test_a_trained_classifier_with_a_bias_of_one_label(tmp_path):
     torch.testing.assert_close(pooled(model, task="score"), torch.sigmoid(expected + 0.75))
 
 
+def test_a_trained_classifier_of_tokens_is_of_tokens_only(tmp_path):
+    theirs = transformers.LlamaForTokenClassification(transformers.LlamaConfig(**SMALL, num_labels=3))
+    folder = save(theirs, tmp_path)
+    model = load(as_seq_cls_model, LlamaForCausalLM, folder)
+    assert type(model).__name__ == "LlamaForCausalLMForTokenClassification"
+    assert model.pooler.supported_tasks() == {"token_classify"}
+    expected = logits_of(folder, transformers.AutoModelForTokenClassification)
+    torch.testing.assert_close(pooled(model, task="token_classify"), expected.softmax(-1))
+    with pytest.raises(ConfigError, match="this model scores tokens"):
+        load(as_seq_cls_model, LlamaForCausalLM, folder, pooling_type="LAST")
+
+
 @pytest.mark.parametrize(("architecture", "model_class", "words"), [
     ("Qwen3ForCausalLM", Qwen3ForCausalLM, {"yes": 40, "no": 17}),
     ("Qwen2ForCausalLM", Qwen2ForCausalLM, {"1": 40, "0": 17}),
@@ -80,6 +96,67 @@ def test_a_known_reranker_of_one_word_by_the_fallback(tmp_path):
     torch.testing.assert_close(pooled(model, task="score"), torch.sigmoid(expected))
 
 
+ASSUMED = {
+    "Qwen3ForCausalLM": "Qwen3-Reranker.*--classifier-method from_2_way_softmax --classifier-tokens no,yes --score-template qwen3-reranker",
+    "Qwen2ForCausalLM": "mxbai-rerank-v2.*--classifier-method from_2_way_softmax --classifier-tokens 0,1 --score-template mxbai-rerank-v2",
+    "GemmaForCausalLM": "bge-reranker-v2-gemma.*--classifier-method no_post_processing --classifier-tokens Yes --score-template bge-",
+}
+
+
+def test_stored_padding_and_truncation_are_not_about_words(tmp_path):
+    folder = save(make("Qwen3ForCausalLM"), tmp_path)
+    save_tokenizer(folder, yes=40, no=17)
+    config = config_of(folder, score_template="qwen3-reranker")
+    plain = classifier_origin(config)
+    path = str(folder / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.enable_padding(length=128)
+    tokenizer.enable_truncation(64)
+    tokenizer.save(path)
+    assert classifier_origin(config) == plain
+    tokenizer.enable_truncation(1)
+    tokenizer.save(path)
+    with pytest.raises(CheckpointError, match=r"'yes no' is 2 tokens"):
+        classifier_origin(config_of(folder, classifier_method="no_post_processing", classifier_tokens=["yes no"]))
+
+
+def warnings_of(caplog, folder, rank=0, **options):
+    caplog.clear()
+    as_seq_cls_model(TransformersForCausalLM, config_of(folder, **options).with_rank(rank))
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("architecture", ASSUMED)
+def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, caplog):
+    folder = save(make(architecture), tmp_path)
+    save_tokenizer(folder, yes=40, no=17, Yes=41, **{"0": 18, "1": 42})
+    (warning,) = warnings_of(caplog, folder)
+    assert re.search(f"this {architecture} has no trained classifier, and is taken for a reranker like {ASSUMED[architecture]}", warning)
+    assert "\n" not in warning
+    # What it says to be assumed is what is registered, and named, it is the same.
+    known = RERANKERS[architecture]
+    named = {"classifier_method": known.method, "classifier_tokens": list(known.words)}
+    assert classifier_origin(config_of(folder, **named)) == classifier_origin(config_of(folder))
+    (template,) = (e.key for e in Plugins.load().score_templates.entries() if architecture in e.architectures)
+    assert known.template == template
+    # Of several workers one says it. The words alone do not say what is done with them.
+    assert warnings_of(caplog, folder, rank=1, pipeline_parallel_size=2) == []
+    (warning,) = warnings_of(caplog, folder, classifier_tokens=["no", "yes"][-len(known.words) :])
+    assert f"--classifier-tokens {'yes' if len(known.words) == 1 else 'no,yes'} " in warning
+
+
+def test_no_warning_where_it_is_said(tmp_path, caplog):
+    folder = save(make("Qwen3ForCausalLM"), tmp_path / "causal")
+    save_tokenizer(folder, yes=40, no=17)
+    assert warnings_of(caplog, folder)
+    assert warnings_of(caplog, folder, classifier_method="from_2_way_softmax") == []
+    assert warnings_of(caplog, folder, score_template="qwen3-reranker") == []
+    write_logit_score(folder)
+    assert warnings_of(caplog, folder) == []
+    trained = save(make("Qwen3ForSequenceClassification"), tmp_path / "trained")
+    assert warnings_of(caplog, trained) == []
+
+
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_any_language_model_by_options(prefixed, tmp_path):
     folder = save(make("LlamaForCausalLM", tie_word_embeddings=True), tmp_path)
@@ -96,9 +173,8 @@ def test_any_language_model_by_options(prefixed, tmp_path):
     torch.testing.assert_close(pooled(model, task="classify"), expected[[17, 5, 40]].softmax(0))
 
 
-def test_a_reranker_of_sentence_transformers(tmp_path):
-    folder = save(make("LlamaForCausalLM"), tmp_path)
-    expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1]
+def write_logit_score(folder):
+    """sentence-transformers' files of a reranker that says which words it takes."""
     home = "sentence_transformers.cross_encoder.modules"
     modules = [("", "sentence_transformers.base.modules.transformer.Transformer"), ("1_LogitScore", f"{home}.logit_score.LogitScore")]
     (folder / "modules.json").write_text(
@@ -107,6 +183,12 @@ def test_a_reranker_of_sentence_transformers(tmp_path):
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": False}))
     (folder / "1_LogitScore").mkdir()
     (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": 40, "false_token_id": 17}))
+
+
+def test_a_reranker_of_sentence_transformers(tmp_path):
+    folder = save(make("LlamaForCausalLM"), tmp_path)
+    write_logit_score(folder)
+    expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1]
     model = load(as_seq_cls_model, LlamaForCausalLM, folder)
     torch.testing.assert_close(pooled(model, task="score"), expected[[17, 40]].softmax(0)[1:])
 
@@ -134,7 +216,9 @@ def test_refusals(tmp_path):
     save_tokenizer(folder, yes=40)
     refuse(folder, CheckpointError, "'yes yes' is 2 tokens", **two, classifier_tokens=["yes", "yes yes"])
     trained = save(make("LlamaForSequenceClassification"), tmp_path / "trained")
-    refuse(trained, ConfigError, "has a trained one", **two, classifier_tokens=["no", "yes"])
+    refuse(trained, ConfigError, "classifier_method 'from_2_way_softmax' .* has a trained one", **two, classifier_tokens=["no", "yes"])
+    refuse(trained, ConfigError, r"classifier_tokens \['yes'\] is for .* has a trained one", classifier_tokens=["yes"])
+    refuse(folder, ConfigError, "classifier_tokens yes, yes name the same token twice", **two, classifier_tokens=["yes", "yes"])
     capped = json.loads((folder / "config.json").read_text()) | {"final_logit_softcapping": 30.0}
     (folder / "config.json").write_text(json.dumps(capped))
     refuse(folder, UnsupportedError, "'final_logit_softcapping' changes logits", **two, classifier_tokens=["no", "yes"])

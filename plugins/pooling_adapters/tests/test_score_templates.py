@@ -95,6 +95,8 @@ def test_known_rerankers_get_their_templates(tmp_path):
         config = VllmConfig.default({"architectures": [architecture]}, convert="classify")
         config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(tmp_path)))
         assert choose_score_template(config, plugins) is template
+        known = RERANKERS[architecture]
+        assert (known.method, known.words) == (template.classifier_method, template.classifier_tokens)
 
 
 def test_the_front_needs_no_torch():

@@ -77,13 +77,14 @@ def test_a_trained_classifier_needs_no_options(tmp_path):
             np.testing.assert_allclose(output.probs, probabilities, atol=1e-5)
 
 
-def test_a_known_reranker_reads_its_template(tmp_path):
+def test_a_known_reranker_reads_its_template(tmp_path, caplog):
     folder = make(tmp_path, "Qwen3ForCausalLM", tie_word_embeddings=True, max_position_embeddings=512)
     query, documents = "w5 w6 ?", ["w7 w8 w9", "w10", "w11 w12 w13 w14"]
     with llm_of(folder, convert="classify", max_model_len=512) as llm:
         prompts = [score_tokens(llm.engine.renderer, QWEN3_RERANKER, query, document) for document in documents]
         outputs = llm.score(query, documents, use_tqdm=False)
         ranked = llm.rerank(query, documents, use_tqdm=False)
+    assert caplog.text.count("is taken for a reranker like Qwen3-Reranker") == 1
     logits = [out.logits[0, -1, [17, 40]] for out in by_transformers(transformers.AutoModelForCausalLM, folder, prompts)]
     expected = [float(pair.softmax(0)[1]) for pair in logits]
     assert len({round(score, 4) for score in expected}) == 3
@@ -168,5 +169,11 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         llm_of(folder, convert="classify")
     with pytest.raises(ConfigError, match="'reward' is for native reward models"):
         llm_of(folder, convert="reward")
+    with pytest.raises(ConfigError, match="option 'logit_mean' means nothing to an engine that generates only"):
+        llm_of(folder, runner="generate", logit_mean=1.0)
+    with pytest.raises(ConfigError, match="option 'use_activation' means nothing to an embedding model"):
+        llm_of(folder, convert="embed", use_activation=True)
+    with pytest.raises(ConfigError, match="option 'use_activation' means nothing to an embedding model"):
+        llm_of(folder, also=["embed"], use_activation=True)
     with pytest.raises(CheckpointError, match="'maybe not' is 2 tokens"):
         llm_of(folder, convert="classify", classifier_method="no_post_processing", classifier_tokens=["maybe not"])

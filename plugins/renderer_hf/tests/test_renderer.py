@@ -11,7 +11,7 @@ from llm_toolkit.config import Checkpoint, PluginsConfig, VllmConfig
 from llm_toolkit.errors import CheckpointError, ContextLengthError, RequestError
 from llm_toolkit.plugin import Plugins
 from llm_toolkit_renderer_hf.renderer import HfRenderer
-from tokenizers import decoders, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 TEXTS = ["The cat sat.", " leading and trailing ", "héllo 😀 日本語", "a\n\nb\tc", "</s> inside"]
 
@@ -39,12 +39,13 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}])
 def test_prompt_tokens_equal_those_of_transformers(tmp_path, tokenizer, make_renderer, flags):
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
 
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
-    config = {"bos_token": "<s>", "eos_token": "</s>", **flags}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **flags}
     renderer = make_renderer(tokenizer, config)
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), **config)
+    reference = AutoTokenizer.from_pretrained(str(tmp_path))
     for text in TEXTS:
         assert renderer.render_prompt(text)[0] == reference(text)["input_ids"]
         assert renderer.render_prompt(text, add_special_tokens=False)[0] == reference(text, add_special_tokens=False)["input_ids"]
@@ -80,17 +81,62 @@ def test_ids_are_bounded_by_the_models_embedding(make_renderer, byte_level):
     assert make_renderer(byte_level, hf_config={"vocab_size": 512}).vocab_size == 512
 
 
-def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(make_renderer, byte_level):
-    longest = max(map(len, byte_level.get_vocab()))
+def test_a_text_is_tokenized_whole_however_few_tokens_it_has(make_renderer):
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "hello": 1, "world": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    renderer = make_renderer(words, {}, max_model_len=8)
+    for text, expected in ((" " * 6000 + "hello world", [1, 2]), (("x" * 200 + " ") * 6 + "hello", [0] * 6 + [1])):
+        assert renderer.render_prompt(text)[0] == expected
+        for most in (None, 7):
+            assert renderer.render_texts([text], max_tokens=most)[0].token_ids == expected
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_a_text_without_end_is_refused_before_it_is_tokenized(make_renderer, byte_level, most):
     renderer = make_renderer(byte_level, max_model_len=4)
-    assert renderer.render_prompt("a" * 4 * longest)[0]
-    with pytest.raises(ContextLengthError, match="max_model_len"):
-        renderer.render_prompt("a" * (4 * longest + 1))
+    with pytest.raises(ContextLengthError, match="has 1048577 characters; no more than 1048576 are tokenized"):
+        renderer.render_texts(["a" * (2**20 + 1)], max_tokens=most)
+    longest = max(map(len, byte_level.get_vocab()))
+    with pytest.raises(ContextLengthError, match=f"no more than {2**20 * longest} are tokenized"):
+        make_renderer(byte_level, max_model_len=2**20).render_prompt("a" * (2**20 * longest + 1))
 
 
 def test_other_modalities_are_refused(make_renderer, byte_level):
     with pytest.raises(RequestError, match="text only"):
         make_renderer(byte_level).render_prompt("a", multi_modal_data={"image": b""})
+
+
+def test_truncation_counts_the_special_tokens_of_what_is_cut(make_renderer, byte_level):
+    tokenizer = Tokenizer.from_str(byte_level.to_str())
+    first, last = (tokenizer.token_to_id(token) for token in ("<s>", "</s>"))
+    special = [("<s>", first), ("</s>", last)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A </s> $B </s>", special_tokens=special)
+    renderer = make_renderer(tokenizer)
+    [text] = renderer.render_texts(["Hello world"], max_tokens=3)
+    assert (text.token_ids[0], len(text.token_ids), text.token_ids[-1]) == (first, 3, last)
+    for texts, most in (["Hello world"], 2), ([("Hello", "world")], 3), (["Hello", ("Hello", "world")], 3):
+        with pytest.raises(RequestError, match=f"of {most} tokens {most} are special") as raised:
+            renderer.render_texts(texts, max_tokens=most)
+        assert raised.value.param == "truncate_prompt_tokens"
+
+
+def test_texts_are_cut_where_their_tokens_end(make_renderer, byte_level):
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "hello": 1, "wor": 2, "##ld": 3, "[SEP]": 4}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    words.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=[("[SEP]", 4)])
+    renderer = make_renderer(words, {})
+    text = "\U0001f4a5 hello  world \u00e9"
+    cuts = ["\U0001f4a5", "\U0001f4a5 hello", "\U0001f4a5 hello  wor", "\U0001f4a5 hello  world", text, text]
+    assert [renderer.cut_texts([text], most)[0] for most in range(2, 8)] == cuts
+    for most in range(2, 8):
+        assert renderer.render_texts(renderer.cut_texts([text], most)) == renderer.render_texts([text], max_tokens=most)
+    with pytest.raises(RequestError, match="of 1 tokens 1 are special") as caught:
+        renderer.cut_texts([text], 1)
+    assert caught.value.param == "max_tokens"
+    # Characters of several tokens.
+    renderer = make_renderer(byte_level)
+    assert renderer.cut_texts(["a\u65e5\u672c", "a\u65e5"], 5) == ["a\u65e5", "a\u65e5"]
+    assert renderer.cut_texts(["\u65e5\u672c"], 2) == ["\u65e5"]
 
 
 def test_truncation_and_padding_of_the_file_are_off(make_renderer, byte_level):

@@ -323,6 +323,36 @@ async def test_unknown_field_message(client):
     assert response.json()["error"]["message"] == "Unrecognized request argument supplied: foo"
 
 
+POSTED = (CHAT, COMPLETE, "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v2/rerank", "/tokenize", "/detokenize")
+
+
+@pytest.mark.parametrize("path", POSTED)
+async def test_lone_surrogates_in_names_of_fields(client, path):
+    response = await client.post(path, content=r'{"\ud800": 1}', headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, r"\ud800")
+    assert error["message"] == r"Unrecognized request argument supplied: \ud800"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        r'"model": "\ud800"',
+        r'"stream": true, "stream_options": {"\ud800": 1}',
+        r'"logit_bias": {"\ud800": 1}',
+        r'"logits_processors": {"\ud800": 1}',
+        r'"temperature": "\ud800"',
+        r'"stop": {"\ud800": 1}',
+        r'"tools": "\ud800"',
+        r'"cache_salt": 1, "user": "\ud800"',
+        r'"early_stopping": "\ud800"',
+    ],
+)
+async def test_lone_surrogates_in_values(client, fields):
+    response = await client.post(COMPLETE, content=f'{{"prompt": "a", {fields}}}', headers={"content-type": "application/json"})
+    assert response.status_code in (400, 404), response.text
+
+
 async def test_neutral_fields_are_accepted(client):
     neutral = {
         "presence_penalty": 0,

@@ -333,7 +333,7 @@ def dying(self):
         raise MemoryError("no more")
     return step(self)
 EngineCore.step = dying"""
-    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--engine-process", "false", prelude=prelude)
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--no-engine-process", prelude=prelude)
     try:
         response = httpx.post(f"{server.url()}/v1/completions", json={**LONG, "stream": False})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")

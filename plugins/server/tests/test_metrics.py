@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from llm_toolkit import LLM
 from llm_toolkit.config import PluginsConfig
 from llm_toolkit.errors import QueueFullError
 from llm_toolkit.events import LoadEvent, RequestEvent, StepEvent
@@ -56,6 +57,29 @@ async def test_a_requests_life(client, metrics):
     }
     found = await figures(client)
     assert {name: found[name] for name in expected} == expected
+
+
+async def test_pooled_prompts_count(client, metrics):
+    texts = ["a text that is longer than two blocks of the cache", "another"]
+    with LLM("tiny", convert="embed", enable_prefix_caching=True, plugins=[metrics]) as llm:
+        outputs = [*llm.embed(texts, use_tqdm=False), *llm.embed(texts, use_tqdm=False)]
+    cached = [output.num_cached_tokens for output in outputs]
+    assert cached[2] >= 16 and cached[0] == 0
+    expected = {
+        "prompt_tokens_total": sum(len(output.prompt_token_ids) for output in outputs),
+        "cached_prompt_tokens_total": sum(cached),
+        "prefix_cache_hits_total": sum(count > 0 for count in cached),
+        'requests_finished_total{reason="stop"}': 4,
+        "time_to_first_token_seconds_count": 0,
+    }
+    found = await figures(client)
+    assert {name: found[name] for name in expected} == expected
+
+
+async def test_prompts_that_failed_do_not_count(client, metrics):
+    metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, finish_reason="error", **REQUEST))
+    found = await figures(client)
+    assert (found['requests_finished_total{reason="error"}'], found["prompt_tokens_total"]) == (1, 0)
 
 
 async def test_requests_that_are_ended_from_outside(client, metrics):

@@ -19,7 +19,7 @@ from llm_toolkit.plugin import hookimpl
 from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit_server.app import create_app
 from llm_toolkit_server.options import ServerOptions
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 pytestmark = pytest.mark.anyio
 
@@ -53,6 +53,7 @@ BERT = {
 LABELS = {"0": "angry", "1": "calm", "2": "glad"}
 CONFIGS = {
     "embedder": LLAMA,
+    "encoder": {**BERT, "architectures": ["BertModel"]},
     "generator": LLAMA,
     "classifier": {**BERT, "architectures": ["BertForSequenceClassification"], "id2label": LABELS},
     "cross-encoder": {**LLAMA, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}},
@@ -66,9 +67,13 @@ def write_checkpoint(folder, name) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(["<s>", "</s>", *LETTERS])}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if name == "encoder":
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"mask_token": "</s>"}))
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+    if name == "late":
+        (folder / "artifact.metadata").write_text(json.dumps({"attend_to_mask_tokens": True, "mask_punctuation": False}))
     if name in ("embedder", "late"):
         (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": PROMPTS, "default_prompt_name": None}))
 
@@ -209,7 +214,7 @@ BAD_INPUTS = [
     ([[5, 260]], "token id 260 is not in the vocabulary"),
     ([[5], [-1]], "input[1]: token id -1 is not in the vocabulary"),
     (["a", "x" * 129], "input[1]: the prompt has 129 tokens"),
-    (["a", "x" * 10**5], "input[1]: the text has 100000 characters"),
+    (["a", "x" * 10**5], "input[1]: the prompt has 100000 tokens"),
     (["a"] * 101, "input has 101 items; this server takes at most 100"),
     ([[1]] * 101, "input has 101 items"),
 ]
@@ -247,6 +252,15 @@ async def test_bad_fields(ask, fields, param, message):
     assert message in error["message"] and "input[" not in error["message"]
 
 
+@pytest.mark.parametrize("field", ["input", "model", "prompt_name", "encoding_format", "task", "cache_salt", "dimensions", "\ud800"])
+async def test_lone_surrogates_are_errors_of_the_request(engine_of, client_of, field):
+    body = {"input": "a", "task": "embed"} | {field: "\ud800"}
+    async with client_of(create_app(engine_of("embedder"))) as client:
+        reply = await client.post("/pooling", content=json.dumps(body), headers={"content-type": "application/json"})
+    assert reply.status_code in (400, 404), reply.text
+    assert reply.json()["error"]["message"]
+
+
 async def test_a_text_over_the_limit_is_cut_when_asked(engine_of, ask):
     long = "ab" * 10**5
     expected = [await alone(engine_of("embedder"), long[:128])]
@@ -272,6 +286,7 @@ SERVED = {"embedder": "embed, token_embed", "classifier": "classify, token_class
         ("classifier", "/v1/score", {"text_1": "a", "text_2": "b"}),
         ("classifier", "/v2/rerank", {"query": "a", "documents": ["b"]}),
         ("late", "/v1/embeddings", {"input": ["a", "b"]}),
+        ("generator", "/pooling", {"input": "a", "task": "embed"}),
         *[("generator", path, {"input": "a"}) for path in ("/v1/embeddings", "/pooling", "/classify")],
         *[("generator", path, {"query": "a", "documents": ["b"]}) for path in ("/rerank", "/v1/rerank", "/v2/rerank")],
         ("generator", "/score", {"queries": "a", "documents": "b"}),
@@ -282,6 +297,16 @@ async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path,
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["param"] == "task" and f"Supported: {SERVED[name]}." in error["message"]
+    assert ("--convert " in error["message"]) == (name == "generator")
+
+
+async def test_pooling_lists_pooling_tasks_only(engine_of, client_of):
+    engine = engine_of("generator", also="embed")
+    assert engine.tasks == ("generate", "embed", "token_embed")
+    async with client_of(create_app(engine)) as client:
+        for body in ({"input": "a"}, {"input": "a", "task": "generate"}, {"input": "a", "task": "classify"}):
+            error = (await client.post("/pooling", json=body)).json()["error"]
+            assert "Supported: embed, token_embed." in error["message"] and error["param"] == "task"
 
 
 async def test_a_broken_model_fails_its_request_only(engine_of, ask):
@@ -424,6 +449,12 @@ async def test_long_documents_are_cut(engine_of, ask, name):
         results = (await ask(name, path, query=QUERY, documents=documents, max_tokens_per_doc=6)).json()["results"]
         found = {one["index"]: one["relevance_score"] for one in results}
         np.testing.assert_allclose([found[0], found[1]], scores, atol=1e-5)
+    # No half of a character stays, and what is not too long is read as it is.
+    [whole, half] = await expected_scores(engine_of, name, [(QUERY, "a\U0001f4a5b"), (QUERY, "a")])
+    for most, score in ((7, whole), (6, whole), (4, half)):
+        [result] = (await ask(name, "/rerank", query=QUERY, documents=["a\U0001f4a5b"], max_tokens_per_doc=most)).json()["results"]
+        assert result["relevance_score"] == pytest.approx(score, abs=1e-5)
+        assert result["document"]["text"] == "a\U0001f4a5b"
     long = ["no", "x" * 10**5]
     assert (await ask(name, "/v2/rerank", query=QUERY, documents=long)).status_code == 200
     reply = await ask(name, "/rerank", query=QUERY, documents=long)
@@ -448,7 +479,21 @@ async def test_long_documents_are_cut(engine_of, ask, name):
         ("/v2/embed", {"texts": ["a", "x" * 500], "truncate": "NONE"}, "texts", "texts[1]: "),
         ("/v2/embed", {"texts": ["a"], "truncate": "START"}, "truncate", "'NONE' or 'END'"),
         ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types", "'float' or 'base64'"),
-        ("/v2/embed", {"texts": ["a"], "output_dimension": 99}, "dimensions", "ask for 1 to 32"),
+        ("/v2/embed", {"texts": ["a"], "output_dimension": 99}, "output_dimension", "ask for 1 to 32"),
+        (
+            "/v2/embed",
+            {"texts": ["a", "b" * 9], "truncate": "NONE", "max_tokens": 8},
+            "texts",
+            "texts[1]: the text has 9 tokens; max_tokens is 8",
+        ),
+        ("/pooling", {"input": "a"}, "task", "Which task? Supported: embed, token_embed."),
+        ("/pooling", {"input": ["a", "b"], "task": "classify"}, "task", "Supported: embed, token_embed."),
+        ("/pooling", {"input": [5, 6], "task": "embed", "prompt_name": "query"}, "prompt_name", "goes before a text"),
+        ("/rerank", {"query": "", "documents": ["a", "b"]}, "query", "query: the text is empty"),
+        ("/rerank", {"query": "x" * 126, "documents": ["a", "b"]}, "query", "query: the prompt has 129 tokens"),
+        ("/score", {"queries": "", "documents": ["a"]}, "queries", "queries: the text is empty"),
+        ("/score", {"queries": ["a", ""], "documents": ["a", "b"]}, "queries", "queries[1]: the text is empty"),
+        ("/score", {"text_1": "a", "text_2": ["b", "x" * 126]}, "text_2", "text_2[1]: the prompt has 129 tokens"),
         ("/pooling", {"input": "a", "task": "embed", "use_activation": True}, "use_activation", "means nothing"),
         ("/score", {"queries": "a", "documents": "b", "instruction": "Find."}, "instruction", "takes no instruction"),
     ],
@@ -457,6 +502,52 @@ async def test_bad_bodies(ask, path, body, param, message):
     reply = await ask("embedder", path, **body)
     assert reply.status_code == 400, reply.text
     assert message in reply.json()["error"]["message"] and reply.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/rerank", {"query": "", "documents": ["a", "b"]}, "query", "query: the text is empty"),
+        ("/rerank", {"query": "", "documents": ["a"], "truncate_prompt_tokens": 9}, "query", "query: the text is empty"),
+        ("/rerank", {"query": "x" * 200, "documents": ["a"]}, "query", "query alone has 200 tokens"),
+        ("/rerank", {"query": "x" * (2**20 + 1), "documents": ["a"]}, "query", "query: the text has 1048577 characters"),
+        ("/rerank", {"query": "x" * 100, "documents": ["a", "b" * 29]}, "documents", "documents[1]: the prompt has 129 tokens"),
+        ("/v2/rerank", {"query": "x" * 200, "documents": ["a", ""]}, "documents", "documents[1]: the text is empty"),
+        ("/v1/score", {"text_1": ["a", "x" * 200], "text_2": ["a", "b"]}, "text_1", "text_1[1] alone has 200 tokens"),
+    ],
+)
+async def test_what_is_wrong_with_a_pair(ask, path, body, param, message):
+    reply = await ask("cross-encoder", path, **body)
+    assert reply.status_code == 400, reply.text
+    assert message in reply.json()["error"]["message"] and reply.json()["error"]["param"] == param
+
+
+async def test_an_instruction_needs_a_place(engine_of, client_of, tmp_path):
+    (tmp_path / "plain.txt").write_text("{query}? {document}.")
+    engine = engine_of("cross-encoder", score_template=str(tmp_path / "plain.txt"))
+    async with client_of(create_app(engine)) as client:
+        body = {"query": "a", "documents": ["b"]}
+        assert (await client.post("/rerank", json=body)).status_code == 200
+        reply = await client.post("/rerank", json={**body, "instruction": "Find."})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "instruction")
+    assert "has no place {instruction}" in reply.json()["error"]["message"]
+
+
+async def test_a_document_that_is_cut_and_no_valid_text(engine_of, client_of):
+    body = json.dumps({"query": "a", "documents": ["b", "c\ud800"], "max_tokens_per_doc": 1})
+    async with client_of(create_app(engine_of("embedder"))) as client:
+        error = (await client.post("/rerank", content=body, headers={"content-type": "application/json"})).json()["error"]
+    assert error["param"] == "documents" and "documents[1]: the text is no valid text" in error["message"]
+
+
+async def test_special_tokens_leave_no_text(ask):
+    for path, body, param in (
+        ("/v2/embed", {"texts": "xyz", "max_tokens": 1}, "max_tokens"),
+        ("/v1/embeddings", {"input": "xyz", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    ):
+        reply = await ask("encoder", path, **body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+        assert "of 1 tokens 1 are special" in reply.json()["error"]["message"]
 
 
 async def test_coheres_embed(engine_of, ask):

@@ -4,6 +4,7 @@ def attend(
     pointers: tuple[int, int, int, int],
     strides: tuple[int, int, int, int],
     starts: int,
+    seen: int,
     sequences: int,
     heads: int,
     kv_heads: int,

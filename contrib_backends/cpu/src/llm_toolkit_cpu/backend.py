@@ -58,6 +58,7 @@ class CpuBackend(AttentionBackend):
             (q.data_ptr(), k.data_ptr(), v.data_ptr(), to.data_ptr()),
             (q.stride(0), k.stride(0), v.stride(0), to.stride(0)),
             starts.ctypes.data,
+            meta.seq_lens.ctypes.data,
             len(starts) - 1,
             layer.num_heads,
             layer.num_kv_heads,

@@ -57,7 +57,8 @@ class SdpaBackend(AttentionBackend):
             attend_alike(layer, q, k, v, alike, out)
         for row in plan.rows:
             if row.index is None:
-                keys, values = k[row.tokens].transpose(0, 1), v[row.tokens].transpose(0, 1)
+                own = slice(row.tokens.start, row.tokens.start + len(row.k_positions))
+                keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
             else:
                 assert kv_cache is not None
                 keys, values = (_gather(half, row.index) for half in kv_cache)
@@ -119,5 +120,8 @@ def _attend_explicit(layer: Attention, q: Tensor, keys: Tensor, values: Tensor, 
         if row.visible is not None:
             mask = torch.zeros(row.visible[part].shape, device=q.device).masked_fill_(~row.visible[part], float("-inf"))
         weights = probabilities(raw, layer.scale, layer.soft_cap, bias, mask, sinks)
+        if row.visible is not None:
+            # Of a query that sees no key, all of them are NaN: its output is 0.
+            weights.masked_fill_(~row.visible[part], 0.0)
         result = torch.bmm(weights.to(values.dtype).flatten(1, 2), values).view(*heads, -1, layer.head_size)
         out[tokens].view(-1, *heads, layer.head_size).copy_(result.permute(2, 0, 1, 3))

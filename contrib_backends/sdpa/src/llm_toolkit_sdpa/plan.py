@@ -62,7 +62,7 @@ class Row:
 
     tokens: slice
     index: Tensor | None
-    """[num_kv_heads, Tk] int64, as a bucket's; None: the keys are the step's own, at `tokens`."""
+    """[num_kv_heads, Tk] int64, as a bucket's; None: the keys are the step's own, the first Tk at `tokens`."""
     causal: bool
     """Queries see themselves and what came before; Tq = Tk."""
     visible: Tensor | None
@@ -126,7 +126,7 @@ class _Planner:
                 plan.blind.append(tokens)
             elif tokens.stop - tokens.start == 1 and self.ask.block_size is not None:
                 decode.append(row)
-            elif self._sees_all(tokens.stop - tokens.start):
+            elif lengths[row] == tokens.stop - tokens.start and self._sees_all(tokens.stop - tokens.start):
                 by_length.setdefault(tokens.stop - tokens.start, []).append(tokens)
             else:
                 plan.rows.append(self._row(row, tokens))
@@ -167,11 +167,12 @@ class _Planner:
 
     def _row(self, row: int, tokens: slice) -> Row:
         num_queries, end = tokens.stop - tokens.start, int(self.batch.seq_lens[row])
-        fresh = self.ask.type is not AttentionType.CROSS and num_queries == end
+        encoder = self.ask.type is AttentionType.ENCODER
+        fresh = encoder or (self.ask.type is AttentionType.DECODER and num_queries == end)
         assert fresh or self.ask.block_size is not None, "a layer without a cache sees keys of earlier steps"
         begin = 0 if fresh else self._first_key(row, end - num_queries, end)
         k_positions = np.arange(begin, end)
-        q_positions = np.arange(end - num_queries, end)
+        q_positions = np.arange(num_queries) if encoder else np.arange(end - num_queries, end)
         causal, visible = self._visibility(row, self._device(q_positions), self._device(k_positions))
         return Row(
             tokens=tokens,
@@ -185,7 +186,7 @@ class _Planner:
     def _visibility(self, row: int, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
         """`causal` and `visible` of a Row with queries and keys at these positions."""
         causal, spans = self.ask.type is AttentionType.DECODER, self._spans(row)
-        length = int(self.batch.seq_lens[row])
+        length = max(int(self.batch.seq_lens[row]), len(q))
         window = length if self.ask.window is None else min(self.ask.window, length)
         if self.ask.type is AttentionType.CROSS or (not causal and window == length):
             return False, None

@@ -5,18 +5,14 @@ Checkpoints of pylate and sentence-transformers need no class of their own: thei
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError
 from llm_toolkit.model import Absent, HFConfig, ReplicatedLinear, join
-from llm_toolkit.pooling import AllPooler, EmbeddingHead
+from llm_toolkit.pooling import AllPooler, EmbeddingHead, read_artifact_metadata
 from torch import Tensor, nn
 
 from llm_toolkit_encoder.bert import BertEncoder
-
-DEFAULT_DIM = 128
 
 
 class HF_ColBERT(BertEncoder):  # noqa: N801 - so it is called in checkpoints of the authors' own library
@@ -43,11 +39,4 @@ def dimensions(vllm_config: VllmConfig) -> int:
     if (dim := HFConfig(vllm_config.hf_config).get("dim", int)) is not None:
         return dim
     assert vllm_config.checkpoint is not None
-    path = Path(vllm_config.checkpoint.path, "artifact.metadata")
-    if not path.is_file():
-        return DEFAULT_DIM
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    return HFConfig(values).get("dim", int, DEFAULT_DIM)
+    return read_artifact_metadata(Path(vllm_config.checkpoint.path)).dim

@@ -36,7 +36,8 @@ class GraphSupport(StrEnum):
 class BatchView:
     """One step's flat batch as one KV group sees it: R rows (sequences), T tokens, no padding.
 
-    Row r owns the tokens query_start[r] : query_start[r + 1]; they are the last of its seq_lens[r] visible keys.
+    Row r owns the tokens query_start[r] : query_start[r + 1]; they are the last of its seq_lens[r] visible keys. In an encoder, the
+    visible keys are the first seq_lens[r] of its tokens: all of them, or fewer.
     """
 
     query_start: np.ndarray

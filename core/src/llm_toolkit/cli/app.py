@@ -54,7 +54,7 @@ def toolkit(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error; anywhere on the line.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """LLM inference and serving. Options may also come from LLM_TOOLKIT_... variables or from the file of --config."""
+    """LLM inference and serving. Options of engine, server and client may also come from LLM_TOOLKIT_... variables or --config's file."""
 
 
 def main() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import contextmanager
+from itertools import chain, islice
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -52,9 +56,13 @@ class How(NamedTuple):
 def embed(
     config: VllmConfig,
     plugins: Plugins,
-    source: Annotated[Path, typer.Option("--in", metavar="FILE", help=".txt: a text a line. .jsonl: an object a line.")],
+    source: Annotated[
+        Path, typer.Option("--in", metavar="FILE", help=".txt, or - for standard input: a text a line. .jsonl: an object a line.")
+    ],
     out: Annotated[Path, typer.Option(metavar="FILE", help=".npy or .parquet file for the vectors, in the order of the lines.")],
-    field: Annotated[str, typer.Option(metavar="NAME", help="Of a .jsonl file's objects: what holds the text.")] = "text",
+    field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a .jsonl file's objects: what holds the text. Default: text.")
+    ] = None,
     task: Annotated[str, typer.Option(metavar="|".join(_TASKS), help="What is wanted of each text.")] = "embed",
     prompt_name: Annotated[str | None, typer.Option(metavar="NAME", help="The checkpoint's prompt that goes before each text.")] = None,
     truncate_prompt_tokens: Annotated[
@@ -66,22 +74,27 @@ def embed(
 
     Each line has its row in the output. That of a line that cannot be embedded holds NaN (.npy), or null and an error (.parquet); the line
     is told with its number, the others go on, and the exit code is 1.
+
+    Options of the engine, from "Model" on, may also come from LLM_TOOLKIT_... variables or from the file of --config; those before may not.
     """
     if task not in _TASKS:
         raise ConfigError(f"option 'task': {task!r} must be one of {', '.join(_TASKS)}, which give one row for each text.")
     check_path(out)
-    num_lines = _count_lines(source)
-    if num_lines == 0:
-        raise ConfigError(f"option 'in': {str(source)!r} is empty.")
+    if field is not None and source.suffix != ".jsonl":
+        raise ConfigError(f"option 'field' is for .jsonl files, and 'in' is {str(source)!r}.")
     how = How(PoolingParams(task=task, dimensions=dimensions), prompt_name, truncate_prompt_tokens)  # type: ignore[arg-type]
     from llm_toolkit.engine import LLMEngine
 
-    with vector_file(out, num_lines) as file:
-        engine = LLMEngine.from_config(config, plugins=plugins)
-        try:
-            failed = _run(engine, _lines(source, field), num_lines, how, file)
-        finally:
-            engine.shutdown()
+    with _readable(source) as path:
+        num_lines = _count_lines(path)
+        if num_lines == 0:
+            raise ConfigError(f"option 'in': {str(source)!r} is empty.")
+        with vector_file(out, num_lines) as file:
+            engine = LLMEngine.from_config(config, plugins=plugins)
+            try:
+                failed = _run(engine, _lines(path, field or "text"), num_lines, how, file)
+            finally:
+                engine.shutdown()
     if failed:
         typer.echo(f"error: {failed} of {num_lines} lines could not be embedded.", err=True)
         raise typer.Exit(1)
@@ -91,9 +104,13 @@ def _run(engine: LLMEngine, lines: Iterator[Line], num_lines: int, how: How, fil
     failed = 0
     console = Console(stderr=True)
     columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}"))
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=num_lines, speed="")
-        for done, (line, output) in enumerate(_results(engine, lines, how), 1):
+    progress = Progress(*columns, console=console)
+    bar = progress.add_task("", total=num_lines, speed="")
+    results = _results(engine, lines, how)
+    # What is wrong with all lines is raised here, before anything is shown.
+    first = next(results)
+    with progress:
+        for done, (line, output) in enumerate(chain([first], results), 1):
             error = str(output) if isinstance(output, RequestError) else output.error
             file.put(line.number, line.text, None if isinstance(output, RequestError) else output.data, error)
             failed += error is not None
@@ -145,10 +162,22 @@ def _submit(engine: LLMEngine, chunk: list[Line], how: How, waiting: dict[str, L
         engine.submit_batch(sorted(ready, key=lambda one: len(one.message.prompt_token_ids)))
 
 
+@contextmanager
+def _readable(source: Path) -> Iterator[Path]:
+    """A file of the lines: of standard input (-) a copy, because lines are counted before they are read."""
+    if str(source) != "-":
+        yield source
+        return
+    with NamedTemporaryFile(suffix=".txt") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        yield Path(copy.name)
+
+
 def _count_lines(path: Path) -> int:
     """Raises ConfigError for a file that cannot be read, or is of another kind."""
     if path.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(f"option 'in': {str(path)!r} must end in .txt or .jsonl.")
+        raise ConfigError(f"option 'in': {str(path)!r} must end in .txt or .jsonl, or be - for standard input.")
     try:
         with path.open("rb") as file:
             return sum(1 for _ in file)
@@ -171,10 +200,14 @@ def _lines(path: Path, field: str) -> Iterator[Line]:
 def _field(line: str, name: str) -> str:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"it is no JSON: {error}", "input") from None
     if not isinstance(found, dict) or name not in found:
         raise RequestError(f"it is no object with a field {name!r}.", "input")
     if not isinstance(found[name], str):
         raise RequestError(f"{name!r} must be a text, not a {type(found[name]).__name__}.", "input")
+    try:
+        found[name].encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name!r} is no valid text: lone surrogate at position {error.start}.", "input") from None
     return str(found[name])

@@ -86,7 +86,7 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
 
 
 def _flag(o: Option, panel: str) -> inspect.Parameter:
-    # The type is text for all but booleans: `Option.convert` checks values, whichever source they come from.
+    # The type is text for all but switches: `Option.convert` checks values, whichever source they come from.
     default = "" if o.default in (None, "", [], {}) else f" Default: {('off', 'on')[o.default] if o.is_flag else o.default}."
     if o.is_flag:
         flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=o.help + default, rich_help_panel=panel)

@@ -35,6 +35,7 @@ HELP = {
     "stop": "Text that ends the output; may be given several times.",
     "stop_token_ids": "Token id that ends the output; may be given several times.",
     "min_tokens": "Fewest output tokens.",
+    "truncate_prompt_tokens": "Read only so many of the prompt's last tokens. -1: as many as leave room for the output.",
     "ignore_eos": "Go on after an end-of-sequence token.",
 }
 """The parameters that have a flag."""

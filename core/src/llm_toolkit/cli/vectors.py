@@ -91,9 +91,11 @@ _KINDS: dict[str, Callable[[Path, int], VectorFile]] = {".npy": NpyFile, ".parqu
 
 
 def check_path(path: Path) -> None:
-    """Raises ConfigError for a file of a kind that is not known."""
+    """Raises ConfigError for a file of a kind that is not known, and for a folder."""
     if path.suffix not in _KINDS:
         raise ConfigError(f"option 'out': {str(path)!r} must end in {' or '.join(_KINDS)}.")
+    if path.is_dir():
+        raise ConfigError(f"option 'out': {str(path)!r} is a folder; give a file.")
 
 
 @contextmanager

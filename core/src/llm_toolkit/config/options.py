@@ -76,7 +76,8 @@ class Option(NamedTuple):
 
     @property
     def is_flag(self) -> bool:
-        return get_args(self.type)[0] is bool
+        """True for a switch: its flag takes no value, and has a form with --no-."""
+        return bool in self.kinds and {*self.kinds} <= {bool, types.NoneType}
 
     @property
     def is_list(self) -> bool:
@@ -98,7 +99,7 @@ class Option(NamedTuple):
                 value = self._from_text(value)
             value = msgspec.convert(value, self.type, strict=False)
         except (msgspec.ValidationError, ValueError) as error:
-            reason = nearest(str(value), self.choices) if self.choices else f"{error}."
+            reason = nearest(str(value), self.choices) if self.choices else "It is true or false." if self.is_flag else f"{error}."
             raise ConfigError(f"{source}: {value!r} is no value for {self.name!r} ({self.help}) {reason}") from None
         low, high = self.statement.ge, self.statement.le
         # Written so that NaN, which is never in a range, is refused.

@@ -36,6 +36,13 @@ CONVERTIBLE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", 
 """Of the names of model classes that pooling adapters can convert."""
 
 
+def way_to_serve(task: PoolingTask) -> str:
+    """The end of an error's message: how a generating engine is made to serve a task."""
+    convert = next(convert for convert, tasks in CONVERT_TASKS.items() if task in tasks)
+    beside = " To serve it beside generation: --also embed." if convert == "embed" else ""
+    return f"Start the engine with --convert {convert} (in Python convert={convert!r}).{beside}"
+
+
 def default_runner(architecture: str) -> tuple[RunnerType, str]:
     """The runner type, and the convert type of a pooling runner, that an architecture's name stands for: `auto`'s table."""
     for suffix, runner, convert in _BY_SUFFIX:

@@ -10,12 +10,12 @@ from itertools import count
 from typing import Any, TypeVar, Unpack
 
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.config.tasks import Task
+from llm_toolkit.config.tasks import PoolingTask, Task
 from llm_toolkit.engine.engine_thread import EngineThread
 from llm_toolkit.engine.health import Health
 from llm_toolkit.engine.listener import Batch, Listener, Stream
 from llm_toolkit.engine.llm_engine import LLMEngine, PreparedRequest, RequestOptions
-from llm_toolkit.engine.pooling_batch import all_prepared, prepare_each
+from llm_toolkit.engine.pooling_batch import all_prepared, listed, params_of_each, prepare_each
 from llm_toolkit.errors import RequestError
 from llm_toolkit.outputs import PoolingRequestOutput, RequestOutput
 from llm_toolkit.params import SamplingParams
@@ -110,8 +110,9 @@ class AsyncLLM:
     async def encode(
         self,
         prompt: Prompt | TextPair,
-        params: PoolingParams,
+        params: PoolingParams | None = None,
         *,
+        task: PoolingTask | None = None,
         request_id: str | None = None,
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -120,11 +121,13 @@ class AsyncLLM:
     ) -> PoolingRequestOutput:
         """One pooling task on a prompt or a pair of texts; the arguments are those of `LLMEngine.prepare_pooling`.
 
-        Cancelling it aborts the request. Raises RequestError, QueueFullError among them, and EngineDeadError.
+        `task` stands in for params that say nothing else. Cancelling it aborts the request. Raises RequestError, QueueFullError among
+        them, and EngineDeadError.
         """
         [output] = await self.encode_many(
             [prompt],
             params,
+            task=task,
             request_ids=None if request_id is None else [request_id],
             prompt_name=prompt_name,
             truncate_prompt_tokens=truncate_prompt_tokens,
@@ -135,9 +138,10 @@ class AsyncLLM:
 
     async def encode_many(
         self,
-        prompts: Sequence[Prompt | TextPair],
-        params: PoolingParams,
+        prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        task: PoolingTask | None = None,
         request_ids: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
         prompt_name: str | Sequence[str | None] | None = None,
@@ -147,18 +151,21 @@ class AsyncLLM:
     ) -> list[PoolingRequestOutput]:
         """As `encode`, for many prompts at once, which reach the engine before its next step: cheaper than so many calls of `encode`.
 
+        `params` is for all of them, or one for each.
+
         A bad prompt is an error for all of them, before any is computed; it is called by its name of `names`, or its number. One that
         fails later has its error in its output. In `max_queued_requests` they count as one request. Cancelling it aborts them all.
         """
-        ids = [self._new_id() for _ in prompts] if request_ids is None else list(request_ids)
+        many = listed(prompts)
+        ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
         called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
 
         def prepare() -> list[PreparedRequest]:
             prepared = prepare_each(
                 self.engine,
                 ids,
-                prompts,
-                [params] * len(ids),
+                many,
+                params_of_each(self.engine, params, task, len(many)),
                 prompt_name=prompt_name,
                 truncate_prompt_tokens=truncate_prompt_tokens,
                 instruction=instruction,

@@ -42,7 +42,7 @@ def find_folder(config: ModelConfig, plugins: Plugins) -> Path:
 def _download(config: ModelConfig) -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "artifact.metadata"]
     if config.trust_remote_code:
         patterns.append("*.py")
     try:
@@ -175,7 +175,9 @@ def _nothing_runs(name: str, path: str, fallbacks: list[tuple[str, str | None]],
     absent = [f"{info.name} ({info.status})" for info in plugins.infos if info.status != "ok"]
     hint = f" Plugins that are not in use, and might have it: {', '.join(absent)} (see `toolkit plugins list`)." if absent else ""
     refused = "".join(f" The fallback {fallback!r} cannot run it: {refusal}." for fallback, refusal in fallbacks)
+    # There may be many: where none is near, it is said where they are listed.
+    near = nearest(name, plugins.models.architectures(), otherwise="`toolkit plugins show PLUGIN` lists a plugin's architectures.")
     return CheckpointError(
-        f"no installed plugin has the architecture {name!r} of {path!r}. {nearest(name, plugins.models.architectures())}{hint}{refused} "
+        f"no installed plugin has the architecture {name!r} of {path!r}.{refused} {near}{hint} "
         "Install a distribution that registers it (llm-toolkit-...), or write one: docs/hooks/toolkit_register_models.md."
     )

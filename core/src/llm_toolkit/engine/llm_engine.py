@@ -11,7 +11,7 @@ from llm_toolkit.config import VllmConfig
 from llm_toolkit.config.tasks import Task
 from llm_toolkit.engine.client import EngineClient
 from llm_toolkit.engine.output import RequestState
-from llm_toolkit.engine.parameters import check_bounds, check_options, check_processors, check_token_ids, tokenize_words
+from llm_toolkit.engine.parameters import check_bounds, check_options, check_processors, check_token_ids, cut_prompt, tokenize_words
 from llm_toolkit.engine.pooled import AnyState, PoolingState
 from llm_toolkit.engine.pooling_texts import PoolingTexts
 from llm_toolkit.engine.process import EngineProcess
@@ -199,6 +199,9 @@ class LLMEngine:
         self.check_pooling(params)
         message = self._message(request_id, rendered.token_ids, _NO_SAMPLING, options)
         message.pooling, message.second_text_start = params, rendered.second_text_start
+        message.num_attended = rendered.num_attended
+        if params.task == "embed":
+            message.pooling_start = rendered.pooling_start
         self._check(message)
         return PreparedRequest(message, prompt)
 
@@ -214,7 +217,7 @@ class LLMEngine:
         params = params or SamplingParams()
         check_bounds(params, self.config.limits)
         check_processors(params, self.plugins.logits_processors)
-        message = self._message(request_id, token_ids, params, options)
+        message = self._message(request_id, cut_prompt(token_ids, params, self.config.max_model_len), params, options)
         message.words = tokenize_words(params, self.renderer)
         self._check(message)
         return PreparedRequest(message, prompt)

@@ -59,10 +59,21 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise RequestError("context must be a mapping from texts to texts.", "context")
     if sum(len(key) + len(value) for key, value in context.items()) > MAX_CONTEXT_LENGTH:
         raise RequestError(f"context must have at most {MAX_CONTEXT_LENGTH} characters.", "context")
+    for name, texts in (("cache_salt", [salt or ""]), ("context", [*context, *context.values()])):
+        if not all(map(_is_unicode, texts)):
+            raise RequestError(f"{name} is no valid text: it has a lone surrogate.", name)
     known = ("priority", "timeout", "cache_salt", "context")
     for name in options:
         if name not in known:
             raise RequestError(f"unknown request option {name!r}. {nearest(name, known)}", name)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
@@ -73,6 +84,14 @@ def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:
             raise RequestError(f"{name} is {getattr(params, name)}; this engine allows at most {limits.max_logprobs} (max_logprobs).", name)
+
+
+def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The last tokens of a prompt, where `truncate_prompt_tokens` says so: those that the output follows."""
+    most = params.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, max_model_len - (params.max_tokens or 1))
+    return token_ids if most is None else token_ids[-most:]
 
 
 def check_processors(params: SamplingParams, registry: LogitsProcessorRegistry) -> None:
@@ -107,6 +126,8 @@ def _token_ids(request: EngineRequest) -> Iterator[tuple[str, Iterable[int]]]:
     yield "prompt_token_ids", request.prompt_token_ids
     yield "allowed_token_ids", request.params.allowed_token_ids or ()
     yield "logit_bias", request.params.logit_bias or ()
+    if request.pooling is not None and request.pooling.step_tag_id is not None:
+        yield "step_tag_id", (request.pooling.step_tag_id,)
     for word in request.words.bad_words:
         yield "bad_words", word
     # Breakers come from texts as well: ids that the model does not have are no error, for they never come up.

@@ -2,14 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
+from llm_toolkit.config.tasks import PoolingTask
 from llm_toolkit.engine.llm_engine import LLMEngine, PreparedRequest, RequestOptions
 from llm_toolkit.engine.parameters import check_options
 from llm_toolkit.errors import RequestError
 from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit.prompts import Prompt, TextPair
 from llm_toolkit.renderer import RenderedText
+
+_OF_PROMPTS = ("prompt", "prompt_token_ids", "input")
+"""What errors that know one prompt only call its parameter."""
+
+
+def listed(prompts: Prompt | TextPair | Sequence[Prompt | TextPair]) -> list[Prompt | TextPair]:
+    """One prompt, or a list of them, as a list. Raises RequestError for what is neither."""
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise RequestError(f"prompts must be a text, a dict, a pair of texts or a list of these, not a {type(prompts).__name__}.", "prompt")
+    return [cast(Prompt, prompts)] if isinstance(prompts, str | Mapping | tuple) else list(prompts)
+
+
+def params_of_each(
+    engine: LLMEngine, params: PoolingParams | Sequence[PoolingParams] | None, task: PoolingTask | None, count: int
+) -> list[PoolingParams]:
+    """One for each prompt. `task` stands in for params that say nothing else. Raises RequestError, also where nobody names a task."""
+    if params is None:
+        if task is None:
+            raise RequestError(f"which task? This model serves: {', '.join(engine.tasks)}.", "task")
+        return [PoolingParams(task=task)] * count
+    each = [params] * count if isinstance(params, PoolingParams) else params
+    if not isinstance(each, list | tuple) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
+        raise RequestError(f"give PoolingParams, or a list of {count} of them, one for each prompt.", "params")
+    if task is None:
+        return list(each)
+    # "embed" is what params say that name no task.
+    if other := next((one.task for one in each if one.task not in (task, "embed")), None):
+        raise RequestError(f"the task is {task!r}, but params are for {other!r}. To have that: encode.", "task")
+    return [one.replace(task=task) for one in each]
 
 
 def prepare_each(
@@ -58,10 +89,15 @@ def _prepare(
 
 
 def all_prepared(prepared: Sequence[PreparedRequest | RequestError], names: Iterable[str]) -> list[PreparedRequest]:
-    """Raises the first error there is, with the prompt's name; a single prompt needs none."""
+    """Raises the first error there is, with the prompt's name; a single prompt needs none.
+
+    `names`: a parameter of the caller's, with a number where it holds several prompts: "input[3]", "prompt 3".
+    """
     found = []
     for one, name in zip(prepared, names, strict=True):
         if isinstance(one, RequestError):
+            if one.param in _OF_PROMPTS:
+                one.param = name.partition("[")[0].partition(" ")[0]
             if len(prepared) > 1:
                 one.args = (f"{name}: {one}",)
             raise one

@@ -14,6 +14,7 @@ from llm_toolkit.engine.runner_type import RunnerChoice, choose_runner
 from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.pooling import read_sentence_transformers
+from llm_toolkit.pooling.options import PoolingKind, check_pooler_options
 
 _MOST_UNCUT = 8192
 """Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
@@ -40,10 +41,13 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
         renderer=choose_renderer(config, plugins)[0],
     )
     choice = choose_runner(config, plugins)
+    if choice.runner == "generate" and not config.model.also:
+        check_pooler_options(config.pooler, PoolingKind.NONE)
     if asked_len is None and choice.runner == "pooling":
         config = config.replace(max_model_len=min(config.max_model_len, _trained_len(checkpoint) or config.max_model_len))
+    asked_budget = config.scheduler.max_num_batched_tokens
     config = _for_runner(config, choice)
-    _check(config)
+    _check(config, asked_budget)
     return config
 
 
@@ -58,6 +62,9 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
         chunked = generates or bool(caching) or too_long
     if budget is None:
         budget = max(config.scheduler.token_budget if chunked else _WHOLE_TOKENS, config.scheduler.max_num_seqs)
+        if not generates and choice.convert == "none":
+            # An encoder computes texts as a whole, whatever was asked for.
+            budget = max(budget, config.max_model_len)
     if not chunked:
         budget = max(budget, config.max_model_len)
     return config.replace(
@@ -167,16 +174,18 @@ def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
     return able[0], candidates
 
 
-def _check(config: VllmConfig) -> None:
-    """Options that are fine each, but not together."""
+def _check(config: VllmConfig, asked_budget: int | None) -> None:
+    """Options that are fine each, but not together. `asked_budget`: max_num_batched_tokens as it was given."""
     parallel, scheduler = config.parallel, config.scheduler
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
         sizes = f"{parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
         raise ConfigError(f"tensor_parallel_size {sizes} needs an executor of several workers, and none is installed. Able: 1 x 1.")
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
         raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
-    if scheduler.token_budget < scheduler.max_num_seqs:
+    # Where prompts are only pooled, and whole, none of them waits for a token in each step.
+    in_parts = config.model.runner != "pooling" or scheduler.enable_chunked_prefill
+    if in_parts and scheduler.token_budget < scheduler.max_num_seqs:
         raise ConfigError(
-            f"max_num_batched_tokens ({scheduler.token_budget}) must be at least max_num_seqs ({scheduler.max_num_seqs}), "
-            "so that each running sequence can get a token in each step."
+            f"max_num_batched_tokens ({asked_budget}) must be at least max_num_seqs ({scheduler.max_num_seqs}), so that each running "
+            f"sequence can get a token in each step: raise it to {scheduler.max_num_seqs}, or give --max-num-seqs {asked_budget}."
         )

@@ -40,7 +40,8 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     runner: RunnerType = wanted if wanted != "auto" else "pooling" if native or convert not in ("auto", "none") else by_name
     if runner == "generate":
         if convert not in ("auto", "none"):
-            raise ConfigError(f"runner 'generate' takes convert 'none', not {convert!r}. Able: --runner pooling, or --also {convert}.")
+            beside = " or --also embed" if convert == "embed" else ""
+            raise ConfigError(f"runner 'generate' takes convert 'none', not {convert!r}. Able: --runner pooling{beside}.")
         _check_also(config.model.also)
         return RunnerChoice("generate", "none")
     if config.model.also:
@@ -62,7 +63,8 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
     known = ["auto", "none", "reward", *plugins.converters]
     if convert not in known:
         raise ConfigError(f"there is no convert type {convert!r}. {nearest(convert, known)}")
-    if native and convert in CONVERT_TASKS and default_runner(name)[1] != convert:
+    # The table calls reward models embedders, which is how those that are not native are taken.
+    if native and convert in CONVERT_TASKS and ("Reward" in name or default_runner(name)[1] != convert):
         raise UnsupportedError(f"{name!r} is a pooling model already, and not of convert type {convert!r}. Able: --convert auto.")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llm_toolkit.config import VllmConfig
+from llm_toolkit.config import PoolerConfig, VllmConfig
 from llm_toolkit.errors import ConfigError, PluginError, nearest
 from llm_toolkit.plugin import Plugins
 from llm_toolkit.pooling import stored_weights
@@ -15,7 +15,7 @@ def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate
     """Of a resolved config: that of the option `score_template` (a name, or a file), else that of a reranker's architecture.
 
     None: query and document are a pair of texts that the renderer joins. A template of an architecture is for language models without a
-    trained classifier that are to classify. Raises ConfigError and PluginError.
+    trained classifier that are to classify, and that do so as its reranker does. Raises ConfigError and PluginError.
     """
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
     wanted = config.pooler.score_template
@@ -26,14 +26,22 @@ def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate
             return read_score_template(Path(wanted))
         known = nearest(wanted, plugins.score_templates.keys())
         raise ConfigError(f"score_template {wanted!r} is neither the name of a registered template nor a file. {known}")
-    if config.model.convert != "classify" or config.pooler.classifier_method != "auto":
+    if config.model.convert != "classify":
         return None
     architecture = config.hf_config["architectures"][0]
     # The one that was registered last: third parties come after the distributions of this repository.
     name = next((e.key for e in reversed(plugins.score_templates.entries()) if architecture in e.architectures), None)
     if name is None or "score.weight" in stored_weights(config.checkpoint.path):
         return None
-    return _load(name, plugins)
+    template = _load(name, plugins)
+    return template if _is_made_for(template, config.pooler) else None
+
+
+def _is_made_for(template: ScoreTemplate, options: PoolerConfig) -> bool:
+    if options.classifier_method == "auto":
+        return True
+    tokens = options.classifier_tokens
+    return options.classifier_method == template.classifier_method and tokens in (None, list(template.classifier_tokens))
 
 
 def _load(name: str, plugins: Plugins) -> ScoreTemplate:

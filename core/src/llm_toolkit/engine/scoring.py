@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
+from types import MappingProxyType
 
 import numpy as np
 
-from llm_toolkit.config.tasks import PoolingTask, Task
-from llm_toolkit.errors import RequestError
+from llm_toolkit.config.tasks import PoolingTask, Task, way_to_serve
+from llm_toolkit.engine.pooling_texts import PoolingTexts
+from llm_toolkit.errors import ContextLengthError, RequestError
 from llm_toolkit.outputs import PoolingRequestOutput, ScoringRequestOutput
+from llm_toolkit.pooling import Side
+from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit.prompts import TextPair
 
 
@@ -20,12 +24,42 @@ def cosine(first: np.ndarray, second: np.ndarray) -> float:
     return min(max(float(first @ second) / lengths, -1.0), 1.0) if lengths else 0.0
 
 
+def dot(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two embeddings [D]: their dot product."""
+    return float(first.astype(np.float64) @ second.astype(np.float64))
+
+
+def euclidean(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two embeddings [D]: their distance, negated: 0 at most, and more for what is nearer."""
+    return -float(np.linalg.norm(first.astype(np.float64) - second.astype(np.float64)))
+
+
+def manhattan(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two embeddings [D]: the sum of the distances in each dimension, negated."""
+    return -float(np.abs(first.astype(np.float64) - second.astype(np.float64)).sum())
+
+
+SIMILARITIES: Mapping[str, Callable[[np.ndarray, np.ndarray], float]] = MappingProxyType(
+    {"cosine": cosine, "dot": dot, "euclidean": euclidean, "manhattan": manhattan}
+)
+"""How bi-encoders compare, by sentence-transformers' names and definitions."""
+
+
+_NO_TOKENS = -1e9
+"""What sentence-transformers gives a document of which no token is compared."""
+
+
 def max_sim(query: np.ndarray, document: np.ndarray) -> float:
     """Of two texts' token embeddings [tokens, D]: a late-interaction score (Khattab and Zaharia 2020).
 
-    For each token of the query the dot product with the document's token that fits best, summed.
+    For each token of the query the dot product with the document's token that fits best, summed. A document without tokens fits worst.
     """
-    return float((query @ document.T).max(axis=1).sum())
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else _NO_TOKENS
+
+
+def mean_max_sim(query: np.ndarray, document: np.ndarray) -> float:
+    """As `max_sim`, divided by the number of the query's tokens."""
+    return max_sim(query, document) / max(len(query), 1)
 
 
 class ScoreKind(Enum):
@@ -45,7 +79,8 @@ def score_kind(tasks: Collection[Task]) -> ScoreKind:
     if "token_embed" in tasks:
         # A model that embeds tokens only is made for this.
         return ScoreKind.LATE_INTERACTION
-    raise RequestError(f"this model does not score texts. Supported: {', '.join(tasks)}.", "task")
+    way_out = f" {way_to_serve('embed')} Rerankers: --convert classify." if "generate" in tasks else ""
+    raise RequestError(f"this model does not score texts. Supported: {', '.join(tasks)}.{way_out}", "task")
 
 
 _TASKS: dict[ScoreKind, PoolingTask] = {
@@ -64,15 +99,27 @@ class Scoring:
     """
 
     def __init__(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], tasks: Collection[Task], prompts: Collection[str]
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        tasks: Collection[Task],
+        texts: PoolingTexts,
+        *,
+        fields: tuple[str, str] = ("queries", "documents"),
     ) -> None:
-        """One query for all documents, or one for each. `tasks`: those of the model. `prompts`: the names of the checkpoint's.
+        """One query for all documents, or one for each. `tasks` and `texts`: those of the model. `fields`: what errors call the two.
 
         Raises RequestError.
         """
         self.kind = score_kind(tasks)
         self.task = _TASKS[self.kind]
-        pairs = _pairs(queries, documents)
+        is_late = self.kind is ScoreKind.LATE_INTERACTION
+        self._compare = SIMILARITIES[texts.similarity] if not is_late else mean_max_sim if texts.averages else max_sim
+        self._sides: Mapping[str, Side] = texts.sides if is_late else {}
+        self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
+        pairs = _pairs(queries, documents, fields)
+        self._pairs, self._texts, self._fields = pairs, texts, fields
+        self._alone = isinstance(queries, str), isinstance(documents, str)
         self.prompts: list[str | TextPair]
         """What the engine is to read."""
         self.prompt_names: list[str | None]
@@ -82,37 +129,78 @@ class Scoring:
         if self.kind is ScoreKind.CROSS_ENCODER:
             self.prompts = list(pairs)
             self.prompt_names = [None] * len(pairs)
-            self.names = [f"documents[{number}]" for number in range(len(pairs))]
+            self.names = [self._name(1, number) for number in range(len(pairs))]
             return
         first: dict[tuple[int, str], str] = {}
         for number, pair in enumerate(pairs):
-            for side, where in enumerate(("queries", "documents")):
-                first.setdefault((side, pair[side]), f"{where}[{number}]")
+            for side in (0, 1):
+                first.setdefault((side, pair[side]), self._name(side, number))
         places = {key: place for place, key in enumerate(first)}
         self._places = [(places[0, query], places[1, document]) for query, document in pairs]
         self.prompts = [text for _, text in first]
-        self.prompt_names = [_SIDES[side] if _SIDES[side] in prompts else None for side, _ in first]
+        self.prompt_names = [_SIDES[side] if _SIDES[side] in texts.prompts else None for side, _ in first]
         self.names = list(first.values())
+
+    def _name(self, side: int, number: int) -> str:
+        return self._fields[side] if self._alone[side] else f"{self._fields[side]}[{number}]"
+
+    def culprit(self, error: RequestError) -> RequestError:
+        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for its query alone.
+
+        It tokenizes the queries again.
+        """
+        if self.kind is not ScoreKind.CROSS_ENCODER or error.param != self._fields[1]:
+            return error
+        is_too_long = isinstance(error, ContextLengthError)
+        first: dict[str, int] = {}
+        for number, (query, _) in enumerate(self._pairs):
+            first.setdefault(query, number)
+        for query, number in first.items():
+            name, most = self._name(0, number), self._texts.max_tokens
+            try:
+                [rendered] = self._texts.renderer.render_texts([query], max_tokens=None if is_too_long else most)
+            except RequestError as its:
+                return type(its)(f"{name}: {its}", self._fields[0])
+            if is_too_long and len(rendered.token_ids) >= most:
+                limit = f"with a document it must stay within max_model_len, {most}"
+                return ContextLengthError(f"{name} alone has {len(rendered.token_ids)} tokens; {limit}.", self._fields[0])
+        return error
+
+    def params(self, given: PoolingParams | None = None) -> PoolingParams:
+        """What was `given`, with the task, and with `normalize` as the comparison needs it. Raises RequestError."""
+        given = PoolingParams() if given is None else given
+        if not isinstance(given, PoolingParams):
+            raise RequestError(f"params must be PoolingParams, not a {type(given).__name__}.", "params")
+        if given.task not in (self.task, PoolingParams().task):
+            raise RequestError(f"this model scores by the task {self.task!r}, but params are for {given.task!r}.", "task")
+        return given.replace(task=self.task, normalize=self._normalize if given.normalize is None else given.normalize)
 
     def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
         """One for each pair, of what the engine gave for `prompts`."""
         if self.kind is ScoreKind.CROSS_ENCODER:
             return [ScoringRequestOutput.of(output) for output in outputs]
-        return [self._score(outputs[query], outputs[document]) for query, document in self._places]
+        vectors = [self._compared(output, name) for output, name in zip(outputs, self.prompt_names, strict=True)]
+        return [self._score(outputs[i], outputs[j], vectors[i], vectors[j]) for i, j in self._places]
 
-    def _score(self, query: PoolingRequestOutput, document: PoolingRequestOutput) -> ScoringRequestOutput:
-        score = float("nan")
-        if query.data is not None and document.data is not None:
-            score = (cosine if self.kind is ScoreKind.BI_ENCODER else max_sim)(query.data, document.data)
+    def _compared(self, output: PoolingRequestOutput, name: str | None) -> np.ndarray | None:
+        """What is compared of it; None where it failed."""
+        side = None if name is None else self._sides.get(name)
+        return output.data if output.data is None or side is None else output.data[side.compared(output.prompt_token_ids)]
+
+    def _score(
+        self, query: PoolingRequestOutput, document: PoolingRequestOutput, first: np.ndarray | None, second: np.ndarray | None
+    ) -> ScoringRequestOutput:
+        score = float("nan") if first is None or second is None else self._compare(first, second)
         return ScoringRequestOutput(document.request_id, score, document.num_cached_tokens, query.error or document.error)
 
 
-def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[TextPair]:
-    queries, documents = _texts(queries, "queries"), _texts(documents, "documents")
+def _pairs(queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str]) -> list[TextPair]:
+    queries, documents = _texts(queries, fields[0]), _texts(documents, fields[1])
     if len(queries) == 1:
         queries = queries * len(documents)
     if len(queries) != len(documents):
-        raise RequestError(f"{len(queries)} queries for {len(documents)} documents: give one query, or one for each document.", "queries")
+        wanted = "give one query, or one for each document"
+        raise RequestError(f"{len(queries)} queries for {len(documents)} documents: {wanted}.", fields[0])
     return list(zip(queries, documents, strict=True))
 
 

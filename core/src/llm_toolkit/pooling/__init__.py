@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from llm_toolkit._lazy import resolver
 
 if TYPE_CHECKING:
+    from llm_toolkit.pooling.artifact_metadata import read_artifact_metadata
     from llm_toolkit.pooling.contract import Pooler, PoolingMetadata, PoolingRow
     from llm_toolkit.pooling.factories import classification_pooler, embedding_pooler, num_labels_of, token_classification_pooler
     from llm_toolkit.pooling.finish import ClassifierHead, EmbeddingHead, Head
+    from llm_toolkit.pooling.late_interaction import Side, read_sides
     from llm_toolkit.pooling.limits import check_params, hidden_size
     from llm_toolkit.pooling.methods import METHODS, Concatenated, PoolingMethod, Segments
     from llm_toolkit.pooling.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
@@ -20,9 +22,11 @@ if TYPE_CHECKING:
     from llm_toolkit.pooling.weight_names import stored_weights
 
 _HOMES = {
+    "artifact_metadata": ("read_artifact_metadata",),
     "contract": ("Pooler", "PoolingMetadata", "PoolingRow"),
     "factories": ("classification_pooler", "embedding_pooler", "num_labels_of", "token_classification_pooler"),
     "finish": ("ClassifierHead", "EmbeddingHead", "Head"),
+    "late_interaction": ("Side", "read_sides"),
     "limits": ("check_params", "hidden_size"),
     "methods": ("METHODS", "Concatenated", "PoolingMethod", "Segments"),
     "poolers": ("AllPooler", "ClassifierPooler", "DispatchPooler", "SimplePooler", "StepPooler"),
@@ -45,6 +49,7 @@ __all__ = [
     "PoolingRow",
     "Segments",
     "SentenceTransformersConfig",
+    "Side",
     "SimplePooler",
     "StepPooler",
     "check_params",
@@ -52,7 +57,9 @@ __all__ = [
     "embedding_pooler",
     "hidden_size",
     "num_labels_of",
+    "read_artifact_metadata",
     "read_sentence_transformers",
+    "read_sides",
     "stored_weights",
     "token_classification_pooler",
 ]

@@ -27,6 +27,8 @@ class PoolingRow:
     start: int
     """Position of the first of them: more than 0 in later chunks of a prompt, and where the beginning was in the prefix cache."""
     num_prompt_tokens: int
+    pooling_start: int = 0
+    """embed: position of the prompt's first token that is pooled; those before have no part in its vector."""
     state: dict[str, Any] = field(default_factory=dict)
     """What a pooler keeps of a sequence between its chunks. Empty at the first."""
 
@@ -34,6 +36,12 @@ class PoolingRow:
     def finished(self) -> bool:
         """These are its last tokens."""
         return bool(self.start + self.tokens.stop - self.tokens.start == self.num_prompt_tokens)
+
+    @property
+    def pooled_tokens(self) -> slice:
+        """Where those of its tokens that are pooled are in the flat batch. Empty in a chunk that lies before `pooling_start`."""
+        left_out = max(self.pooling_start - self.start, 0)
+        return slice(min(self.tokens.start + left_out, self.tokens.stop), self.tokens.stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from llm_toolkit.pooling.finish import ClassifierHead, EmbeddingHead
 from llm_toolkit.pooling.heads import ACTIVATIONS, Activation, make_heads
 from llm_toolkit.pooling.limits import hidden_size
 from llm_toolkit.pooling.methods import METHODS, Concatenated, PoolingMethod
+from llm_toolkit.pooling.options import PoolingKind, check_pooler_options
 from llm_toolkit.pooling.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
 from llm_toolkit.pooling.sentence_transformers import SentenceTransformersConfig, read_sentence_transformers
 
@@ -32,6 +33,7 @@ def embedding_pooler(vllm_config: VllmConfig, default: str | PoolingMethod = "ME
 
     Raises CheckpointError for files that are not understood or do not fit, ConfigError for an option that does not.
     """
+    check_pooler_options(vllm_config.pooler, PoolingKind.EMBEDDER)
     found = _sentence_transformers(vllm_config) or SentenceTransformersConfig(folder="")
     ends_normalized = None if found.has_modules else normalize
     size = found.pooling.size if found.pooling is not None else hidden_size(vllm_config.hf_config)
@@ -62,6 +64,7 @@ def classification_pooler(
 
     Raises CheckpointError and ConfigError as `embedding_pooler` does.
     """
+    check_pooler_options(vllm_config.pooler, PoolingKind.CLASSIFIER if vllm_config.model.convert == "none" else PoolingKind.CONVERTED)
     head = _classifier_head(vllm_config, classifier, num_labels, activation, temperature)
     token_head = head
     if token_classifier is not None:
@@ -88,6 +91,7 @@ def token_classification_pooler(
     options nor the request say.
     """
     options = vllm_config.pooler
+    check_pooler_options(options, PoolingKind.TOKENS)
     method = default if options.pooling_type == "auto" else options.pooling_type
     if method not in TOKEN_METHODS:
         raise ConfigError(
@@ -97,8 +101,13 @@ def token_classification_pooler(
     head = _classifier_head(vllm_config, classifier, num_labels, activation, returned_ids=returned)
     if wrong := [i for i in returned or () if not 0 <= i < head.size]:
         raise ConfigError(f"option 'returned_token_ids' has {wrong[0]}, but the model gives {head.size} logits.")
+    if len(set(returned or ())) < len(returned or ()):
+        raise ConfigError("option 'returned_token_ids' must name each once.")
     of_model = step_tag_id if default == "STEP" else None
     tag = of_model if options.step_tag_id is None else options.step_tag_id
+    vocab_size = vllm_config.hf_config.get("vocab_size")
+    if tag is not None and vocab_size is not None and tag >= vocab_size:
+        raise ConfigError(f"option 'step_tag_id' is {tag}, but the model's vocabulary has {vocab_size} tokens: no step would ever end.")
     return StepPooler(head, None if options.pooling_type == "ALL" else tag)
 
 
@@ -132,11 +141,6 @@ def _embedding_method(vllm_config: VllmConfig, found: SentenceTransformersConfig
         return _sequence_method(option)
     if found.pooling is None:
         return None if found.has_modules else _sequence_method(default)
-    if not found.pooling.include_prompt and found.prompts:
-        raise CheckpointError(
-            f"the pooling module of {found.folder!r} leaves the tokens of prompts out (include_prompt: false), which is not supported. "
-            "The option pooling_type, when it is given, pools all tokens."
-        )
     methods = [METHODS[name] for name in found.pooling.methods]
     return methods[0] if len(methods) == 1 else Concatenated(methods)
 
@@ -216,7 +220,8 @@ def _activation(vllm_config: VllmConfig, num_labels: int, default: str | None) -
         named: nn.Module = getattr(nn, found.activation)()
         return (usual, False) if found.activation == "Identity" else (named, True)
     if problem is not None:
-        return usual, problem != "regression"
+        # sentence-transformers gives the sigmoid of one label whatever the problem is, and transformers a regression's plain value.
+        return usual, problem != "regression" or (found is not None and num_labels == 1)
     if default is not None:
         return (usual, False) if default == "identity" else (ACTIVATIONS[default], True)
     return usual, True

@@ -33,11 +33,11 @@ class Segments:
 
     @property
     def row_of_token(self) -> Tensor:
-        """[T] int64: which row a token belongs to; R for tokens of no row."""
+        """[T] int64: in which row a token is pooled; R for tokens that are not."""
         if self._row_of_token is None:
             owners = np.full(self.num_tokens, len(self.rows), np.int64)
             for index, row in enumerate(self.rows):
-                owners[row.tokens] = index
+                owners[row.pooled_tokens] = index
             self._row_of_token = self.tensor(owners)
         return self._row_of_token
 
@@ -69,27 +69,28 @@ class PoolingMethod(ABC):
         for index, row in enumerate(segments.rows):
             if row.start > 0:
                 assert self.name in row.state, f"{self.name} pooling lacks the beginning of a prompt"
-                values[index] = self._merge(row.state.pop(self.name), values[index])
+                values[index] = self._merge(row, row.state.pop(self.name), values[index])
             if not row.finished:
                 row.state[self.name] = values[index].clone()
         return segments.only_finished(values)
 
-    def _merge(self, before: Tensor, now: Tensor) -> Tensor:
-        """What two neighbouring parts of a prompt give together. [H] each."""
+    def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
+        """What this chunk and those before it give together. [H] each."""
         raise NotImplementedError
 
 
 class Cls(PoolingMethod):
-    """The vector of the first token."""
+    """The vector of the first token that is pooled."""
 
     name = "CLS"
 
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
-        first = hidden_states[segments.tensor([row.tokens.start for row in segments.rows])].float()
-        return self._carry(first, segments)
+        # Before that token has come, any other stands in for it.
+        places = [min(row.pooled_tokens.start, row.tokens.stop - 1) for row in segments.rows]
+        return self._carry(hidden_states[segments.tensor(places)].float(), segments)
 
-    def _merge(self, before: Tensor, now: Tensor) -> Tensor:
-        return before
+    def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
+        return before if row.start > row.pooling_start else now
 
 
 class Last(PoolingMethod):
@@ -112,10 +113,10 @@ class _Sum(PoolingMethod):
             vectors = hidden_states[block].float()
             sums.index_add_(0, segments.row_of_token[block], vectors if weights is None else vectors * weights[block])
         totals = self._carry(sums[:-1], segments)
-        factors = [self._factor(segments.rows[index].num_prompt_tokens) for index in segments.finished]
+        factors = [self._factor(segments.rows[index]) for index in segments.finished]
         return totals * torch.tensor(factors, dtype=torch.float32, device=segments.device).unsqueeze(1)
 
-    def _merge(self, before: Tensor, now: Tensor) -> Tensor:
+    def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
         return before + now
 
     def _weights(self, segments: Segments) -> Tensor | None:
@@ -123,7 +124,7 @@ class _Sum(PoolingMethod):
         return None
 
     @abstractmethod
-    def _factor(self, num_tokens: int) -> float: ...
+    def _factor(self, row: PoolingRow) -> float: ...
 
 
 class Mean(_Sum):
@@ -131,8 +132,8 @@ class Mean(_Sum):
 
     name = "MEAN"
 
-    def _factor(self, num_tokens: int) -> float:
-        return 1 / num_tokens
+    def _factor(self, row: PoolingRow) -> float:
+        return 1 / (row.num_prompt_tokens - row.pooling_start)
 
 
 class MeanSqrtLen(_Sum):
@@ -140,12 +141,12 @@ class MeanSqrtLen(_Sum):
 
     name = "MEAN_SQRT_LEN"
 
-    def _factor(self, num_tokens: int) -> float:
-        return float(num_tokens**-0.5)
+    def _factor(self, row: PoolingRow) -> float:
+        return float((row.num_prompt_tokens - row.pooling_start) ** -0.5)
 
 
 class WeightedMean(_Sum):
-    """The mean over all tokens, the first with weight 1, the n-th with weight n (SGPT, Muennighoff 2022)."""
+    """The mean over all tokens, the n-th with weight n (SGPT, Muennighoff 2022). Tokens that are left out are counted all the same."""
 
     name = "WEIGHTED_MEAN"
 
@@ -155,8 +156,9 @@ class WeightedMean(_Sum):
             weights[row.tokens] = np.arange(row.start + 1, row.start + 1 + len(row.token_ids))
         return torch.from_numpy(weights).to(segments.device).unsqueeze(1)
 
-    def _factor(self, num_tokens: int) -> float:
-        return 2 / (num_tokens * (num_tokens + 1))
+    def _factor(self, row: PoolingRow) -> float:
+        tokens, left_out = row.num_prompt_tokens, row.pooling_start
+        return 2 / (tokens * (tokens + 1) - left_out * (left_out + 1))
 
 
 class Max(PoolingMethod):
@@ -172,7 +174,7 @@ class Max(PoolingMethod):
             most.scatter_reduce_(0, owners[block], hidden_states[block].float(), "amax")
         return self._carry(most[:-1], segments)
 
-    def _merge(self, before: Tensor, now: Tensor) -> Tensor:
+    def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
         return torch.maximum(before, now)
 
 

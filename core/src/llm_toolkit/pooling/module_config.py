@@ -153,6 +153,10 @@ def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | No
     if name is None:
         raise CheckpointError(f"{str(listing)!r} names a module of type {kind!r}, which is not understood. {nearest(kind, _known_types())}")
     if name == "Transformer":
+        if path and (listing.parent / path / "config.json").is_file():
+            raise CheckpointError(
+                f"{str(listing)!r} has the language model in the folder {path!r}, which is not supported: move its files beside modules.json."
+            )
         return parse_transformer(listing.parent, path)
     return _PARSERS[name](listing.parent / path, default_level)
 
@@ -316,9 +320,10 @@ def _parse_normalize(folder: Path, _: Level) -> Normalize:
 
 def _parse_token_mask(folder: Path, _: Level) -> TokenMask:
     said = JsonObject.read(folder / "config.json")
+    words, tasks = said.take_or("skiplist_words", list), said.take_or("skiplist_tasks", list)
     mask = TokenMask(
-        skiplist_words=said.take_or("skiplist_words", list) or [],
-        skiplist_tasks=said.take_or("skiplist_tasks", list) or ["document"],
+        skiplist_words=words or [],
+        skiplist_tasks=["document"] if tasks is None else tasks,
         keep_only_token_ids=said.take_or("keep_only_token_ids", list),
     )
     said.finish()

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct, field
 
 from llm_toolkit.errors import CheckpointError
+from llm_toolkit.pooling.artifact_metadata import read_artifact_metadata
 from llm_toolkit.pooling.json_file import JsonObject, choose, read_json_file
 from llm_toolkit.pooling.module_config import (
     PUNCTUATION,
@@ -57,6 +58,8 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
     logit_score: LogitScore | None = None
     prompts: dict[str, str] = field(default_factory=dict)
     """Texts that are put before the input, by name ("query", "document", ...)."""
+    markers: dict[str, str] = field(default_factory=dict)
+    """What some of them begin with, by name: one token, where the vocabulary has it."""
     default_prompt_name: str | None = None
     similarity: str | None = None
     """cosine, dot, euclidean, manhattan, maxsim or meanmaxsim; None: not said."""
@@ -68,12 +71,22 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
     @property
     def max_seq_length(self) -> int | None:
         """Tokens of the longest input, special tokens included; None: not said."""
-        return self.transformer.max_seq_length
+        transformer, expansion = self.transformer, self.transformer.query_expansion
+        if transformer.max_seq_length is None:
+            return None
+        # PyLate's own count of a document leaves its marker out.
+        lengths = (transformer.query_length, transformer.document_length, expansion.length if expansion is not None else None)
+        return max(transformer.max_seq_length, *(length or 0 for length in lengths))
 
     @property
     def is_late_interaction(self) -> bool:
         """Texts are compared by the vectors of their tokens (MaxSim)."""
         return self.token_mask is not None
+
+    @property
+    def ends_normalized(self) -> bool:
+        """The modules give embeddings of length 1."""
+        return bool(self.heads) and isinstance(self.heads[-1], Normalize)
 
     @property
     def embedding_size(self) -> int | None:
@@ -93,14 +106,23 @@ def read_sentence_transformers(folder: str | Path) -> SentenceTransformersConfig
     folder = Path(folder)
     listing, general_path = folder / "modules.json", folder / "config_sentence_transformers.json"
     activation = _activation_of_model(folder / "config.json")
-    if activation is None and find_transformer_config(folder) is None and not (listing.is_file() or general_path.is_file()):
+    of_authors = not listing.is_file() and _is_of_colberts_authors(folder / "config.json")
+    known = of_authors or activation is not None or find_transformer_config(folder) is not None
+    if not (known or listing.is_file() or general_path.is_file()):
         return None
     general = _read_general(general_path) if general_path.is_file() else _General()
+    if of_authors:
+        _read_authors(folder, general)
     modules: list[Module] = _read_modules(listing, general) if listing.is_file() else [parse_transformer(folder)]
+    if of_authors:
+        modules.append(general.skiplist)
+    if general.lengths and isinstance(modules[0], Transformer):
+        modules[0] = _with_lengths(modules[0], general.lengths)
     return SentenceTransformersConfig(
         folder=str(folder),
         has_modules=listing.is_file(),
         prompts=general.prompts,
+        markers=general.markers,
         default_prompt_name=general.default_prompt_name,
         similarity=general.similarity,
         truncate_dim=general.truncate_dim,
@@ -115,10 +137,11 @@ class _General(Struct, kw_only=True):
     model_type: str | None = None
     activation: str | None = None
     prompts: dict[str, str] = field(default_factory=dict)
+    markers: dict[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     similarity: str | None = None
     truncate_dim: int | None = None
-    pylate: dict[str, Any] = field(default_factory=dict)
+    lengths: dict[str, Any] = field(default_factory=dict)
     """What PyLate's models say of their transformer here."""
     skiplist: TokenMask = PUNCTUATION
 
@@ -159,6 +182,7 @@ def _read_pylate(said: JsonObject, general: _General) -> None:
         return
     for name in ("query", "document"):
         if prefix := said.take_or(f"{name}_prefix", str):
+            general.markers[name] = prefix
             general.prompts[name] = prefix + general.prompts.get(name, "").removeprefix(prefix)
     length, document_length = positive(said, "query_length"), positive(said, "document_length")
     expands, attends = said.take_or("do_query_expansion", bool), said.take_or("attend_to_expansion_tokens", bool)
@@ -168,11 +192,36 @@ def _read_pylate(said: JsonObject, general: _General) -> None:
         expansion = QueryExpansion(length=length or _PYLATE_QUERY, attend=bool(attends))
     else:
         expansion = None
-    general.pylate = {"query_length": length, "document_length": document_length, "query_expansion": expansion}
+    lengths = {"query_length": length, "document_length": document_length}
+    general.lengths = {key: value for key, value in lengths.items() if value is not None} | {"query_expansion": expansion}
     if (words := said.take_or("skiplist_words", list)) is not None:
         general.skiplist = TokenMask(skiplist_words=words)
     # Its first versions did not name a type.
     general.model_type = general.model_type or "ColBERT"
+
+
+def _is_of_colberts_authors(path: Path) -> bool:
+    """config.json names the class of the library of ColBERT's authors."""
+    return path.is_file() and "HF_ColBERT" in (JsonObject.read(path).take_or("architectures", list) or [])
+
+
+def _read_authors(folder: Path, general: _General) -> None:
+    """What that library does; what the files of sentence-transformers say counts before it."""
+    said = read_artifact_metadata(folder)
+    general.markers = {"query": f"{said.query_marker} ", "document": f"{said.document_marker} "}
+    general.prompts = general.markers | general.prompts
+    general.skiplist = PUNCTUATION if said.mask_punctuation else TokenMask()
+    general.lengths = {
+        "document_length": said.document_length,
+        "query_expansion": QueryExpansion(length=said.query_length, attend=said.attend),
+        **general.lengths,
+    }
+
+
+def _with_lengths(transformer: Transformer, lengths: dict[str, Any]) -> Transformer:
+    """With what the module's own file leaves open."""
+    left_open = {key: value for key, value in lengths.items() if value is not None and getattr(transformer, key) is None}
+    return msgspec.structs.replace(transformer, **left_open)
 
 
 def _read_modules(path: Path, general: _General) -> list[Module]:
@@ -186,9 +235,6 @@ def _read_modules(path: Path, general: _General) -> list[Module]:
     if general.model_type == "ColBERT":
         # PyLate lists its Transformer and Dense only. It skips punctuation and normalizes without saying so.
         modules += [general.skiplist, Normalize(level="token")]
-    if modules and isinstance(modules[0], Transformer) and general.pylate:
-        said = {key: value for key, value in general.pylate.items() if value is not None}
-        modules[0] = msgspec.structs.replace(modules[0], **said)
     return modules
 
 

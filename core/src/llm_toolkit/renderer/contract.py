@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ class RenderedText(NamedTuple):
     token_ids: list[int]
     second_text_start: int | None = None
     """Of a pair: the position of the first token that belongs to the second text."""
+    pooling_start: int = 0
+    """Position of the first token that an embedding is made of: after the checkpoint's prompt, where that is left out."""
+    num_attended: int | None = None
+    """Only so many tokens, from the first on, are seen by attention; None: all."""
 
 
 class DecodeStream(ABC):
@@ -85,6 +90,25 @@ class Renderer(ABC):
                 raise RequestError(f"{type(self).__name__} does not know how to join a pair of texts.", "input")
             rendered.append(RenderedText(self.render_prompt(text)[0][:max_tokens]))
         return rendered
+
+    def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """Of each text the beginning that `max_tokens` have room for, special tokens included. A text that is not too long stays as it is.
+
+        Raises RequestError for `max_tokens` where they have room for no text. This one tries lengths by halves.
+        """
+
+        def length(text: str) -> int:
+            return len(self.render_texts([text])[0].token_ids)
+
+        cut = []
+        for text in texts:
+            kept = len(text)
+            if length(text) > max_tokens:
+                kept = bisect_right(range(1, len(text)), max_tokens, key=lambda end: length(text[:end]))
+                if not kept:
+                    raise RequestError(f"{max_tokens} tokens have no room for a text.", "max_tokens")
+            cut.append(text[:kept])
+        return cut
 
     @abstractmethod
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from llm_toolkit.errors import ConfigError, ContextLengthError
+from llm_toolkit.errors import ConfigError, ContextLengthError, RequestError
 from llm_toolkit.renderer.contract import Renderer
 
 _PLACE = re.compile(r"\{(query|document|instruction)\}")
@@ -29,6 +29,10 @@ class ScoreTemplate(Struct, frozen=True, kw_only=True):
     """How an instruction is written where {instruction} stands; nothing is written where there is none."""
     add_special_tokens: bool = False
     """The tokenizer's special tokens (such as the one that begins a text) are put around the whole."""
+    classifier_method: str | None = None
+    """The option that its reranker scores with, where the classifier is made of the language-modeling head."""
+    classifier_tokens: tuple[str, ...] = ()
+    """As classifier_method."""
 
     def __post_init__(self) -> None:
         text = "".join(self.pieces)
@@ -71,22 +75,27 @@ def score_tokens(
 ) -> list[int]:
     """The token ids of a query and a document. Of what is longer than `max_tokens`, the end of the document is cut.
 
-    Raises RequestError for a text that cannot be rendered, and where all but the document is too long already.
+    Raises RequestError for a text that cannot be rendered or is empty, and where all but the document is too long already.
     """
+    _check(query, document, instruction)
     pieces, cut = template.render(query, document, instruction), template.document_piece
     first = next(filter(None, pieces))
     before, after = _special_tokens(renderer, first) if template.add_special_tokens or max_tokens is not None else ([], [])
     tokens = [[] if max_tokens is not None and index == cut else _tokens(renderer, piece) for index, piece in enumerate(pieces)]
     opening, closing = (before, after) if template.add_special_tokens else ([], [])
     if max_tokens is not None:
+        head = _tokens(renderer, template.render(query, "", instruction)[cut])
         room = max_tokens - sum(map(len, tokens)) - len(opening) - len(closing)
-        if room < 1:
+        if room > 0:
+            whole = renderer.render_texts([pieces[cut]], max_tokens=room + len(before) + len(after))[0].token_ids
+            tokens[cut] = whole[len(before) : len(whole) - len(after)]
+        # Where the room ends before the document, what is kept is a beginning of what stands before it in its piece.
+        if room < 1 or (len(tokens[cut]) == room and tokens[cut] == head[:room]):
+            taken = max_tokens - room + len(head)
             raise ContextLengthError(
-                f"all but the document takes {max_tokens - room} tokens, and {max_tokens} are allowed: ask for more, or shorten the query.",
+                f"all but the document takes {taken} tokens, and {max_tokens} are allowed: ask for more, or shorten the query.",
                 "truncate_prompt_tokens",
             )
-        whole = renderer.render_texts([pieces[cut]], max_tokens=room + len(before) + len(after))[0].token_ids
-        tokens[cut] = whole[len(before) : len(whole) - len(after)]
     return [*opening, *(token for piece in tokens for token in piece), *closing]
 
 
@@ -104,6 +113,14 @@ def read_score_template(path: Path) -> ScoreTemplate:
         return ScoreTemplate(pieces=(head + place, tail), add_special_tokens=True)
     except ConfigError as error:
         raise ConfigError(f"score_template {str(path)!r}: {error}") from None
+
+
+def _check(query: str, document: str, instruction: str | None) -> None:
+    for name, text in (("query", query), ("document", document)):
+        if not text:
+            raise RequestError(f"the {name} is empty.", "input")
+    if instruction is not None and not isinstance(instruction, str):
+        raise RequestError(f"the instruction must be a text, not a {type(instruction).__name__}.", "instruction")
 
 
 def _tokens(renderer: Renderer, piece: str) -> list[int]:

@@ -160,6 +160,8 @@ class ModelRunner:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
         extra = {}
+        if self._pooling is not None:
+            inputs = inputs._replace(seq_lens=self._pooling.seq_lens(plan, inputs))
         if self._pooling is not None and self.model.takes_token_types:
             extra["token_type_ids"] = self._to_device(self._pooling.token_types(plan, inputs))
         hidden_states = self._forward(inputs, extra)

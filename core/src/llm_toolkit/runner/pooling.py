@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from llm_toolkit.messages import Array, NewSequence, StepPlan
@@ -41,6 +40,15 @@ class PoolingBatch:
                 types[tokens] = inputs.positions[tokens] >= seq.second_text_start
         return types
 
+    def seq_lens(self, plan: StepPlan, inputs: StepInputs) -> np.ndarray:
+        """[R] int32: keys that each row sees. The tokens with which a late-interaction query is filled up may not be among them."""
+        lengths = inputs.seq_lens.copy()
+        for index, scheduled in enumerate(plan.scheduled):
+            seq = self._sequences.get(scheduled.seq_id)
+            if seq is not None and seq.num_attended is not None:
+                lengths[index] = seq.num_attended
+        return lengths
+
     def pool(
         self, plan: StepPlan, inputs: StepInputs, batch: PersistentBatch, hidden_states: Tensor
     ) -> tuple[dict[int, Array], dict[int, str]]:
@@ -56,8 +64,9 @@ class PoolingBatch:
         for seq_id, tensor in zip(rows, pooled, strict=True):
             if tensor is None:
                 continue
-            if torch.isfinite(tensor).all():
-                results[seq_id] = as_array(tensor)
+            values = tensor.float().contiguous().cpu().numpy()
+            if np.isfinite(values).all():
+                results[seq_id] = as_array(values)
             else:
                 errors[seq_id] = "the model's result is not finite"
         return results, errors
@@ -72,13 +81,13 @@ class PoolingBatch:
             token_ids=batch.history.tokens(int(inputs.rows[index]))[start : start + tokens.stop - tokens.start],
             start=start,
             num_prompt_tokens=seq.num_prompt_tokens,
+            pooling_start=seq.pooling_start,
             state=self._states[seq.seq_id],
         )
 
 
-def as_array(tensor: Tensor) -> Array:
-    """A tensor of any dtype as a float32 message."""
-    values = tensor.float().contiguous().cpu().numpy()
+def as_array(values: np.ndarray) -> Array:
+    """A contiguous float32 array as a message."""
     # An empty array has no memory to look at.
     data = values.reshape(-1).data.cast("B") if values.size else memoryview(b"")
     return Array("float32", list(values.shape), data)

@@ -7,9 +7,11 @@ from types import MappingProxyType
 
 from llm_toolkit.attention import KVCacheConfig
 from llm_toolkit.config import VllmConfig
-from llm_toolkit.config.tasks import PoolingTask
+from llm_toolkit.config.tasks import PoolingTask, way_to_serve
 from llm_toolkit.errors import ContextLengthError, RequestError
 from llm_toolkit.messages import EngineRequest, PoolingRules
+
+_CUT = "Shorten it, or have it cut: truncate_prompt_tokens."
 
 
 class RequestLimits:
@@ -33,7 +35,7 @@ class RequestLimits:
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
         if message.pooling is not None:
-            return self._check_pooling(message.pooling.task, prompt)
+            return self._check_pooling(message.pooling.task, prompt, message.pooling_start)
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
         if prompt >= self.max_model_len:
@@ -58,21 +60,29 @@ class RequestLimits:
     def rules(self, task: PoolingTask) -> PoolingRules:
         """What holds for a task. Raises RequestError for one that the model does not serve."""
         if task not in self.pooling:
-            raise RequestError(f"the model does not support the task {task!r}. Supported: {self._served}.", "task")
+            way_out = f" {way_to_serve(task)}" if self.generates else ""
+            raise RequestError(f"the model does not support the task {task!r}. Supported: {self._served}.{way_out}", "task")
         return self.pooling[task]
 
     @property
     def _served(self) -> str:
-        return ", ".join([*(["generate"] if self.generates else []), *self.pooling])
+        return ", ".join(self.pooling) or "generate"
 
-    def _check_pooling(self, task: PoolingTask, prompt: int) -> int:
+    def _check_pooling(self, task: PoolingTask, prompt: int, start: int) -> int:
         """No output tokens."""
         rules = self.rules(task)
+        if start >= prompt:
+            raise RequestError(
+                f"none of the {prompt} tokens is left to pool: the checkpoint leaves the {start} tokens of its prompt out "
+                "(include_prompt: false). Give a longer text, or allow more tokens.",
+                "prompt",
+            )
         if prompt > self.max_model_len:
-            raise ContextLengthError(f"the prompt has {prompt} tokens; it must stay within max_model_len, {self.max_model_len}.", "prompt")
+            limit = f"it must stay within max_model_len, {self.max_model_len}"
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
         if not rules.chunkable and prompt > self.max_num_batched_tokens:
             limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
-            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
         if (needed := self._most_blocks(prompt, 1, 1)) > self.num_blocks:
             raise RequestError(f"a prompt of {prompt} tokens takes {needed} KV cache blocks, but there are {self.num_blocks}.", "prompt")
         return 0

@@ -105,6 +105,8 @@ class Request:
         self.pooling = message.pooling
         """Set: its prompt is pooled, and no token is drawn."""
         self.second_text_start = message.second_text_start
+        self.pooling_start = message.pooling_start
+        self.num_attended = message.num_attended
         self.root_hash = root_hash
         """What the hashes of its blocks begin with."""
         self.swapped = False

@@ -398,6 +398,8 @@ class Scheduler:
             num_candidates=request.search.num_candidates if request.search else 0,
             pooling=request.pooling,
             second_text_start=request.second_text_start,
+            pooling_start=request.pooling_start,
+            num_attended=request.num_attended,
         )
 
     def _trim(self, request: Request) -> None:

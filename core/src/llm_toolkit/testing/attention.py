@@ -22,6 +22,7 @@ BATCHES = {
     "mixed": [(1, 20), (18, 18), (5, 29), (1, 35), (1, 1), (9, 16)],
 }
 """Rows of (queries, keys)."""
+UNSEEN = [(32, 4), (7, 7), (32, 32), (32, 19), (9, 1), (32, 32)]
 SPANS = [(2, 6), (12, 19), (25, 31)]
 TOLERANCE = 1e-5
 """Most difference of outputs in float32, for values of unit variance."""
@@ -114,6 +115,13 @@ class AttentionBackendConformance(Conformance):
             assert (ours - exact).abs().max() <= TOLERANCE
         else:
             assert_bf16_error([ours], [step.eager()], [exact])
+
+    def test_encoder_of_tokens_that_are_not_seen(self) -> None:
+        asked: list[dict[str, Any]] = [{}, {"window": 8}, {"bias": "table"}, {"window": 8, "bias": "alibi"}, {"soft_cap": 2.0}]
+        for features in asked:
+            step = AttentionStep(self.backend, UNSEEN, type=AttentionType.ENCODER, cached=False, device=self.device, **features)
+            if self.backend.refuses(step.layer.spec(torch.device(self.device))) is None:
+                assert (step.run() - torch.from_numpy(step.naive())).abs().max() <= TOLERANCE, features
 
     def test_runs_some_layers(self) -> None:
         assert self.parameters()["case"], f"{self.backend.__name__} refuses every layer on {self.device}"

@@ -58,7 +58,10 @@ BIASES = {"alibi": alibi, "table": relative_table}
 
 @dataclass
 class AttentionStep:
-    """One step: rows of (queries, keys), where a decoder's queries are the last of its keys. All values are random."""
+    """One step: rows of (queries, keys), where a decoder's queries are the last of its keys. All values are random.
+
+    An encoder may have fewer keys than queries: the first of its tokens are seen, and the others' keys and values are NaN.
+    """
 
     backend: type[AttentionBackend]
     rows: Sequence[tuple[int, int]]
@@ -146,11 +149,16 @@ class AttentionStep:
             max_seq_len=int(lengths.max()),
             spans=self.spans,
         )
-        k, v = (torch.cat([x[row][self._new(row) :] for row in range(len(self.rows))]) for x in (self.k, self.v))
+        k, v = (torch.cat([self._brought(x[row], row) for row in range(len(self.rows))]) for x in (self.k, self.v))
         arguments = [self._to(x.flatten(1)) for x in (torch.cat(self.q), k, v)]
         with forward_context({LAYER: Binding(backend, kv_cache, 0)}, [GroupMetadata(backend.build(batch), batch.slot_mapping)]):
             out: Tensor = self.layer(*arguments)
         return out.view(-1, self.heads[0], self.head_size).cpu()
+
+    def _brought(self, x: Tensor, row: int) -> Tensor:
+        """A row's keys or values that this step brings."""
+        unseen = max(self.rows[row][0] - len(x), 0) if self.type is AttentionType.ENCODER else 0
+        return torch.cat([x[self._new(row) :], torch.full((unseen, *x.shape[1:]), float("nan"), dtype=x.dtype)])
 
     def _asked(self, row: int) -> dict[str, Any]:
         """The arguments that both formulas share."""

@@ -23,14 +23,15 @@ def naive_attention(
 ) -> np.ndarray:
     """Output [Tq, heads, size] of q [Tq, heads, size], k and v [Tk, kv heads, size].
 
-    kind: "decoder" (the queries are the last of the keys' positions), "encoder" (the queries are all of them) or "cross".
+    kind: "decoder" (the queries are the last of the keys' positions), "encoder" (the keys are the first of the queries' positions, or all
+    of them) or "cross".
     bias: (head, query position, key position) -> a number that is added to the scaled score.
     """
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
     group = q.shape[1] // k.shape[1]
     for i in range(q.shape[0]):
-        position = i if kind == "cross" else k.shape[0] - q.shape[0] + i
+        position = k.shape[0] - q.shape[0] + i if kind == "decoder" else i
         seen = [j for j in range(k.shape[0]) if sees(position, j, kind=kind, window=window, spans=spans)]
         for head in range(q.shape[1]):
             scores = []

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from llm_toolkit.config import VllmConfig
 from llm_toolkit.model import Model
-from llm_toolkit.pooling import classification_pooler, hidden_size
+from llm_toolkit.pooling import Pooler, classification_pooler, hidden_size, token_classification_pooler
 from torch import Tensor
 
 from llm_toolkit_pooling_adapters.classifier import Classifier
@@ -25,7 +25,10 @@ class SequenceClassifier(Converted):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         has_bias = self.head_has_bias if self.origin.is_from_head else self.origin.has_bias
         self.score = Classifier(hidden_size(vllm_config.hf_config), self.origin.num_labels, bias=has_bias)
-        self.pooler = classification_pooler(vllm_config, self.score, default="LAST", num_labels=self.origin.num_labels)
+        self.pooler = self.make_pooler(vllm_config)
+
+    def make_pooler(self, vllm_config: VllmConfig) -> Pooler:
+        return classification_pooler(vllm_config, self.score, default="LAST", num_labels=self.origin.num_labels)
 
     def take_head(self, name: str, tensor: Tensor) -> None:
         if self.origin.is_from_head:
@@ -42,12 +45,23 @@ class SequenceClassifier(Converted):
         return loaded
 
 
+class TokenClassifier(SequenceClassifier):
+    """Classes of each token: what transformers' `...ForTokenClassification` was trained for."""
+
+    def make_pooler(self, vllm_config: VllmConfig) -> Pooler:
+        return token_classification_pooler(vllm_config, self.score, num_labels=self.origin.num_labels)
+
+
 def as_seq_cls_model(model_class: type[Model], vllm_config: VllmConfig) -> type[Model]:
     """The classifier's class of a language model's: `LlamaForCausalLMForSequenceClassification` of `LlamaForCausalLM`.
 
+    Where config.json's architecture is a `...ForTokenClassification`, it is a `...ForTokenClassification` too, and classifies tokens only.
     A class that is a pooling model already comes back unchanged. Raises UnsupportedError for a model without a head to take away, and for
     a checkpoint that gives no classifier; ConfigError and CheckpointError for options and words that do not fit. Weights are not read.
     """
     if is_pooling_model(model_class, vllm_config):
         return model_class
-    return subclass(SequenceClassifier, model_class, "ForSequenceClassification", origin=classifier_origin(vllm_config))
+    origin = classifier_origin(vllm_config)
+    if vllm_config.hf_config["architectures"][0].endswith("ForTokenClassification"):
+        return subclass(TokenClassifier, model_class, "ForTokenClassification", origin=origin)
+    return subclass(SequenceClassifier, model_class, "ForSequenceClassification", origin=origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +15,31 @@ from llm_toolkit.pooling import num_labels_of, read_sentence_transformers, store
 from tokenizers import Tokenizer
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 DIFFERENCE, ROWS = "from_2_way_softmax", "no_post_processing"
 """score = head[true] - head[false], whose sigmoid is the softmax over these two tokens; and the rows of some tokens as they are."""
 
 
-class Words(NamedTuple):
-    """What a reranker says: of two, the first is "no"."""
+class Reranker(NamedTuple):
+    """A published reranker that is a language model, and how it scores."""
 
+    name: str
     method: str
     words: tuple[str, ...]
+    """Of two, the first is "no"."""
+    template: str
+    """Name of the score template that it is registered with."""
 
 
-RERANKERS: Mapping[str, Words] = MappingProxyType(
+RERANKERS: Mapping[str, Reranker] = MappingProxyType(
     {
-        "Qwen3ForCausalLM": Words(DIFFERENCE, ("no", "yes")),
-        "Qwen2ForCausalLM": Words(DIFFERENCE, ("0", "1")),
-        "GemmaForCausalLM": Words(ROWS, ("Yes",)),
+        "Qwen3ForCausalLM": Reranker("Qwen3-Reranker", DIFFERENCE, ("no", "yes"), "qwen3-reranker"),
+        "Qwen2ForCausalLM": Reranker("mxbai-rerank-v2", DIFFERENCE, ("0", "1"), "mxbai-rerank-v2"),
+        "GemmaForCausalLM": Reranker("bge-reranker-v2-gemma", ROWS, ("Yes",), "bge-reranker-v2-gemma"),
     }
 )
-"""By architecture: Qwen3-Reranker, mxbai-rerank-v2 and bge-reranker-v2-gemma. Their prompts are in score_templates.py."""
+"""By architecture. Their prompts are in score_templates.py."""
 
 _BENT_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_logits_scaling")
 """Keys of config.json that change logits after the head: a difference of rows would not be a difference of logits."""
@@ -74,22 +81,40 @@ def classifier_origin(vllm_config: VllmConfig) -> Origin:
         return Origin(num_labels_of(hf_config) if known is None else 1)
     stored = stored_weights(folder)
     trained = "score.weight" in stored
-    if options.classifier_method == "auto" and trained:
+    given = {name: value for name in ("classifier_method", "classifier_tokens") if (value := getattr(options, name)) not in ("auto", None)}
+    if trained and not given:
         return Origin(num_labels_of(hf_config), has_bias="score.bias" in stored)
     if trained:
-        raise ConfigError(
-            f"classifier_method {options.classifier_method!r} is for checkpoints without a classifier, and {folder!r} has a trained one."
-        )
+        name, value = next(iter(given.items()))
+        raise ConfigError(f"{name} {value!r} is for checkpoints without a classifier, and {folder!r} has a trained one.")
     if bent := [key for key in _BENT_LOGITS if hf_config.get(key) is not None]:
         raise UnsupportedError(f"no classifier can be made of the head of {name}: config.json's {bent[0]!r} changes logits after the head.")
-    if options.classifier_method == "auto" and (found := _logit_score(folder)) is not None:
+    if not given and (found := _logit_score(folder)) is not None:
         return found
     method, words = _asked(vllm_config, known, name)
+    if known is not None and options.classifier_method == "auto" and options.score_template is None and vllm_config.parallel.rank == 0:
+        _warn(folder, name, known, words)
     ids = tuple(_token_id(word, Path(vllm_config.renderer.tokenizer or folder)) for word in words)
+    if len(set(ids)) < len(ids):
+        raise ConfigError(f"classifier_tokens {', '.join(words)} name the same token twice: give each once.")
     return Origin(1 if method == DIFFERENCE else len(ids), token_ids=ids, is_difference=method == DIFFERENCE)
 
 
-def _asked(vllm_config: VllmConfig, known: Words | None, name: str) -> Words:
+def _warn(folder: str, name: str, known: Reranker, words: tuple[str, ...]) -> None:
+    """Nobody has said that this is a reranker: only its architecture is that of one."""
+    logger.warning(
+        "%s: this %s has no trained classifier, and is taken for a reranker like %s. If it is none, its scores mean nothing. Assumed, and "
+        "changed by these options: --classifier-method %s --classifier-tokens %s --score-template %s",
+        folder,
+        name,
+        known.name,
+        known.method,
+        ",".join(words),
+        known.template,
+    )
+
+
+def _asked(vllm_config: VllmConfig, known: Reranker | None, name: str) -> tuple[str, tuple[str, ...]]:
     """The method and words of the options, else of the architecture."""
     method: str = vllm_config.pooler.classifier_method
     words = vllm_config.pooler.classifier_tokens
@@ -108,7 +133,7 @@ def _asked(vllm_config: VllmConfig, known: Words | None, name: str) -> Words:
     if not words or (method == DIFFERENCE and len(words) != 2):
         wanted = "two: FALSE,TRUE" if method == DIFFERENCE else "one or more"
         raise ConfigError(f"classifier_method {method!r} takes {wanted}, but classifier_tokens has {len(words)}.")
-    return Words(method, tuple(words))
+    return method, tuple(words)
 
 
 def _logit_score(folder: str) -> Origin | None:
@@ -126,9 +151,13 @@ def _token_id(word: str, folder: Path) -> int:
     """Raises CheckpointError unless the word is one token."""
     path = folder / "tokenizer.json"
     try:
-        ids: list[int] = Tokenizer.from_file(str(path)).encode(word, add_special_tokens=False).ids
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception for any missing or broken file
         raise CheckpointError(f"the token {word!r} of the classifier cannot be looked up in {str(path)!r}: {error}") from error
+    # What the file says of batches is not about one word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids: list[int] = tokenizer.encode(word, add_special_tokens=False).ids
     if len(ids) != 1:
         raise CheckpointError(f"{word!r} is {len(ids)} tokens of {str(path)!r}: a classifier can be made of single tokens only.")
     return ids[0]

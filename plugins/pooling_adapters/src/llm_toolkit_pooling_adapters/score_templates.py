@@ -14,6 +14,8 @@ QWEN3_RERANKER = ScoreTemplate(
         "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     ),
     instruction="Given a web search query, retrieve relevant passages that answer the query",
+    classifier_method="from_2_way_softmax",
+    classifier_tokens=("no", "yes"),
 )
 """Qwen3-Reranker (Zhang et al. 2025), after the model card of Qwen/Qwen3-Reranker-0.6B."""
 
@@ -30,6 +32,8 @@ MXBAI_RERANK_V2 = ScoreTemplate(
         "<|im_end|>\n<|im_start|>assistant\n",
     ),
     instruction_text="instruction: {instruction}\n",
+    classifier_method="from_2_way_softmax",
+    classifier_tokens=("0", "1"),
 )
 """mxbai-rerank-base-v2 and -large-v2, after the package mxbai-rerank of their authors (mxbai_rerank_v2.py)."""
 
@@ -40,5 +44,7 @@ BGE_RERANKER_V2_GEMMA = ScoreTemplate(
         "by providing a prediction of either 'Yes' or 'No'."
     ),
     add_special_tokens=True,
+    classifier_method="no_post_processing",
+    classifier_tokens=("Yes",),
 )
 """bge-reranker-v2-gemma (Chen et al. 2024), after its model card: a request's instruction takes the place of the question."""

@@ -87,7 +87,7 @@ class ChatTemplate:
                 length += len(chunk)
                 if length > max_length:
                     raise ContextLengthError(
-                        f"the conversation makes a text of more than {max_length} characters, which cannot fit in max_model_len.",
+                        f"the conversation makes a text of more than {max_length} characters; longer ones are not tokenized.",
                         "messages",
                     )
         except RequestError:

@@ -16,6 +16,10 @@ from llm_toolkit_renderer_hf.chat_template import find_chat_template
 from llm_toolkit_renderer_hf.detokenizer import Detokenizer, TextStream
 from llm_toolkit_renderer_hf.tokenizer import load_tokenizer
 
+_MAX_CHARS = 1 << 20
+"""Of one text: about a second of work. A text may have far more characters than its tokens are long: spaces that are left out, or a word
+that is one unknown token."""
+
 _CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
@@ -40,7 +44,7 @@ class HfRenderer(Renderer):
         # An id beyond the model's embedding would fail inside the model, even where the tokenizer knows it.
         self._num_input_ids = _text_config(config.hf_config).get("vocab_size") or tokenizer_size
         self._vocab_size = max(tokenizer_size, self._num_input_ids)
-        self._max_chars = config.max_model_len * max(map(len, vocab), default=1)
+        self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
         self._eos_token_ids = _eos_token_ids(config, vocab.get(special_tokens.get("eos_token", "")))
 
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
@@ -70,22 +74,27 @@ class HfRenderer(Renderer):
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         special = [self._tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True)]
-        if max_tokens is not None and max_tokens <= special[1]:
-            raise RequestError(f"of {max_tokens} tokens {special[1]} are special, so that no text is left.", "truncate_prompt_tokens")
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
-        firsts = self._tokenize([first for first, _ in pairs], max_tokens)
-        seconds = iter(self._tokenize([second for _, second in pairs if second is not None], max_tokens))
+        most_special = special[any(second is not None for _, second in pairs)]
+        if max_tokens is not None and max_tokens <= most_special:
+            raise RequestError(f"of {max_tokens} tokens {most_special} are special, so that no text is left.", "truncate_prompt_tokens")
+        firsts = self._tokenize([first for first, _ in pairs])
+        seconds = iter(self._tokenize([second for _, second in pairs if second is not None]))
         return [
             self._join(first, None if second is None else next(seconds), max_tokens, special)
             for first, (_, second) in zip(firsts, pairs, strict=True)
         ]
 
-    def _tokenize(self, texts: list[str], max_tokens: int | None) -> list[Encoding]:
+    def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        room = max_tokens - self._tokenizer.num_special_tokens_to_add(False)
+        if room < 1:
+            raise RequestError(f"of {max_tokens} tokens {max_tokens - room} are special, so that no text is left.", "max_tokens")
+        return [_cut(text, encoding, room) for text, encoding in zip(texts, self._tokenize(list(texts)), strict=True)]
+
+    def _tokenize(self, texts: list[str]) -> list[Encoding]:
         """Without special tokens."""
         for text in texts:
-            self._check_text(text, "input", may_be_cut=max_tokens is not None, where="the text")
-        if max_tokens is not None:
-            texts = [text[: self._max_chars] for text in texts]
+            self._check_text(text, "input", where="the text")
         return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def _join(self, first: Encoding, second: Encoding | None, max_tokens: int | None, special: list[int]) -> RenderedText:
@@ -127,14 +136,13 @@ class HfRenderer(Renderer):
         self._check_text(text, param)
         return self._check_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, param)
 
-    def _check_text(self, text: str, param: str, *, may_be_cut: bool = False, where: str = "the prompt") -> None:
+    def _check_text(self, text: str, param: str, *, where: str = "the prompt") -> None:
         if not isinstance(text, str):
             raise RequestError(f"{where} must be a text, not a {type(text).__name__}.", param)
         if not text:
             raise RequestError(f"{where} is empty.", param)
-        if len(text) > self._max_chars and not may_be_cut:
-            limit = f"{self._max_chars} characters can fit in max_model_len ({self.config.max_model_len} tokens)"
-            raise ContextLengthError(f"{where} has {len(text)} characters; no more than {limit}.", param)
+        if len(text) > self._max_chars:
+            raise ContextLengthError(f"{where} has {len(text)} characters; no more than {self._max_chars} are tokenized.", param)
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -147,6 +155,14 @@ class HfRenderer(Renderer):
             if not 0 <= token_id < self._num_input_ids:
                 raise RequestError(f"token id {token_id} is not in the vocabulary, which has {self._num_input_ids} tokens.", param)
         return token_ids
+
+
+def _cut(text: str, encoding: Encoding, most: int) -> str:
+    if len(encoding) <= most:
+        return text
+    end, next_start = encoding.offsets[most - 1][1], encoding.offsets[most][0]
+    # A character of several tokens is left out when not all of them fit, unless it is the first one.
+    return text[: min(end, next_start) or end]
 
 
 def _text_config(hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from llm_toolkit.errors import CheckpointError
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer
+
+from llm_toolkit_renderer_hf.tokenizer_class import apply_class_options
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -26,14 +28,17 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
     Raises CheckpointError for a missing or broken file.
     """
     config = read_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(read_json(folder / "special_tokens_map.json") | config)
+    older = read_json(folder / "special_tokens_map.json")
+    # As in transformers: a config that lists its added tokens wins over the older file.
+    special_tokens = _special_tokens(older | config if "added_tokens_decoder" in config else config | older)
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception for any broken file
             raise CheckpointError(f"{path} is no tokenizer that the package tokenizers can read: {error}") from error
-        _apply_bos_eos(tokenizer, special_tokens, config)
+        # As in transformers 5, add_bos_token and add_eos_token of the config have no say where there is a tokenizer.json.
+        apply_class_options(tokenizer, config, special_tokens, read_json(folder / "config.json"))
     else:
         tokenizer, special_tokens = _convert(folder, trust_remote_code)
     tokenizer.no_truncation()
@@ -63,18 +68,6 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(token, str):
             found[name] = token
     return found
-
-
-def _apply_bos_eos(tokenizer: Tokenizer, special_tokens: dict[str, str], config: dict[str, Any]) -> None:
-    # As in transformers, add_bos_token and add_eos_token of tokenizer_config.json win over tokenizer.json's post-processor.
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    added = [(special_tokens.get(name) if config.get(f"add_{name}") else None) for name in ("bos_token", "eos_token")]
-    known = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(added) if token is not None]
-    if any(token_id is None for _, token_id in known):
-        return
-    single = " ".join(piece for piece in (added[0], "$A", added[1]) if piece is not None)
-    tokenizer.post_processor = processors.TemplateProcessing(single=single.split(" "), special_tokens=known)
 
 
 def _convert(folder: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str, str]]:

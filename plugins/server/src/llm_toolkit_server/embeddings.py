@@ -54,11 +54,12 @@ class Embeddings:
         """Any pooling task of the model, raw."""
         served = [task for task in self._engine.tasks if task in POOLING_TASKS]
         if body.task is None:
-            if len(served) != 1:
-                raise RequestError(f"Which task? Supported: {', '.join(self._engine.tasks)}.", "task")
-            body.task = served[0]
-        if body.task not in served:
-            raise RequestError(f"the model does not support the task {body.task!r}. Supported: {', '.join(self._engine.tasks)}.", "task")
+            if len(served) > 1:
+                raise RequestError(f"Which task? Supported: {', '.join(served)}.", "task")
+            # An engine that serves none says itself what is to be done.
+            body.task = served[0] if served else "embed"
+        if body.task not in POOLING_TASKS:
+            raise RequestError(f"there is no task {body.task!r}. Supported: {', '.join(served) or 'generate'}.", "task")
         outputs = await self._pool(body, request, body.params())
 
         def make() -> dict[str, Any]:
@@ -92,6 +93,7 @@ class Embeddings:
         """One vector of each text, as Cohere's API has it."""
         check_model(self._engine, body.model)
         texts = read_texts(body.texts, "texts", self._options.max_inputs)
+        names = [f"texts[{index}]" for index in range(len(texts))]
         prompt_name = None if body.input_type is None else _PROMPT_NAMES[body.input_type]
         outputs = await pool(
             self._engine,
@@ -99,11 +101,12 @@ class Embeddings:
             request,
             texts,
             body.params(),
-            names=[f"texts[{index}]" for index in range(len(texts))],
-            param="texts",
+            names=names,
+            fields={"truncate_prompt_tokens": "truncate" if body.truncate == "NONE" else "max_tokens", "dimensions": "output_dimension"},
             prompt_name=prompt_name if prompt_name in self._engine.engine.texts.prompts else None,
             truncate_prompt_tokens=body.most_tokens(self._engine.config.max_model_len),
         )
+        body.check_lengths(names, outputs)
 
         def make() -> dict[str, Any]:
             embeddings = {form: [encoded(output.data, form) for output in outputs] for form in encodings(body.embedding_types)}

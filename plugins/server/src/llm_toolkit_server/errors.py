@@ -29,10 +29,16 @@ class ApiError(Exception):
         self.status = status
         self.headers = headers
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        param = None if param is None else printable(param)
+        self.body = {"error": {"message": printable(message), "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
+
+
+def printable(text: str) -> str:
+    """A client's text as it can be sent back: JSON may name lone surrogates, which UTF-8 cannot."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -35,11 +35,16 @@ class Metrics:
         self._restarts = self._gauge("engine_restarts", "How many times a dead engine process was started anew.")
         self._status = Gauge("llm_toolkit_engine_status", "1 for the engine's status, 0 for others.", ["status"], registry=self.registry)
         self._preemptions = self._counter("preemptions", "Requests that lost their place in the batch for want of blocks.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that got a first token.")
+        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that got a first token, or were pooled.")
         self._cached_tokens = self._counter("cached_prompt_tokens", "Of these, tokens whose keys and values were in the cache.")
         self._hits = self._counter("prefix_cache_hits", "Requests of which a part of the prompt was in the cache.")
         self._generation_tokens = self._counter("generation_tokens", "Output tokens of ended requests.")
-        self._finished = Counter("llm_toolkit_requests_finished", "Ended requests, by reason.", ["reason"], registry=self.registry)
+        self._finished = Counter(
+            "llm_toolkit_requests_finished",
+            "Ended requests of the engine, by reason: each input of an HTTP request is one.",
+            ["reason"],
+            registry=self.registry,
+        )
         self._aborted = Counter(
             "llm_toolkit_requests_aborted", "Requests ended from outside, by reason.", ["reason"], registry=self.registry
         )
@@ -93,9 +98,7 @@ class Metrics:
                 self._preemptions.inc()
             case "first_token":
                 self._first_token.observe(since_arrival)
-                self._prompt_tokens.inc(event.num_prompt_tokens)
-                self._cached_tokens.inc(event.num_cached_tokens)
-                self._hits.inc(event.num_cached_tokens > 0)
+                self._prompt(event)
             case "aborted":
                 self._generation_tokens.inc(event.num_output_tokens)
                 self._aborted.labels(event.finish_reason).inc()
@@ -103,9 +106,17 @@ class Metrics:
                 self._latency.observe(since_arrival)
                 self._generation_tokens.inc(event.num_output_tokens)
                 self._finished.labels(event.finish_reason).inc()
+                if event.first_token_time is None and event.finish_reason != "error":
+                    # Only what is pooled ends well without a token.
+                    self._prompt(event)
                 each = event.num_output_tokens / event.num_sequences
                 if event.first_token_time is not None and each > 1:
                     self._per_token.observe((event.time - event.first_token_time) / (each - 1))
+
+    def _prompt(self, event: RequestEvent) -> None:
+        self._prompt_tokens.inc(event.num_prompt_tokens)
+        self._cached_tokens.inc(event.num_cached_tokens)
+        self._hits.inc(event.num_cached_tokens > 0)
 
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"llm_toolkit_{name}", help, registry=self.registry)

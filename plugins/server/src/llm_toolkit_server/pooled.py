@@ -6,7 +6,8 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,10 +36,12 @@ async def pool(
     params: PoolingParams,
     *,
     names: Sequence[str],
-    param: str = "input",
+    fields: Mapping[str, str] = MappingProxyType({}),
     **how: Any,
 ) -> list[PoolingRequestOutput]:
-    """The results of all prompts, each with data. `how`: keywords of AsyncLLM.encode_many. `param`: the field that the prompts came from.
+    """The results of all prompts, each with data. `names` and `how`: keywords of AsyncLLM.encode_many.
+
+    `fields`: how the route calls parameters that other routes have under our names.
 
     Raises RequestError; ApiError (500) where the model fails on one of them, (504) when the time is over.
     """
@@ -47,8 +50,9 @@ async def pool(
     try:
         outputs = await engine.encode_many(prompts, params, names=names, **how, **options)
     except RequestError as error:
-        if error.param in ("prompt", "prompt_token_ids", "input"):
-            error.param = param
+        for ours, theirs in fields.items():
+            error.args = (str(error).replace(ours, theirs),)
+            error.param = theirs if error.param == ours else error.param
         raise
     for output, name in zip(outputs, names, strict=True):
         if output.finish_reason == "timeout":

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from llm_toolkit.errors import RequestError
+from llm_toolkit.errors import ContextLengthError, RequestError
+from llm_toolkit.outputs import PoolingRequestOutput
 from llm_toolkit.pooling_params import PoolingParams
 from llm_toolkit.prompts import Prompt, TokensPrompt
 from pydantic import Field, SkipValidation
@@ -81,15 +82,16 @@ class ScoreBody(PoolingBody):
     instruction: str | None = None
     use_activation: bool | None = None
 
-    def texts(self, most: int) -> tuple[list[str], list[str]]:
-        """Queries and documents. Raises RequestError."""
-        sides = []
+    def texts(self, most: int) -> dict[str, str | list[str]]:
+        """Queries and documents, in this order, by the names under which they came. Raises RequestError."""
+        sides: dict[str, str | list[str]] = {}
         for names in (("queries", "text_1"), ("documents", "text_2")):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
                 raise RequestError(f"Give either {names[0]!r} or {names[1]!r}.", names[0])
-            sides.append(read_texts(getattr(self, given[0]), given[0], most))
-        return sides[0], sides[1]
+            value = getattr(self, given[0])
+            sides[given[0]] = value if isinstance(value, str) else read_texts(value, given[0], most)
+        return sides
 
 
 class RerankBody(PoolingBody):
@@ -122,7 +124,7 @@ class CohereEmbedBody(EngineBody):
     output_dimension: int | None = None
     truncate: Literal["NONE", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Longer texts are cut, unless `truncate` is NONE."""
+    """Longer texts are cut; with `truncate` NONE they are an error."""
 
     def params(self) -> PoolingParams:
         return PoolingParams(task="embed", dimensions=self.output_dimension)
@@ -130,6 +132,14 @@ class CohereEmbedBody(EngineBody):
     def most_tokens(self, max_model_len: int) -> int | None:
         """As `truncate_prompt_tokens`."""
         return None if self.truncate == "NONE" else min(self.max_tokens or max_model_len, max_model_len)
+
+    def check_lengths(self, names: Sequence[str], outputs: Sequence[PoolingRequestOutput]) -> None:
+        """Raises ContextLengthError for a text that is longer than `max_tokens` and was not cut."""
+        if self.max_tokens is None:
+            return
+        for name, output in zip(names, outputs, strict=True):
+            if (length := len(output.prompt_token_ids)) > self.max_tokens:
+                raise ContextLengthError(f"{name}: the text has {length} tokens; max_tokens is {self.max_tokens}, truncate NONE.", "texts")
 
 
 def read_inputs(value: Any, most: int) -> Inputs:

@@ -9,6 +9,8 @@ from llm_toolkit.params import SamplingParams
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from llm_toolkit_server.errors import printable
+
 if TYPE_CHECKING:
     from llm_toolkit.engine import RequestOptions
 
@@ -70,7 +72,7 @@ class Body(BaseModel):
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
             elif name not in _NEUTRAL and name not in _NOTES:
                 # The first is enough, as with lists.
-                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}", {"param": name})
+                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}", {"param": printable(name)})
         return kept
 
 
@@ -84,7 +86,9 @@ class StreamOptions(BaseModel):
     def _check_names(cls, data: Any) -> Any:
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
-                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: stream_options.{param}", {"param": name})
+                raise PydanticCustomError(
+                    "unknown", "Unrecognized request argument supplied: stream_options.{param}", {"param": printable(name)}
+                )
         return data
 
 
@@ -139,6 +143,7 @@ class SamplingBody(EngineBody):
     logits_processors: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     min_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Items[int] | None = None
     skip_special_tokens: bool | None = None

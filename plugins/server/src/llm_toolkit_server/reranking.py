@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
@@ -31,8 +30,7 @@ class Reranking:
     async def score(self, body: ScoreBody, request: Request) -> Response:
         """One query with each document, or as many queries as documents, pair by pair."""
         check_model(self._engine, body.model)
-        queries, documents = body.texts(self._options.max_inputs)
-        scores, outputs = await self._score(body, request, queries, documents)
+        scores, outputs = await self._score(body, request, body.texts(self._options.max_inputs))
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         return await answer(lambda: {**head(self._engine, "score"), "data": data, "usage": usage(outputs)})
 
@@ -42,7 +40,7 @@ class Reranking:
         documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
         if body.max_tokens_per_doc is not None:
             texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
-        scores, outputs = await self._score(body, request, [body.query], texts)
+        scores, outputs = await self._score(body, request, {"query": body.query, "documents": texts})
         results = []
         for index in sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n]:
             result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
@@ -58,33 +56,35 @@ class Reranking:
         return await self.rerank(body, request)
 
     async def _score(
-        self, body: ScoreBody | RerankBody, request: Request, queries: Sequence[str], documents: Sequence[str]
+        self, body: ScoreBody | RerankBody, request: Request, given: dict[str, str | list[str]]
     ) -> tuple[list[float], list[PoolingRequestOutput]]:
-        scoring = Scoring(queries, documents, self._engine.tasks, self._engine.engine.texts.prompts)
-        outputs = await pool(
-            self._engine,
-            body,
-            request,
-            scoring.prompts,
-            PoolingParams(task=scoring.task, use_activation=body.use_activation),
-            names=scoring.names,
-            param="documents",
-            prompt_name=scoring.prompt_names,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-            instruction=body.instruction,
-        )
+        """`given`: queries and documents, by their fields."""
+        (query_field, queries), (document_field, documents) = given.items()
+        fields = (query_field, document_field)
+        scoring = Scoring(queries, documents, self._engine.tasks, self._engine.engine.texts, fields=fields)
+        params = scoring.params(PoolingParams(use_activation=body.use_activation))
+        try:
+            outputs = await pool(
+                self._engine,
+                body,
+                request,
+                scoring.prompts,
+                params,
+                names=scoring.names,
+                prompt_name=scoring.prompt_names,
+                truncate_prompt_tokens=body.truncate_prompt_tokens,
+                instruction=body.instruction,
+            )
+        except RequestError as error:
+            raise await asyncio.to_thread(scoring.culprit, error) from None
         return [one.score for one in scoring.scores(outputs)], outputs
 
     def _cut(self, texts: list[str], most: int) -> list[str]:
         """Their beginnings, in so many tokens, special tokens included."""
-        # A token has at least one byte, so that most texts need no second look.
-        long = [index for index, text in enumerate(texts) if len(text.encode(errors="replace")) > most]
         try:
-            rendered = self._engine.renderer.render_texts([texts[index] for index in long], max_tokens=most) if long else []
+            return self._engine.renderer.cut_texts(texts, most)
         except RequestError as error:
-            raise RequestError(str(error), "max_tokens_per_doc") from None
-        cut = list(texts)
-        for index, one in zip(long, rendered, strict=True):
-            if len(one.token_ids) == most:
-                cut[index] = self._engine.renderer.decode(one.token_ids, skip_special_tokens=True)
-        return cut
+            if error.param == "max_tokens":
+                raise RequestError(str(error), "max_tokens_per_doc") from None
+            # The engine refuses the same text, and says which one it is.
+            return texts

@@ -1,5 +1,5 @@
 /*
- * Attention of sequences whose tokens all see each other, nothing padded: softmax(scale q k^T) v.
+ * Attention of sequences whose tokens all see the same tokens, nothing padded: softmax(scale q k^T) v.
  *
  * Included once for each type of element, with
  *   ELEMENT         the type
@@ -9,13 +9,14 @@
  *   DOT, STORE      the functions of lanes.h
  *   TERMS           precision of the weights, as of exp2_lanes
  *
- * A thread takes one key-value head of one sequence, L tokens of D elements. It lays the keys out so that lanes are tokens, and then, for
+ * A thread takes one key-value head of one sequence, L keys of D elements. It lays the keys out so that lanes are tokens, and then, for
  * ROWS queries at a time, computes their scores, the softmax, and the weighted sum of values, whose lanes are elements. All of this fits
  * in a core's own cache. Scores, weights before their sum and the output's sums are float.
  */
 
 typedef struct {
-    long tokens;      /* L */
+    long queries;     /* of the sequence: its tokens */
+    long tokens;      /* L: the first of them, which all see */
     long width;       /* L, rounded up to lanes */
     long size;        /* D */
     float scale;      /* of scores, times log2(e) */
@@ -105,8 +106,8 @@ TARGET INLINE void NAME(combine)(
 
 /* One query head. The last rows stand in for those that are missing in the last block; what they give is not written. */
 TARGET static void NAME(attend_head)(const NAME(Head) *w, const ELEMENT *queries, ELEMENT *out, long query_stride, long out_stride) {
-    for (long first = 0; first < w->tokens; first += ROWS) {
-        const int rows = w->tokens - first < ROWS ? (int)(w->tokens - first) : ROWS;
+    for (long first = 0; first < w->queries; first += ROWS) {
+        const int rows = w->queries - first < ROWS ? (int)(w->queries - first) : ROWS;
         const void *from[ROWS];
         ELEMENT *to[ROWS];
         float inverse[ROWS];
@@ -130,8 +131,7 @@ TARGET static int NAME(attend)(const Batch *batch) {
     long longest = 0;
     int done = 1;
     for (long i = 0; i < batch->sequences; i++) {
-        const long tokens = batch->starts[i + 1] - batch->starts[i];
-        if (tokens > longest) longest = tokens;
+        if (batch->seen[i] > longest) longest = batch->seen[i];
     }
     const long width = (longest + LANES - 1) / LANES * LANES;
     if (longest == 0) return 1;
@@ -147,7 +147,8 @@ TARGET static int NAME(attend)(const Batch *batch) {
         for (long task = 0; task < batch->sequences * batch->kv_heads; task++) {
             if (memory == NULL) continue;
             const long i = task / batch->kv_heads, kv_head = task % batch->kv_heads, start = batch->starts[i];
-            NAME(Head) w = {.tokens = batch->starts[i + 1] - start, .size = size, .scale = batch->scale * 1.44269504f};
+            NAME(Head) w = {.queries = batch->starts[i + 1] - start, .tokens = batch->seen[i], .size = size};
+            w.scale = batch->scale * 1.44269504f;
             if (w.tokens == 0) continue;
             w.width = (w.tokens + LANES - 1) / LANES * LANES;
             w.keys = memory;

@@ -14,6 +14,7 @@ typedef struct {
     const void *queries, *keys, *values; /* [T, heads, D], [T, kv_heads, D]; a token's heads lie side by side */
     void *out;                           /* [T, heads, D] */
     const int32_t *starts;               /* [sequences + 1] */
+    const int32_t *seen;                 /* [sequences]: so many tokens of each, from the first on, are keys */
     long sequences, heads, kv_heads, size;
     long query_stride, key_stride, value_stride, out_stride; /* elements from token to token */
     float scale;
@@ -57,11 +58,11 @@ static PyObject *supports(PyObject *self, PyObject *args) {
 
 static PyObject *attend(PyObject *self, PyObject *args) {
     Batch batch;
-    unsigned long long queries, keys, values, out, starts;
+    unsigned long long queries, keys, values, out, starts, seen;
     int is_bf16, done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "p(KKKK)(llll)Kllllf", &is_bf16, &queries, &keys, &values, &out, &batch.query_stride, &batch.key_stride,
-                          &batch.value_stride, &batch.out_stride, &starts, &batch.sequences, &batch.heads, &batch.kv_heads, &batch.size,
+    if (!PyArg_ParseTuple(args, "p(KKKK)(llll)KKllllf", &is_bf16, &queries, &keys, &values, &out, &batch.query_stride, &batch.key_stride,
+                          &batch.value_stride, &batch.out_stride, &starts, &seen, &batch.sequences, &batch.heads, &batch.kv_heads, &batch.size,
                           &batch.scale))
         return NULL;
     batch.queries = (const void *)(uintptr_t)queries;
@@ -69,6 +70,7 @@ static PyObject *attend(PyObject *self, PyObject *args) {
     batch.values = (const void *)(uintptr_t)values;
     batch.out = (void *)(uintptr_t)out;
     batch.starts = (const int32_t *)(uintptr_t)starts;
+    batch.seen = (const int32_t *)(uintptr_t)seen;
     Py_BEGIN_ALLOW_THREADS
     done = is_bf16 ? attend_bf16(&batch) : attend_f32(&batch);
     Py_END_ALLOW_THREADS
@@ -79,7 +81,7 @@ static PyObject *attend(PyObject *self, PyObject *args) {
 static PyMethodDef methods[] = {
     {"supports", supports, METH_VARARGS, "supports(dtype) -> whether this processor has the instructions for it."},
     {"attend", attend, METH_VARARGS,
-     "attend(is_bf16, (queries, keys, values, out), their strides, starts, sequences, heads, kv_heads, size, scale): see the sources."},
+     "attend(is_bf16, (queries, keys, values, out), their strides, starts, seen, sequences, heads, kv_heads, size, scale): see the sources."},
     {NULL, NULL, 0, NULL},
 };
 

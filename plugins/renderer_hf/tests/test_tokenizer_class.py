@@ -1,0 +1,130 @@
+"""Options of tokenizer_config.json: ids as transformers' AutoTokenizer gives them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llm_toolkit.errors import CheckpointError
+from llm_toolkit_renderer_hf.tokenizer import load_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+TEXT = "Hello \u00dcn\u00ef \u4e2d\u6587 he"
+PIECES = sorted({*TEXT, *"hinu"} - {" "})
+
+
+def bert(*, lowercase: bool) -> Tokenizer:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>", "<pad>", "<mask>", *PIECES, *(f"##{piece}" for piece in PIECES)]
+    tokenizer = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(words[:9])
+    return tokenizer
+
+
+def byte_level(*, add_prefix_space: bool = False) -> Tokenizer:
+    words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(words[:6])
+    return tokenizer
+
+
+@pytest.fixture
+def both(tmp_path):
+    """Saves a tokenizer and loads it with transformers, and here."""
+
+    def load(tokenizer, config, model_type=None):
+        from transformers import AutoTokenizer
+
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        (tmp_path / "config.json").write_text(json.dumps({} if model_type is None else {"model_type": model_type}))
+        return AutoTokenizer.from_pretrained(str(tmp_path)), load_tokenizer(tmp_path).tokenizer
+
+    return load
+
+
+OPTIONS = [{}, {"do_lower_case": True}, {"do_lower_case": False}, {"strip_accents": False}, {"tokenize_chinese_chars": False}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", ["BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer", "MPNetTokenizer", "ConvBertTokenizer"])
+def test_the_normalizer_of_bert(both, name, options):
+    for lowercase in (True, False):
+        theirs, ours = both(bert(lowercase=lowercase), {"tokenizer_class": name, **options})
+        assert ours.encode(TEXT, add_special_tokens=False).ids == theirs(TEXT, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("options", [{}, {"add_prefix_space": True}, {"add_prefix_space": False}])
+@pytest.mark.parametrize("name", ["RobertaTokenizer", "GPT2Tokenizer", "BlenderbotTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_the_prefix_space_of_bytes(both, name, options):
+    for prefix in (True, False):
+        theirs, ours = both(byte_level(add_prefix_space=prefix), {"tokenizer_class": name, **options})
+        assert ours.encode("Hi you", add_special_tokens=False).ids == theirs("Hi you", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize("model_type", ["bert", "electra", "nomic_bert", "modernbert", "mobilebert"])
+@pytest.mark.parametrize("config", [{}, {"do_lower_case": False}, {"tokenizer_class": "BertTokenizer"}])
+def test_the_model_type_decides_where_no_class_is_named(both, model_type, config):
+    for lowercase in (True, False):
+        theirs, ours = both(bert(lowercase=lowercase), config, model_type)
+        assert ours.encode(TEXT, add_special_tokens=False).ids == theirs(TEXT, add_special_tokens=False)["input_ids"]
+
+
+FLAGS = [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": True}, {"add_eos_token": True}]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "LlamaTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
+def test_special_tokens_are_those_of_the_file(both, name, flags):
+    """Qwen3-Embedding pools the end of text that tokenizer.json adds, and its config says add_bos_token=false."""
+    tokenizer = byte_level()
+    template = processors.TemplateProcessing(
+        single="$A <|endoftext|>", pair="$A <|endoftext|> $B:1 <|endoftext|>:1", special_tokens=[("<|endoftext|>", 5)]
+    )
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    theirs, ours = both(tokenizer, {"tokenizer_class": name, "bos_token": "<s>", "eos_token": "</s>", **flags})
+    assert ours.encode("hi").ids == theirs("hi")["input_ids"]
+    assert ours.encode("hi", "yo").ids == theirs("hi", "yo")["input_ids"]
+    assert ours.encode("hi", "yo").ids.count(5) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["BertTokenizer", "ConvBertTokenizer", "MPNetTokenizer", "BartTokenizer", "RobertaTokenizer", "DebertaTokenizer"]
+)
+@pytest.mark.parametrize("named", [{}, {"cls_token": "<mask>", "sep_token": "<pad>"}])
+@pytest.mark.parametrize("in_file", [False, True])
+def test_some_classes_have_special_tokens_of_their_own(both, name, named, in_file):
+    tokenizer = bert(lowercase=True) if name in ("BertTokenizer", "ConvBertTokenizer", "MPNetTokenizer") else byte_level()
+    tokenizer.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"])
+    if in_file:
+        end = tokenizer.token_to_id("</s>")
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", pair="$A $B </s>", special_tokens=[("</s>", end)])
+    theirs, ours = both(tokenizer, {"tokenizer_class": name, **named})
+    assert ours.encode("h").ids == theirs("h")["input_ids"]
+    pair, expected = ours.encode("h", "h"), theirs("h", "h")
+    assert pair.ids == expected["input_ids"]
+    assert pair.type_ids == expected.get("token_type_ids", pair.type_ids)
+
+
+def test_a_config_without_added_tokens_gives_way_to_the_older_file(both, tmp_path):
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"cls_token": "[MASK]"}))
+    for config in ({"cls_token": "[SEP]"}, {"cls_token": "[SEP]", "added_tokens_decoder": {}}):
+        theirs, ours = both(bert(lowercase=True), {"tokenizer_class": "BertTokenizer", **config})
+        assert ours.encode("h").ids == theirs("h")["input_ids"]
+
+
+def test_what_is_built_anew_must_agree_with_the_file(tmp_path):
+    tokenizer = Tokenizer(models.Unigram([("<unk>", 0.0), ("\u2581a", -1.0), ("A", -2.0)], unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for option, agrees, differs in (("add_prefix_space", True, False), ("do_lower_case", False, True)):
+        for value in (agrees, differs):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "AlbertTokenizer", option: value}))
+            if value is agrees:
+                load_tokenizer(tmp_path)
+                continue
+            with pytest.raises(CheckpointError, match=f"{option}={value} for AlbertTokenizer"):
+                load_tokenizer(tmp_path)
