@@ -166,7 +166,7 @@ def test_missing_weights_are_named(tmp_path):
 def test_every_architecture_is_registered_and_can_be_loaded():
     models = ModelRegistry(owner=PluginInfo("encoder"))
     llm_toolkit_encoder.toolkit_register_models(models)
-    assert len(models.keys()) == 31
+    assert len(models.keys()) == 42
     for entry in models.entries():
         assert entry.runner == "pooling"
         assert issubclass(models.load(entry.key), Model)

@@ -128,3 +128,10 @@ def test_what_is_built_anew_must_agree_with_the_file(tmp_path):
                 continue
             with pytest.raises(CheckpointError, match=f"{option}={value} for AlbertTokenizer"):
                 load_tokenizer(tmp_path)
+
+
+def test_an_option_that_is_no_flag_is_refused(tmp_path):
+    bert(lowercase=True).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": "no"}))
+    with pytest.raises(CheckpointError, match=r"do_lower_case of .* must be true or false, not 'no'"):
+        load_tokenizer(tmp_path)

@@ -16,11 +16,11 @@ FAMILIES = {
     "XLMRoberta": ("roberta", "Roberta"),
 }
 """By the beginning of their architectures' names: the module of each, and how the names of its classes begin."""
-HEADS = ("ForMaskedLM", "ForPreTraining")
-"""Checkpoints that still carry the heads of their training: embedding models are published so, and the heads are passed over."""
 MODELS = {
     **{f"{family}{kind}": f"{module}:{classes}{kind}" for family, (module, classes) in FAMILIES.items() for kind in KINDS},
-    **{f"{family}{head}": f"{module}:{classes}Model" for family, (module, classes) in FAMILIES.items() for head in HEADS},
+    # Embedding models are published with the heads of their training, too: these are passed over.
+    **{f"{family}ForMaskedLM": f"{module}:{classes}Model" for family, (module, classes) in FAMILIES.items()},
+    "BertForPreTraining": "bert:BertModel",
     "HF_ColBERT": "colbert:HF_ColBERT",
 }
 """Architectures, and the module and class of each."""

@@ -86,7 +86,7 @@ def apply_class_options(
 ) -> None:
     """`config`: of tokenizer_config.json; `special_tokens`: by name ("cls_token"); `hf_config`: of config.json.
 
-    Raises CheckpointError where an option contradicts tokenizer.json, and the class makes of it what is not known here.
+    Raises CheckpointError for a broken option, and where one contradicts tokenizer.json and the class makes of it what is not known here.
     """
     model_type = str(hf_config.get("model_type"))
     named = config.get("tokenizer_class") or hf_config.get("tokenizer_class") or _OF_MODEL_TYPE.get(model_type)
@@ -97,12 +97,12 @@ def apply_class_options(
     if name in _BERT and isinstance(tokenizer.model, models.WordPiece):
         tokenizer.normalizer = normalizers.BertNormalizer(
             clean_text=True,
-            handle_chinese_chars=config.get("tokenize_chinese_chars", True),
-            strip_accents=config.get("strip_accents"),
-            lowercase=config.get("do_lower_case", True),
+            handle_chinese_chars=_flag(config, "tokenize_chinese_chars") is not False,
+            strip_accents=_flag(config, "strip_accents"),
+            lowercase=_flag(config, "do_lower_case") is not False,
         )
     elif name in _BYTE_LEVEL:
-        given = config.get("add_prefix_space")
+        given = _flag(config, "add_prefix_space")
         for part in byte_levels:
             part.add_prefix_space = _BYTE_LEVEL[name] if given is None else given
     elif name in _CHECKED and not byte_levels:
@@ -112,6 +112,13 @@ def apply_class_options(
     if around is not None and bool(byte_levels) == (name in _BYTE_LEVEL):
         opening, closing = special_tokens.get("cls_token", around.opening), special_tokens.get("sep_token", around.closing)
         tokenizer.post_processor = around._replace(opening=opening, closing=closing).processor(tokenizer) or tokenizer.post_processor
+
+
+def _flag(config: Mapping[str, Any], option: str) -> bool | None:
+    value = config.get(option)
+    if value is not None and not isinstance(value, bool):
+        raise CheckpointError(f"{option} of tokenizer_config.json must be true or false, not {value!r}.")
+    return value
 
 
 def _byte_levels(part: pre_tokenizers.PreTokenizer | None) -> list[pre_tokenizers.ByteLevel]:
@@ -126,7 +133,7 @@ def _check(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
     pieces = [(text, (0, 1))] if tokenizer.pre_tokenizer is None else tokenizer.pre_tokenizer.pre_tokenize_str(text)
     first = pieces[0][0] if pieces else text
     for option, in_file in (("do_lower_case", "a" in first), ("add_prefix_space", first.startswith("▁"))):
-        given = config.get(option)
+        given = _flag(config, option)
         if given is not None and given != in_file:
             raise CheckpointError(
                 f"tokenizer_config.json has {option}={given!r} for {name}, and tokenizer.json has not. Which one holds is not known here: "
