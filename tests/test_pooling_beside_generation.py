@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -124,3 +127,27 @@ def test_offline(checkpoint, states):
         assert llm.score("abc", ["abc", "xyz"], use_tqdm=False)[0].score == pytest.approx(1, abs=1e-5)
         with pytest.raises(RequestError, match=r"Supported: embed, token_embed\. Start the engine with --convert classify"):
             llm.classify(given(PROMPTS[1]))
+
+
+def test_texts_are_read_as_by_a_pooling_engine(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint[0], tmp_path / "model")
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64, "pooling_mode_lasttoken": True}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": True}))
+    prompts = {"prompts": {"query": "Q: ", "document": "D: "}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    with LLM(str(folder), **OPTIONS) as pooling, LLM(str(folder), runner="generate", also=["embed"], **OPTIONS) as both:
+        for names in ({}, {"prompt_name": "query"}, {"prompt_name": "document"}):
+            (one,), (other,) = (llm.embed("A Cat", use_tqdm=False, **names) for llm in (pooling, both))
+            assert one.prompt_token_ids == other.prompt_token_ids
+            np.testing.assert_allclose(one.embedding, other.embedding, atol=2e-5)
+        first, second = (llm.score("A Cat", "a dog", use_tqdm=False)[0].score for llm in (pooling, both))
+        assert first == pytest.approx(second, abs=1e-5)
+        (text,) = both.generate("A Cat", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
+        assert text.prompt_token_ids == both.engine.renderer.render_prompt("A Cat")[0]

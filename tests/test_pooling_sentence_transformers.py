@@ -150,6 +150,26 @@ class TestPrompts:
         np.testing.assert_allclose(scores, [float(queries[0] @ one) for one in documents], atol=2e-5)
         np.testing.assert_allclose(pairwise, [float(a @ b) for a, b in zip(queries, documents[::-1], strict=True)], atol=2e-5)
 
+    @pytest.mark.parametrize("name", ["query", "passage"])
+    def test_the_default_prompt_is_not_for_sides_without_a_prompt(self, embedder, name):
+        write_modules(embedder.folder, pooling(mean_tokens=True), NORMALIZE, prompts={name: "Query: "}, default_prompt_name=name)
+        prompted, plain = self.expected(embedder, "Query: "), self.expected(embedder, "")
+        query = prompted[0] if name == "query" else plain[0]
+
+        async def ask():
+            async with AsyncLLM(VllmConfig.make(model=str(embedder.folder), engine_process=False)) as llm:
+                transport = httpx.ASGITransport(create_app(llm, None))
+                async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                    body = {"texts": TEXTS, "input_type": "search_document"}
+                    return (await client.post("/v2/embed", json=body)).json()["embeddings"]["float"]
+
+        same(asyncio.run(ask()), plain)
+        with LLM(str(embedder.folder)) as llm:
+            same(vectors(llm, TEXTS), prompted)
+            same(vectors(llm, TEXTS, prompt_name="document"), plain)
+            scores = [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+        np.testing.assert_allclose(scores, [float(query @ one) for one in plain], atol=2e-5)
+
 
 class TestInput:
     def test_the_longest_input(self, embedder):

@@ -65,6 +65,14 @@ def test_the_prefix_space_of_bytes(both, name, options):
         assert ours.encode("Hi you", add_special_tokens=False).ids == theirs("Hi you", add_special_tokens=False)["input_ids"]
 
 
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_bytes_behind_another_split(both, name):
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    theirs, ours = both(tokenizer, {"tokenizer_class": name})
+    assert ours.encode("Hi 12you", add_special_tokens=False).ids == theirs("Hi 12you", add_special_tokens=False)["input_ids"]
+
+
 @pytest.mark.parametrize("model_type", ["bert", "electra", "nomic_bert", "modernbert", "mobilebert"])
 @pytest.mark.parametrize("config", [{}, {"do_lower_case": False}, {"tokenizer_class": "BertTokenizer"}])
 def test_the_model_type_decides_where_no_class_is_named(both, model_type, config):

@@ -53,19 +53,24 @@ class PoolingTexts:
         self.template = None
         if config.model.runner == "pooling":
             self.template = choose_score_template(config, plugins)
-            if found := read_sentence_transformers(config.checkpoint.path):
-                self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
-                self.lower_case = found.transformer.do_lower_case
-                self.averages = found.similarity == "meanmaxsim"
-                if found.similarity in ("dot", "euclidean", "manhattan"):
-                    self.similarity = found.similarity
-                    # These depend on the length, which is then what the checkpoint's modules give, unless an option says otherwise.
-                    self.scored_normalized = found.ends_normalized if config.pooler.normalize is None else None
-                # The option pooling_type takes the place of the checkpoint's Pooling module.
-                if found.pooling is not None and not found.pooling.include_prompt and config.pooler.pooling_type == "auto":
-                    self._left_out = {text: self._num_tokens(self._lowered(text)) for text in found.prompts.values() if text}
-                _check_processing(found)
-                self._read_sides(found, config)
+        elif not config.model.also:
+            return
+        if found := read_sentence_transformers(config.checkpoint.path):
+            self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
+            self.lower_case = found.transformer.do_lower_case
+            self.averages = found.similarity == "meanmaxsim"
+            if found.similarity in ("dot", "euclidean", "manhattan"):
+                self.similarity = found.similarity
+                # These depend on the length, which is then what the checkpoint's modules give, unless an option says otherwise.
+                self.scored_normalized = found.ends_normalized if config.pooler.normalize is None else None
+            # The option pooling_type takes the place of the checkpoint's Pooling module.
+            if found.pooling is not None and not found.pooling.include_prompt and config.pooler.pooling_type == "auto":
+                self._left_out = {text: self._num_tokens(self._lowered(text)) for text in found.prompts.values() if text}
+            _check_processing(found)
+            self._read_sides(found, config)
+            if self.default_prompt_name is not None:
+                # Queries and documents without a prompt of their own have none, as in sentence-transformers, and not the default.
+                self.prompts = {"query": "", "document": ""} | self.prompts
 
     def render(
         self,

@@ -79,8 +79,10 @@ def score_kind(tasks: Collection[Task]) -> ScoreKind:
     if "token_embed" in tasks:
         # A model that embeds tokens only is made for this.
         return ScoreKind.LATE_INTERACTION
+    # With one label it would serve "score" too.
+    why = ": its classifier has several labels, and a score needs one" if "classify" in tasks else ""
     way_out = f" {way_to_serve('embed')} Rerankers: --convert classify." if "generate" in tasks else ""
-    raise RequestError(f"this model does not score texts. Supported: {', '.join(tasks)}.{way_out}", "task")
+    raise RequestError(f"this model does not score texts{why}. Supported: {', '.join(tasks)}.{way_out}", "task")
 
 
 _TASKS: dict[ScoreKind, PoolingTask] = {

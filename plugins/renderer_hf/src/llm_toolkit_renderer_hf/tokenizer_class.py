@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -123,8 +123,8 @@ def _flag(config: Mapping[str, Any], option: str) -> bool | None:
 
 def _byte_levels(part: pre_tokenizers.PreTokenizer | None) -> list[pre_tokenizers.ByteLevel]:
     if isinstance(part, pre_tokenizers.Sequence):
-        parts = cast("Sequence[pre_tokenizers.PreTokenizer]", part)  # of which the stubs leave the length out
-        return [found for index in range(len(parts)) for found in _byte_levels(parts[index])]
+        parts = cast("Iterable[pre_tokenizers.PreTokenizer]", part)  # which it is, though the stubs do not say so
+        return [found for one in parts for found in _byte_levels(one)]
     return [part] if isinstance(part, pre_tokenizers.ByteLevel) else []
 
 
