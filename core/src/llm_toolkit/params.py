@@ -152,7 +152,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     """Alternatives per prompt token whose log probability is returned, beside the token's own."""
     truncate_prompt_tokens: int | None = None
-    """Read only so many tokens of a longer prompt: the last ones, since the output follows them. -1: as many as leave room for max_tokens."""
+    """Read only so many tokens of a longer prompt: the last, which the output follows. -1: as many as leave room for max_tokens."""
     detokenize: bool = True
     skip_special_tokens: bool = True
 

@@ -155,7 +155,8 @@ def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | No
     if name == "Transformer":
         if path and (listing.parent / path / "config.json").is_file():
             raise CheckpointError(
-                f"{str(listing)!r} has the language model in the folder {path!r}, which is not supported: move its files beside modules.json."
+                f"{str(listing)!r} has the language model in the folder {path!r}, which is not supported: "
+                "move its files beside modules.json."
             )
         return parse_transformer(listing.parent, path)
     return _PARSERS[name](listing.parent / path, default_level)
