@@ -236,6 +236,9 @@ class TestBadRequests:
                 await engine.encode_many(["abc"])
             with pytest.raises(RequestError, match="but params are for 'token_embed'"):
                 await engine.encode("abc", TOKENS, task="embed")
+            for parameter in ("request_ids", "names"):
+                with pytest.raises(RequestError, match=f"{parameter} has 1 entries for 2 prompts"):
+                    await engine.encode_many(["a", "b"], EMBED, **{parameter: ["x"]})
             with pytest.raises(RequestError, match="a list of these, not a int"):
                 await engine.encode_many(7, EMBED)
             # One text is one prompt, and so are a mapping and a pair.

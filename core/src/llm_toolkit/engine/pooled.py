@@ -54,7 +54,9 @@ class PoolingState:
 
 def as_numpy(array: Array) -> np.ndarray:
     """A view of the message's bytes, read-only."""
-    return np.frombuffer(array.data, array.dtype).reshape(array.shape)
+    values = np.frombuffer(array.data, array.dtype).reshape(array.shape)
+    values.flags.writeable = False
+    return values
 
 
 AnyState = RequestState | PoolingState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from llm_toolkit.config.tasks import PoolingTask
@@ -59,6 +59,7 @@ def prepare_each(
     Raises RequestError for what is wrong with all of them. May be called from any thread.
     """
     check_options(options or {})
+    check_count(request_ids, "request_ids", len(prompts))
     for distinct in {id(one): one for one in params}.values():
         engine.check_pooling(distinct)
     rendered = engine.texts.render_each(
@@ -88,11 +89,18 @@ def _prepare(
         return error
 
 
-def all_prepared(prepared: Sequence[PreparedRequest | RequestError], names: Iterable[str]) -> list[PreparedRequest]:
+def check_count(given: Sequence[str], param: str, count: int) -> None:
+    """Raises RequestError where there is not one for each prompt."""
+    if len(given) != count:
+        raise RequestError(f"{param} has {len(given)} entries for {count} prompts: give one for each.", param)
+
+
+def all_prepared(prepared: Sequence[PreparedRequest | RequestError], names: Sequence[str]) -> list[PreparedRequest]:
     """Raises the first error there is, with the prompt's name; a single prompt needs none.
 
     `names`: a parameter of the caller's, with a number where it holds several prompts: "input[3]", "prompt 3".
     """
+    check_count(names, "names", len(prepared))
     found = []
     for one, name in zip(prepared, names, strict=True):
         if isinstance(one, RequestError):
