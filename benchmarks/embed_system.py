@@ -1,9 +1,9 @@
 """One side of embed.py, in a process of its own: embeds the same sentences for each line on stdin, and prints the seconds that it took.
 
-usage: python embed_system.py NAME MODEL DTYPE FOLDER
+usage: python embed_system.py NAME MODEL DTYPE FOLDER [TOKENS]
 
-FOLDER/sentences.json holds the sentences; the vectors go to FOLDER/NAME.npy. It is run by the Python of its side's environment, and so
-imports no more than that side and NumPy.
+FOLDER/sentences.json holds the sentences; the vectors go to FOLDER/NAME.npy; TOKENS are llm-toolkit's in a step. It is run by the Python
+of its side's environment, and so imports no more than that side and NumPy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Run = Callable[[list[str]], np.ndarray]
 def toolkit(model: str, dtype: str) -> Run:
     from llm_toolkit import LLM
 
-    llm = LLM(model, dtype=dtype)
+    llm = LLM(model, dtype=dtype, max_num_batched_tokens=int(sys.argv[5]) if sys.argv[5:] else None)
     return lambda sentences: np.stack([output.embedding for output in llm.embed(sentences, use_tqdm=False)])
 
 
@@ -119,7 +119,7 @@ def embed_by_http(port: int, model: str, sentences: list[str]) -> np.ndarray:
 
 
 def main() -> None:
-    name, model, dtype, folder = sys.argv[1:]
+    name, model, dtype, folder = sys.argv[1:5]
     sentences = json.loads(Path(folder, "sentences.json").read_text())
     with contextlib.ExitStack() as stack:
         if name in SERVERS:

@@ -82,7 +82,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
     max_num_seqs: Annotated[int, option("Most sequences in one step.", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
-        int | None, option("Token budget of one step, over all sequences. Default: 2048, or 4096 where no prompt is cut into chunks.", ge=1)
+        int | None, option("Token budget of one step, over all sequences. Default: 2048; for whole prompts 8192, in float32 4096.", ge=1)
     ] = None
     enable_chunked_prefill: Annotated[
         bool | None, option("Compute long prompts in several steps. Default: where text is generated, or max_model_len asks for it.")

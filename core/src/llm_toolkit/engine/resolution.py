@@ -18,8 +18,9 @@ from llm_toolkit.pooling.options import PoolingKind, check_pooler_options
 
 _MOST_UNCUT = 8192
 """Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
-_WHOLE_TOKENS = 4096
-"""Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster."""
+_WHOLE_TOKENS = {"float32": 4096, "bfloat16": 8192, "float16": 8192}
+"""Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster, up to where a step's
+intermediate results leave the processor's last cache."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -61,7 +62,7 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
         too_long = choice.convert != "none" and config.max_model_len > max(_MOST_UNCUT, budget or 0)
         chunked = generates or bool(caching) or too_long
     if budget is None:
-        budget = max(config.scheduler.token_budget if chunked else _WHOLE_TOKENS, config.scheduler.max_num_seqs)
+        budget = max(config.scheduler.token_budget if chunked else _WHOLE_TOKENS[config.model.dtype], config.scheduler.max_num_seqs)
         if not generates and choice.convert == "none":
             # An encoder computes texts as a whole, whatever was asked for.
             budget = max(budget, config.max_model_len)
