@@ -26,7 +26,7 @@ docs: $(STAMP)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
 	$(BIN)/mkdocs build --strict
 
-$(STAMP): requirements-dev.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml)
+$(STAMP): requirements-dev.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the workspace into $(VENV) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt

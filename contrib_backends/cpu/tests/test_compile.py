@@ -1,6 +1,9 @@
 """The build: kernels where there is a compiler for them, and a package without them where there is none."""
 
 import importlib.util
+import os
+import platform
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,6 +20,15 @@ def compile_kernels():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.compile_kernels
+
+
+@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="kernels are for Linux on x86-64")
+@pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc").split()[0]) is None, reason="needs a C compiler")
+def test_where_there_is_a_compiler_the_kernels_are_there() -> None:
+    """The other tests of the kernels skip without them."""
+    from llm_toolkit_cpu import backend
+
+    assert backend._missing is None
 
 
 def test_without_a_compiler_it_says_so(compile_kernels, monkeypatch, tmp_path) -> None:
