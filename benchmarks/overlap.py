@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import make_llama_160m
-from llm_toolkit import LLM, SamplingParams
 from offline import BATCH, Workload, workload
+from toolkit_lm import LLM, SamplingParams
 
 
 def seconds(llm: LLM, work: Workload) -> float:

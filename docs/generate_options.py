@@ -8,10 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from llm_toolkit.cli.converse import ClientOptions
-from llm_toolkit.config import Option, VllmConfig, options_of
-from llm_toolkit_server.options import ServerOptions
 from msgspec import Struct
+from toolkit_lm.cli.converse import ClientOptions
+from toolkit_lm.config import Option, VllmConfig, options_of
+from toolkit_lm_server.options import ServerOptions
 
 PAGE = Path(__file__).with_name("configuration.md")
 BEGIN = "<!-- options: written by docs/generate_options.py -->\n"

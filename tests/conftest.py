@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_toolkit.events import Event, LoadEvent, RequestEvent, StepEvent
-from llm_toolkit.outputs import RequestOutput
-from llm_toolkit.plugin import hookimpl
-from llm_toolkit.testing import assert_same_logits, assert_same_tokens, make_checkpoint
+from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
+from toolkit_lm.outputs import RequestOutput
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm.testing import assert_same_logits, assert_same_tokens, make_checkpoint
 
 
 @pytest.fixture(scope="session")

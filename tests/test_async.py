@@ -9,10 +9,10 @@ import time
 from contextlib import aclosing
 
 import pytest
-from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig
-from llm_toolkit.errors import EngineDeadError, QueueFullError, RequestError
-from llm_toolkit.events import LoadEvent, RequestEvent
-from llm_toolkit.plugin import hookimpl
+from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm.errors import EngineDeadError, QueueFullError, RequestError
+from toolkit_lm.events import LoadEvent, RequestEvent
+from toolkit_lm.plugin import hookimpl
 
 SMALL = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 16}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 import torch
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.errors import RequestError
-from llm_toolkit.plugin import hookimpl
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import RequestError
+from toolkit_lm.plugin import hookimpl
 
 LENGTHS = [9, 33, 1, 17, 4, 24]
 ROOMY = {"num_kv_blocks": 600, "block_size": 4, "max_model_len": 64, "max_num_seqs": 20}
@@ -113,8 +113,8 @@ def assert_found(output, reference, params):
     for one, (tokens, score) in zip(output.outputs, reference, strict=True):
         others = [t for t, s in reference if abs(s - score) < 1e-3]
         assert one.token_ids == tokens or one.token_ids in others
-        # transformers adds up in float32, which has 7 digits.
-        assert one.score == pytest.approx(score, abs=1e-4 if one.token_ids == tokens else 1e-3, rel=5e-7)
+        # transformers adds up n terms in float32: each addition may be off by half a unit in the last of 24 bits.
+        assert one.score == pytest.approx(score, abs=1e-4 if one.token_ids == tokens else 1e-3, rel=len(tokens) * 2**-24)
         assert one.score == pytest.approx(one.cumulative_logprob / len(one.token_ids) ** params.length_penalty)
         ended = one.token_ids[-1] in (params.stop_token_ids or ())
         assert one.stop_reason == (one.token_ids[-1] if ended else None)

@@ -107,7 +107,7 @@ def test_env():
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from llm_toolkit.cli.app import run; run(['--help']); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys; from toolkit_lm.cli.app import run; run(['--help']); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 
@@ -137,8 +137,8 @@ def test_the_traceback_is_there_when_asked_for():
 def test_flag_beats_environment_beats_file(tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"
     file.write_text("max-model-len: 100\nblock_size: 8\nnum_kv_blocks: 77\n")
-    monkeypatch.setenv("LLM_TOOLKIT_MAX_MODEL_LEN", "90")
-    monkeypatch.setenv("LLM_TOOLKIT_BLOCK_SIZE", "4")
+    monkeypatch.setenv("TOOLKIT_LM_MAX_MODEL_LEN", "90")
+    monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "4")
     shown = json.loads(toolkit("explain", "tiny", "--json", "--config", file, "--max-model-len", "80").stdout)
     config = shown["config"]
     assert config["model"]["max_model_len"] == 80

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llm_toolkit.errors import CheckpointError
-from llm_toolkit.model import CheckpointWeights
-from llm_toolkit.testing import TransformersConformance
-from llm_toolkit.testing.model import Subject
-from llm_toolkit.testing.sharding import assert_shards
-from llm_toolkit_decoder.llama import LlamaForCausalLM
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import CheckpointWeights
+from toolkit_lm.testing import TransformersConformance
+from toolkit_lm.testing.model import Subject
+from toolkit_lm.testing.sharding import assert_shards
+from toolkit_lm_decoder.llama import LlamaForCausalLM
 
 SHAPE = {
     "vocab_size": 272,

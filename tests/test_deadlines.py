@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from llm_toolkit import LLM, SamplingParams
+from toolkit_lm import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 

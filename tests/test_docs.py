@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from llm_toolkit import LLM, SamplingParams, VllmConfig
-from llm_toolkit.cli.converse import ClientOptions
-from llm_toolkit.cli.sampling import HELP as SAMPLING_FLAGS
-from llm_toolkit.config import options_of
-from llm_toolkit.engine import explain
-from llm_toolkit.plugin import API_VERSION, Plugins
-from llm_toolkit_server.options import ServerOptions
+from toolkit_lm import LLM, SamplingParams, VllmConfig
+from toolkit_lm.cli.converse import ClientOptions
+from toolkit_lm.cli.sampling import HELP as SAMPLING_FLAGS
+from toolkit_lm.config import options_of
+from toolkit_lm.engine import explain
+from toolkit_lm.plugin import API_VERSION, Plugins
+from toolkit_lm_server.options import ServerOptions
 
 ROOT = Path(__file__).parents[1]
-CORE = ROOT / "core" / "src" / "llm_toolkit"
+CORE = ROOT / "core" / "src" / "toolkit_lm"
 DOCS = ROOT / "docs"
 GUIDES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 EXECUTED = [*GUIDES, ROOT / "core" / "README.md", ROOT / "contrib_models" / "decoder" / "README.md"]
@@ -59,7 +59,7 @@ def has_examples(page: Path, language: str, word: str = "") -> bool:
 @pytest.fixture(scope="module")
 def url():
     """The address of `toolkit serve tiny`."""
-    command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "serve", "tiny", "--port", "0", "--log-level", "error"]
+    command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "serve", "tiny", "--port", "0", "--log-level", "error"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         found = next((at for line in process.stdout if (at := re.search(r"Serving tiny at (\S+)", line))), None)
@@ -101,7 +101,7 @@ def test_curl_examples_run(page, url):
 
 
 def test_yaml_examples_are_config_files(tmp_path):
-    from llm_toolkit.config import load_options
+    from toolkit_lm.config import load_options
 
     options = VllmConfig.options() + options_of(ServerOptions)
     examples = [block.text for page in GUIDES for block in blocks(page) if block.language == "yaml"]
@@ -130,12 +130,12 @@ def installed(tmp_path_factory) -> Path:
 
 def test_the_plugins_install_and_are_listed(installed):
     environ = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", "plugins", "list", "--json"]
+    command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "plugins", "list", "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     states = {row["name"]: (row["distribution"], row["status"]) for row in json.loads(done.stdout)}
-    assert states["stopwatch"] == ("llm-toolkit-stopwatch", "ok")
-    assert states["biased"] == ("llm-toolkit-biased", "ok")
+    assert states["stopwatch"] == ("toolkit-lm-stopwatch", "ok")
+    assert states["biased"] == ("toolkit-lm-biased", "ok")
 
 
 def test_the_readmes_plugin_has_20_lines_and_works(installed, monkeypatch, capsys):
@@ -153,7 +153,7 @@ def test_the_model_plugin_runs_its_architecture(installed, monkeypatch, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     found = explain(VllmConfig.make(model=str(tmp_path)))
-    assert (found.model_class, found.plugin) == ("llm_toolkit_biased.model:BiasedForCausalLM", "biased")
+    assert (found.model_class, found.plugin) == ("toolkit_lm_biased.model:BiasedForCausalLM", "biased")
     assert [layer.backend for layer in found.layers] == ["sdpa"]
 
 
@@ -240,4 +240,4 @@ def test_the_server_page_names_every_route_and_metric(url):
 
 def test_the_pinned_contract_is_the_one_there_is():
     for page in PAGES:
-        assert set(re.findall(r"llm-toolkit-core>=([\d.]+)", read(page))) <= {API_VERSION}, name(page)
+        assert set(re.findall(r"toolkit-lm-core>=([\d.]+)", read(page))) <= {API_VERSION}, name(page)

@@ -18,7 +18,7 @@ from types import FunctionType
 import psutil
 import pytest
 import torch
-from llm_toolkit import LLM, AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 
 SMALL = {"model": "tiny", "num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -27,7 +27,7 @@ KINDS = pytest.mark.parametrize("process", [True, False], ids=["process", "threa
 NO_GUARD = """
     import asyncio
     import sys
-    from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig
+    from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
 
     llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256))
 
@@ -43,7 +43,7 @@ NO_GUARD = """
 """
 NOT_CLOSED = """
     import asyncio
-    from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig
+    from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
 
     llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256, engine_process={process}))
 
@@ -88,7 +88,7 @@ class TestWherever:
     def test_like_a_notebook(self):
         """Code in cells, executed in a thread whose event loop runs all the time; constructors block it, as they do there."""
         cells = [
-            "from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig\nllm = AsyncLLM(VllmConfig.make(**SMALL))",
+            "from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig\nllm = AsyncLLM(VllmConfig.make(**SMALL))",
             "async for output in llm.generate('Once', SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)): last = output",
             "count = len(last.outputs[0].token_ids)\nawait llm.shutdown()",
         ]
@@ -141,7 +141,7 @@ class TestUntouched:
         def state():
             root = logging.getLogger()
             return {
-                "root logger": (root.level, list(root.handlers), logging.getLogger("llm_toolkit").handlers),
+                "root logger": (root.level, list(root.handlers), logging.getLogger("toolkit_lm").handlers),
                 "signals": [signal.getsignal(number) for number in signal.valid_signals()],
                 "environment": dict(os.environ),
                 "threads of torch": (torch.get_num_threads(), torch.get_num_interop_threads()),
@@ -174,7 +174,7 @@ class TestUntouched:
         gc.collect()
         # The watchdog ends at its next look.
         time.sleep(0.1)
-        assert {t.name for t in threading.enumerate()} == threads and not any(name.startswith("llm_toolkit") for name in threads)
+        assert {t.name for t in threading.enumerate()} == threads and not any(name.startswith("toolkit_lm") for name in threads)
         assert me.num_fds() == files
         assert me.children() == []
 

@@ -10,8 +10,8 @@ from itertools import count
 
 import pytest
 import torch
-from llm_toolkit import LLM, LLMEngine, SamplingParams
-from llm_toolkit.errors import (
+from toolkit_lm import LLM, LLMEngine, SamplingParams
+from toolkit_lm.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -21,8 +21,8 @@ from llm_toolkit.errors import (
     ToolkitError,
     UnsupportedError,
 )
-from llm_toolkit.plugin import PluginWarning, hookimpl
-from llm_toolkit_sdpa.backend import SdpaBackend
+from toolkit_lm.plugin import PluginWarning, hookimpl
+from toolkit_lm_sdpa.backend import SdpaBackend
 
 SMALL = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

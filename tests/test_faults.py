@@ -19,13 +19,13 @@ from pathlib import Path
 
 import httpx
 import pytest
-from llm_toolkit_server.protocol import ChatBody, CompletionBody
+from toolkit_lm_server.protocol import ChatBody, CompletionBody
 
 ROOT = Path(__file__).parents[1]
 RAISES, NANS, HANGS, DIES = 1530, 1531, 1532, 1533
 """Tokens on which the plugin's model fails, where one comes twice in a row."""
 ENTRY = """
-from llm_toolkit.plugin import hookimpl
+from toolkit_lm.plugin import hookimpl
 
 @hookimpl
 def toolkit_register_models(models):
@@ -37,8 +37,8 @@ def toolkit_register_logits_processors(processors):
 """
 TARGETS = f"""
 import os, signal, time
-from llm_toolkit.sampling import LogitsProcessor
-from llm_toolkit_decoder.llama import LlamaForCausalLM
+from toolkit_lm.sampling import LogitsProcessor
+from toolkit_lm_decoder.llama import LlamaForCausalLM
 
 class Faulty(LlamaForCausalLM):
     def __init__(self, **options):
@@ -89,8 +89,8 @@ def faulty(tmp_path_factory) -> Path:
     (folder / "faulty_targets.py").write_text(TARGETS)
     info = folder / "faulty-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\nRequires-Dist: llm-toolkit-core>=0.1,<0.2\n")
-    (info / "entry_points.txt").write_text("[llm_toolkit]\nfaulty = faulty\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\nRequires-Dist: toolkit-lm-core>=0.1,<0.2\n")
+    (info / "entry_points.txt").write_text("[toolkit_lm]\nfaulty = faulty\n")
     (info / "RECORD").write_text("faulty.py,,\nfaulty_targets.py,,\nfaulty-1.0.dist-info/METADATA,,\n")
     return folder
 
@@ -108,7 +108,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         # A process is found by its environment, whoever its parent is.
         mark = {"FAULTS_MARK": str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(plugin), "OMP_NUM_THREADS": "1"}
-        code = "from llm_toolkit.cli import main; main()"
+        code = "from toolkit_lm.cli import main; main()"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code, "serve", *FLAGS, "--port", str(self.port), *arguments],
@@ -142,7 +142,7 @@ class Server:
 
     def figures(self) -> dict[str, float]:
         lines = (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))
-        return {name.removeprefix("llm_toolkit_"): float(value) for name, value in lines}
+        return {name.removeprefix("toolkit_lm_"): float(value) for name, value in lines}
 
     def is_idle(self) -> bool:
         figures = self.figures()

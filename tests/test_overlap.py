@@ -6,8 +6,8 @@ import time
 
 import pytest
 import torch
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.events import StepEvent
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.events import StepEvent
 
 OPTIONS = {"num_kv_blocks": 200, "block_size": 4, "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 32}
 SEEDED = SamplingParams(temperature=0.9, seed=11, max_tokens=18, ignore_eos=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.testing import TransformersConformance
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.testing import TransformersConformance
 
 SHAPE = {
     "vocab_size": 272,

@@ -53,7 +53,7 @@ def toolkit(installed):
     def run(*arguments, plugins=(), **environ):
         path = os.pathsep.join(str(installed[name]) for name in plugins)
         environ = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environ}
-        code = "from llm_toolkit.cli import main; main()"
+        code = "from toolkit_lm.cli import main; main()"
         return subprocess.run([sys.executable, "-c", code, *arguments], env=environ, capture_output=True, text=True, timeout=120)
 
     return run
@@ -93,7 +93,7 @@ def test_its_options_come_from_the_config_file_too(toolkit, tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("plugin_option:\n  good:\n    greeting: good day,\n")
     assert toolkit("greet", "you", "--config", str(file), plugins=["good"]).stdout == "good day, you\n"
-    environ = {"LLM_TOOLKIT_PLUGIN_OPTION": "good.greeting=welcome"}
+    environ = {"TOOLKIT_LM_PLUGIN_OPTION": "good.greeting=welcome"}
     assert toolkit("greet", "you", "--config", str(file), plugins=["good"], **environ).stdout == "welcome you\n"
     done = toolkit("greet", "you", "--plugin-option", "good.greting=x", plugins=["good"])
     assert (done.returncode, "has no option 'greting'. Did you mean 'greeting'?" in done.stderr) == (2, True)
@@ -107,7 +107,7 @@ def test_the_allow_list_holds_before_commands_are_known(toolkit, tmp_path, way):
         "flag": ["greet", "you", "--disable-plugins", "good"],
         "flag before the command": ["--disable-plugins=good", "greet", "you"],
     }
-    environ = {"LLM_TOOLKIT_DISABLE_PLUGINS": "good"} if way == "environment" else {}
+    environ = {"TOOLKIT_LM_DISABLE_PLUGINS": "good"} if way == "environment" else {}
     given = flags.get(way, ["greet", "you"]) + (["--config", str(file)] if way == "file" else [])
     done = toolkit(*given, plugins=["good"], **environ)
     assert done.returncode == 2
@@ -203,7 +203,7 @@ def test_a_misspelt_hook(toolkit):
 
 
 def test_a_wrong_api_version(toolkit):
-    error = "it requires llm-toolkit-core<0.1, and this is llm-toolkit-core 0.1"
+    error = "it requires toolkit-lm-core<0.1, and this is toolkit-lm-core 0.1"
     _, asked = broken(toolkit, "old_api", error=error)
     assert_fatal(asked, "old-api 0.0.9", error)
 
@@ -214,7 +214,7 @@ def test_an_entry_module_that_imports_torch(toolkit):
     assert (row["status"], list(row["entries"]["models"])) == ("ok", ["HeavyForCausalLM"])
     assert row["import_seconds"] > 0.1
     assert re.search(r"warning: plugin 'imports_torch' \(imports-torch 1.0, .*\): its entry module imports torch: \d+\.\d\d s", done.stderr)
-    assert any("requires no version of llm-toolkit-core" in note for note in row["notes"])
+    assert any("requires no version of toolkit-lm-core" in note for note in row["notes"])
 
 
 def test_an_unknown_name_in_a_list(toolkit):
@@ -223,7 +223,7 @@ def test_an_unknown_name_in_a_list(toolkit):
 
 
 def test_processes_with_the_same_plugins_have_one_fingerprint(installed):
-    code = "from llm_toolkit.plugin import Plugins; print(Plugins.load().fingerprint().digest)"
+    code = "from toolkit_lm.plugin import Plugins; print(Plugins.load().fingerprint().digest)"
 
     def digest(*plugins):
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(str(installed[name]) for name in plugins)}

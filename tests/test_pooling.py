@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from llm_toolkit import LLM, PoolingParams
-from llm_toolkit.errors import ConfigError, ContextLengthError, RequestError
+from toolkit_lm import LLM, PoolingParams
+from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
 
 GENERATOR = torch.Generator().manual_seed(1)
 TAG = 7
@@ -51,7 +51,7 @@ def states(checkpoint):
 @pytest.fixture(scope="module")
 def classifier(make_llama, tmp_path_factory):
     """A checkpoint with a trained score head of three labels, and transformers' logits [tokens, 3] of each prompt."""
-    from llm_toolkit.testing import make_checkpoint
+    from toolkit_lm.testing import make_checkpoint
     from transformers import LlamaForSequenceClassification
 
     config = make_llama("pooling")[1].config.to_dict() | {"num_labels": 3, "architectures": None}

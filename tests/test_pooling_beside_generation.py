@@ -8,8 +8,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from llm_toolkit import LLM, LLMEngine, PoolingParams, RequestOutput, SamplingParams, VllmConfig
-from llm_toolkit.errors import RequestError
+from toolkit_lm import LLM, LLMEngine, PoolingParams, RequestOutput, SamplingParams, VllmConfig
+from toolkit_lm.errors import RequestError
 
 OPTIONS = {"device": "cpu", "num_kv_blocks": 128, "block_size": 4, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 24}
 LOUD = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=272)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from llm_toolkit import LLM, PoolingParams
-from llm_toolkit.errors import ConfigError, ContextLengthError, RequestError
-from llm_toolkit.testing import randomize
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from toolkit_lm import LLM, PoolingParams
+from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
+from toolkit_lm.testing import randomize
 
 SHAPE = {
     "vocab_size": 120,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from llm_toolkit import LLM, PoolingParams
-from llm_toolkit.errors import ConfigError, ContextLengthError, RequestError
+from toolkit_lm import LLM, PoolingParams
+from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
 
 
 @pytest.fixture(scope="module")

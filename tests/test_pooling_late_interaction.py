@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from llm_toolkit import LLM, AsyncLLM, PoolingParams, VllmConfig
-from llm_toolkit.errors import CheckpointError, ConfigError, RequestError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from toolkit_lm import LLM, AsyncLLM, PoolingParams, VllmConfig
+from toolkit_lm.errors import CheckpointError, ConfigError, RequestError
 
 CLS, SEP, MASK, PAD = 0, 1, 2, 3
 QUERY_MARKER, DOCUMENT_MARKER = 5, 6

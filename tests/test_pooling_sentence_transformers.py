@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from llm_toolkit import LLM, AsyncLLM, PoolingParams, VllmConfig
-from llm_toolkit.engine.pooling_batch import prepare_each
-from llm_toolkit.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
-from llm_toolkit.testing import make_checkpoint, randomize
-from llm_toolkit_server.app import create_app
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from toolkit_lm import LLM, AsyncLLM, PoolingParams, VllmConfig
+from toolkit_lm.engine.pooling_batch import prepare_each
+from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
+from toolkit_lm.testing import make_checkpoint, randomize
+from toolkit_lm_server.app import create_app
 from torch.nn.functional import normalize
 
 HOME = "sentence_transformers.models"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llm_toolkit import LLM, SamplingParams
+from toolkit_lm import LLM, SamplingParams
 
 # It holds one sequence of max_model_len, and not all eight.
 TIGHT = {"block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_logprobs": 272}

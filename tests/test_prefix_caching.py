@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.outputs import RequestOutput
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.outputs import RequestOutput
 
 SIZE = 4
 OPTIONS = {"num_kv_blocks": 256, "block_size": SIZE, "max_model_len": 128, "max_num_seqs": 8, "max_logprobs": 272}

@@ -16,12 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
-from llm_toolkit import LLM, AsyncLLM, SamplingParams, VllmConfig
-from llm_toolkit.engine.llm_engine import LLMEngine
-from llm_toolkit.errors import CapacityError, ConfigError, EngineDeadError, PluginError, RequestError
-from llm_toolkit.plugin import Fingerprint, Plugins, hookimpl
 from msgspec import Struct
 from msgspec.structs import replace
+from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm.engine.llm_engine import LLMEngine
+from toolkit_lm.errors import CapacityError, ConfigError, EngineDeadError, PluginError, RequestError
+from toolkit_lm.plugin import Fingerprint, Plugins, hookimpl
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SMALL = {"model": "tiny", "num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 8}
@@ -33,13 +33,13 @@ SLOW_PLUGIN = """
     import time
     from typing import Any
 
-    from llm_toolkit.plugin import hookimpl
+    from toolkit_lm.plugin import hookimpl
     from msgspec import Struct
 
     class Options(Struct):
         note: Any = None
 
-    if "llm_toolkit.engine.process_main" in sys.modules and os.environ.get("SLOW_PHASE") == "importing":
+    if "toolkit_lm.engine.process_main" in sys.modules and os.environ.get("SLOW_PHASE") == "importing":
         time.sleep(60)
 
     @hookimpl
@@ -51,7 +51,7 @@ SLOW_TARGET = """
     import os
     import time
 
-    from llm_toolkit_decoder.llama import LlamaForCausalLM
+    from toolkit_lm_decoder.llama import LlamaForCausalLM
 
     PHASE = os.environ.get("SLOW_PHASE")
 
@@ -79,7 +79,7 @@ SLOW_TARGET = """
 FRONT = """
     import asyncio
     import sys
-    from llm_toolkit import AsyncLLM, SamplingParams, VllmConfig
+    from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
 
     async def main():
         llm = AsyncLLM(VllmConfig.make(model="tiny", num_kv_blocks=64, max_model_len=256, max_num_seqs=8), wait=False)
@@ -104,8 +104,8 @@ def slow_folder(tmp_path_factory) -> Path:
     (folder / "slow_plugin_target.py").write_text(textwrap.dedent(SLOW_TARGET))
     metadata = folder / "slow_plugin-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-plugin\nVersion: 1.0\nRequires-Dist: llm-toolkit-core>=0.1\n")
-    (metadata / "entry_points.txt").write_text("[llm_toolkit]\nslow = slow_plugin\n")
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-plugin\nVersion: 1.0\nRequires-Dist: toolkit-lm-core>=0.1\n")
+    (metadata / "entry_points.txt").write_text("[toolkit_lm]\nslow = slow_plugin\n")
     return folder
 
 
@@ -235,7 +235,7 @@ class TestPlugins:
             return Fingerprint("0.0.7", tuple(replace(p, content="f" * 64) if p.name == "sdpa" else p for p in mine.plugins))
 
         monkeypatch.setattr(Plugins, "fingerprint", other)
-        with pytest.raises(PluginError, match=r"(?s)llm-toolkit-core: 0\.0\.7 here, .* there.*plugin 'sdpa': .*\(ffffffffffff\) here"):
+        with pytest.raises(PluginError, match=r"(?s)toolkit-lm-core: 0\.0\.7 here, .* there.*plugin 'sdpa': .*\(ffffffffffff\) here"):
             AsyncLLM(VllmConfig.make(**SMALL))
 
     def test_an_object_that_the_engine_needs_is_refused(self):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.errors import EngineDeadError
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import EngineDeadError
 
 OPTIONS = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.errors import RequestError
-from llm_toolkit.plugin import hookimpl
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import RequestError
+from toolkit_lm.plugin import hookimpl
 
 LENGTHS = [5, 17, 40, 3, 33, 1, 21, 9]
 MAX_TOKENS = 24

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-from llm_toolkit import AsyncLLM, VllmConfig
-from llm_toolkit.plugin import hookimpl
-from llm_toolkit_opentelemetry.spans import RequestSpans
-from llm_toolkit_server.app import create_app
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
+from toolkit_lm import AsyncLLM, VllmConfig
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_opentelemetry.spans import RequestSpans
+from toolkit_lm_server.app import create_app
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
@@ -55,9 +55,9 @@ def test_a_request_over_http_continues_its_callers_trace():
     first = spans[0]
     assert (f"{first.context.trace_id:032x}", f"{first.parent.span_id:016x}", first.kind) == (TRACE, PARENT, SpanKind.SERVER)
     assert first.attributes["http.route"] == "/v1/chat/completions"
-    assert first.attributes["llm_toolkit.request_id"] == chat.headers["x-request-id"] == "mine"
+    assert first.attributes["toolkit_lm.request_id"] == chat.headers["x-request-id"] == "mine"
     usage = chat.json()["usage"]
     assert first.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
     assert first.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
     assert [span.parent for span in spans[1:]] == [None, None]
-    assert {span.attributes["llm_toolkit.request_id"] for span in spans[1:]} == {plain.headers["x-request-id"]}
+    assert {span.attributes["toolkit_lm.request_id"] for span in spans[1:]} == {plain.headers["x-request-id"]}

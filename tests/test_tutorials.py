@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from llm_toolkit.cli.plugin_new import Kind, write_plugin
+from toolkit_lm.cli.plugin_new import Kind, write_plugin
 
 TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 NAMES = {"model": "seed", "attention_backend": "naive", "renderer": "bytes"}
@@ -30,7 +30,7 @@ def sources(tmp_path_factory) -> dict[str, Path]:
     """Plugin -> the folder of its distribution."""
     home, found = tmp_path_factory.mktemp("distributions"), {}
     for page, name in NAMES.items():
-        found[name] = home / f"llm-toolkit-{name}"
+        found[name] = home / f"toolkit-lm-{name}"
         for file, text in files(page).items():
             path = found[name] / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def test_it_passes_its_own_tests(sources, bin_folder, name):
 
 @pytest.mark.parametrize("name", [*NAMES.values(), *GENERATED.values()])
 def test_it_passes_the_check(bin_folder, name):
-    command = [bin_folder / "toolkit", "plugins", "check", f"llm-toolkit-{name}", "--json"]
+    command = [bin_folder / "toolkit", "plugins", "check", f"toolkit-lm-{name}", "--json"]
     done = subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     report = json.loads(done.stdout)

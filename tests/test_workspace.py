@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import tomllib
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -37,13 +39,14 @@ def test_no_folder_is_without_a_distribution():
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
 def test_distribution_is_well_formed(folder):
     data = project(folder)
-    package = data["name"].replace("-", "_").replace("llm_toolkit_core", "llm_toolkit")
+    package = data["name"].replace("-", "_").replace("toolkit_lm_core", "toolkit_lm")
     assert (folder / "src" / package / "py.typed").exists()
     assert (folder / "README.md").read_text().startswith("# ")
     assert data["dynamic"] == ["version"] and data["license"] == "Apache-2.0"
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     if folder.name != "core":
-        assert "llm-toolkit-core>=0.1,<0.2" in data["dependencies"]
-        assert list(data["entry-points"]["llm_toolkit"].values()) == [package]
+        assert "toolkit-lm-core>=0.1,<0.2" in data["dependencies"]
+        assert list(data["entry-points"]["toolkit_lm"].values()) == [package]
 
 
 def test_the_meta_distribution_depends_on_all():
@@ -55,6 +58,18 @@ def test_the_meta_distribution_depends_on_all():
 def test_wheels_share_one_version(wheels):
     versions = {wheel.name.split("-")[1] for wheel in wheels.glob("*.whl")}
     assert len(versions) == 1 and len(list(wheels.glob("*.whl"))) == len(FOLDERS) + 1
+
+
+def test_wheels_say_whose_they_are(wheels):
+    for path in wheels.glob("*.whl"):
+        with zipfile.ZipFile(path) as wheel:
+            names = {name.partition(".dist-info/")[2]: name for name in wheel.namelist() if ".dist-info/" in name}
+            metadata = message_from_bytes(wheel.read(names["METADATA"]))
+            assert wheel.read(names["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes(), path.name
+        assert metadata["Name"].startswith("toolkit-lm") and metadata["License-Expression"] == "Apache-2.0", path.name
+        assert metadata["Author"] and metadata["Summary"], path.name
+        assert {url.partition(",")[0] for url in metadata.get_all("Project-URL")} >= {"Homepage", "Documentation", "Changelog", "Issues"}
+        assert "Typing :: Typed" in metadata.get_all("Classifier"), path.name
 
 
 @pytest.mark.slow

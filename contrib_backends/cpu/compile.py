@@ -20,11 +20,11 @@ class CompileHook(BuildHookInterface):
     """Called for wheels. An editable one finds the library beside its sources; others carry it."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        package, name = Path(self.root, "src", "llm_toolkit_cpu"), f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+        package, name = Path(self.root, "src", "toolkit_lm_cpu"), f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
         self.folder = tempfile.TemporaryDirectory(dir=package if version == "editable" else None)
         library = Path(self.folder.name, name)
         if (reason := compile_kernels(package / "kernels" / "module.c", library)) is not None:
-            self.app.display_warning(f"llm-toolkit-cpu is installed without its kernels: {reason}")
+            self.app.display_warning(f"toolkit-lm-cpu is installed without its kernels: {reason}")
             if version == "editable":
                 (package / name).unlink(missing_ok=True)
             return
@@ -32,7 +32,7 @@ class CompileHook(BuildHookInterface):
             # In one step: others may be importing it.
             library.replace(package / name)
         else:
-            build_data["force_include"][str(library)] = f"llm_toolkit_cpu/{name}"
+            build_data["force_include"][str(library)] = f"toolkit_lm_cpu/{name}"
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
 

@@ -26,7 +26,7 @@ def compile_kernels():
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc").split()[0]) is None, reason="needs a C compiler")
 def test_where_there_is_a_compiler_the_kernels_are_there() -> None:
     """The other tests of the kernels skip without them."""
-    from llm_toolkit_cpu import backend
+    from toolkit_lm_cpu import backend
 
     assert backend._missing is None
 

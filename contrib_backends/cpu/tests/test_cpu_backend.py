@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.attention import AttentionSpec, AttentionType
-from llm_toolkit.testing import AttentionStep
-from llm_toolkit_cpu import backend
-from llm_toolkit_cpu.backend import CpuBackend
+from toolkit_lm.attention import AttentionSpec, AttentionType
+from toolkit_lm.testing import AttentionStep
+from toolkit_lm_cpu import backend
+from toolkit_lm_cpu.backend import CpuBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 SPEC = AttentionSpec(

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.attention import AttentionType
-from llm_toolkit.testing import AttentionStep
-from llm_toolkit_sdpa.alike import _parts
-from llm_toolkit_sdpa.backend import SdpaBackend
-from llm_toolkit_sdpa.plan import Alike
+from toolkit_lm.attention import AttentionType
+from toolkit_lm.testing import AttentionStep
+from toolkit_lm_sdpa.alike import _parts
+from toolkit_lm_sdpa.backend import SdpaBackend
+from toolkit_lm_sdpa.plan import Alike
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCHES = {
@@ -54,5 +54,5 @@ def test_parts_hold_every_sequence_once() -> None:
 def test_parts_of_one_size_give_what_the_whole_gives(monkeypatch) -> None:
     step = make_step(BATCHES["mixed"], heads=(4, 4), head_size=16)
     whole = step.run()
-    monkeypatch.setattr("llm_toolkit_sdpa.alike._CHUNK_SCORES", 2 * 4 * 9 * 9)
+    monkeypatch.setattr("toolkit_lm_sdpa.alike._CHUNK_SCORES", 2 * 4 * 9 * 9)
     assert (step.run() - whole).abs().max() <= 1e-6

@@ -4,15 +4,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import llm_toolkit_sdpa
 import msgspec
 import numpy as np
 import pytest
+import toolkit_lm_sdpa
 import torch
-from llm_toolkit.attention import AttentionSpec, AttentionType, GraphSupport, KVCacheSpec
-from llm_toolkit.plugin import AttentionBackendRegistry, PluginInfo
-from llm_toolkit_sdpa.backend import SdpaBackend
-from llm_toolkit_sdpa.plan import split
+from toolkit_lm.attention import AttentionSpec, AttentionType, GraphSupport, KVCacheSpec
+from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
+from toolkit_lm_sdpa.backend import SdpaBackend
+from toolkit_lm_sdpa.plan import split
 
 SPEC = AttentionSpec(
     layer="model.layers.0.self_attn.attn",
@@ -79,12 +79,12 @@ def test_a_row_longer_than_a_bucket_is_one() -> None:
 
 
 def test_entry_module_imports_no_torch() -> None:
-    code = "import sys, llm_toolkit_sdpa; sys.exit('torch' in sys.modules)"
+    code = "import sys, toolkit_lm_sdpa; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0
 
 
 def test_entry_module_registers_the_backend_below_all_faster_ones() -> None:
     backends = AttentionBackendRegistry(owner=PluginInfo("sdpa"))
-    llm_toolkit_sdpa.toolkit_register_attention_backends(backends)
+    toolkit_lm_sdpa.toolkit_register_attention_backends(backends)
     assert [(entry.key, entry.priority) for entry in backends.entries()] == [("sdpa", 0)]
     assert backends.load("sdpa") is SdpaBackend

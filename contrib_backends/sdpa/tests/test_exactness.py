@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.attention import AttentionType
-from llm_toolkit.testing import AttentionBackendConformance, AttentionStep
-from llm_toolkit.testing.attention import BATCHES
-from llm_toolkit_sdpa.backend import SdpaBackend
+from toolkit_lm.attention import AttentionType
+from toolkit_lm.testing import AttentionBackendConformance, AttentionStep
+from toolkit_lm.testing.attention import BATCHES
+from toolkit_lm_sdpa.backend import SdpaBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -56,7 +56,7 @@ def test_kernel_and_formula_agree(kind, window, spans) -> None:
 def test_long_rows_are_computed_in_parts(monkeypatch) -> None:
     step = make_step(batch="chunks", bias="alibi", sinks=True, window=8)
     whole = step.run()
-    monkeypatch.setattr("llm_toolkit_sdpa.backend._CHUNK_SCORES", 500)
+    monkeypatch.setattr("toolkit_lm_sdpa.backend._CHUNK_SCORES", 500)
     assert (step.run() - whole).abs().max() <= 1e-6
 
 

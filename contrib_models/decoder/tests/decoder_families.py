@@ -6,7 +6,7 @@ from pathlib import Path
 
 import transformers
 from decoder_harness import save
-from llm_toolkit_decoder import MODELS
+from toolkit_lm_decoder import MODELS
 
 VOCAB_SIZE = 101
 # Shorter than most prompts, and longer than some: a sequence grows and then gives blocks back.
@@ -122,7 +122,7 @@ CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() 
 
 
 def our_class(architecture: str):
-    return getattr(importlib.import_module(f"llm_toolkit_decoder.{MODELS[architecture]}"), architecture)
+    return getattr(importlib.import_module(f"toolkit_lm_decoder.{MODELS[architecture]}"), architecture)
 
 
 def make_model(architecture: str, fields: dict):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 import torch
-from llm_toolkit.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.model import load_model
+from toolkit_lm.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import load_model
 
 
 class CausalAttention(AttentionBackend):

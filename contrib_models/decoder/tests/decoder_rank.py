@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from decoder_families import our_class
 from decoder_harness import load, logits_of
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.distributed import destroy, initialize
 from safetensors.torch import save_file
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import destroy, initialize
 
 
 def main(rank: int, ranks: int, folder: Path, work: list[str]) -> None:

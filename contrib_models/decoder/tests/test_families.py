@@ -12,8 +12,8 @@ import pytest
 import torch
 from decoder_families import CASES, FACTORS, VARIANTS, make_family, our_class
 from decoder_harness import load, logits_of, reference_logits
-from llm_toolkit.errors import CheckpointError, UnsupportedError
 from safetensors.torch import load_file, save_file
+from toolkit_lm.errors import CheckpointError, UnsupportedError
 
 INPUT_IDS = torch.arange(3, 40)
 FIRST_CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_harness import load, logits_of, reference_logits, save
-from llm_toolkit_decoder.llama import LlamaForCausalLM
 from safetensors.torch import load_file
+from toolkit_lm_decoder.llama import LlamaForCausalLM
 from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers import LlamaForCausalLM as Reference
 

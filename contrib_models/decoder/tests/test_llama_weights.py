@@ -4,16 +4,16 @@ import json
 import subprocess
 import sys
 
-import llm_toolkit_decoder
 import pytest
+import toolkit_lm_decoder
 import torch
 from decoder_harness import load, logits_of, reference_logits, save
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
-from llm_toolkit.model import CheckpointWeights
-from llm_toolkit.plugin import ModelRegistry, PluginInfo
-from llm_toolkit_decoder.llama import LlamaForCausalLM
 from safetensors.torch import load_file, save_file
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
+from toolkit_lm.model import CheckpointWeights
+from toolkit_lm.plugin import ModelRegistry, PluginInfo
+from toolkit_lm_decoder.llama import LlamaForCausalLM
 from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as Reference
 
@@ -179,11 +179,11 @@ def test_dummy_weights_need_no_files_and_are_the_same_each_time(folder):
 
 
 def test_the_entry_module_registers_the_class():
-    models = ModelRegistry(owner=PluginInfo("decoder", "llm-toolkit-decoder"))
-    llm_toolkit_decoder.toolkit_register_models(models)
+    models = ModelRegistry(owner=PluginInfo("decoder", "toolkit-lm-decoder"))
+    toolkit_lm_decoder.toolkit_register_models(models)
     assert models.load("LlamaForCausalLM") is LlamaForCausalLM
 
 
 def test_the_entry_module_is_light():
-    code = "import sys, llm_toolkit_decoder; sys.exit('torch' in sys.modules)"
+    code = "import sys, toolkit_lm_decoder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -5,7 +5,7 @@ import importlib
 
 import transformers
 from encoder_harness import save
-from llm_toolkit_encoder import MODELS
+from toolkit_lm_encoder import MODELS
 
 VOCAB_SIZE = 101
 BERT_LIKE = {
@@ -64,7 +64,7 @@ CASES = [(family, variant) for family, variants in VARIANTS.items() for variant 
 
 def our_class(architecture):
     module, name = MODELS[architecture].split(":")
-    return getattr(importlib.import_module(f"llm_toolkit_encoder.{module}"), name)
+    return getattr(importlib.import_module(f"toolkit_lm_encoder.{module}"), name)
 
 
 def make_model(architecture, fields):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from encoder_families import VOCAB_SIZE, our_class
 from encoder_harness import hidden_states, load, random_sequences
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.distributed import destroy, initialize
 from safetensors.torch import save_file
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import destroy, initialize
 
 
 def main(rank: int, ranks: int, folder: Path, work: list[str]) -> None:

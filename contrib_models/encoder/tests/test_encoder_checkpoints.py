@@ -6,16 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import llm_toolkit_encoder
 import pytest
+import toolkit_lm_encoder
 import torch
 from encoder_families import BERT_LIKE, VARIANTS, VOCAB_SIZE, make_checkpoint, our_class
 from encoder_harness import hidden_states, load, random_sequences
-from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
-from llm_toolkit.model import Model
-from llm_toolkit.plugin import ModelRegistry, PluginInfo
-from llm_toolkit.pooling import Pooler
 from safetensors.torch import load_file, save_file
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
+from toolkit_lm.model import Model
+from toolkit_lm.plugin import ModelRegistry, PluginInfo
+from toolkit_lm.pooling import Pooler
 
 SEQUENCES = random_sequences(VOCAB_SIZE)
 
@@ -165,7 +165,7 @@ def test_missing_weights_are_named(tmp_path):
 
 def test_every_architecture_is_registered_and_can_be_loaded():
     models = ModelRegistry(owner=PluginInfo("encoder"))
-    llm_toolkit_encoder.toolkit_register_models(models)
+    toolkit_lm_encoder.toolkit_register_models(models)
     assert len(models.keys()) == 42
     for entry in models.entries():
         assert entry.runner == "pooling"
@@ -187,5 +187,5 @@ def test_every_model_has_a_pooler(tmp_path, family, kind):
 
 
 def test_entry_module_imports_no_torch():
-    code = "import sys, llm_toolkit_encoder; sys.exit('torch' in sys.modules)"
+    code = "import sys, toolkit_lm_encoder; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=False).returncode == 0

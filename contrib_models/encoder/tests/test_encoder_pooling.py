@@ -7,10 +7,10 @@ import pytest
 import torch
 from encoder_families import BERT_LIKE, MODERN, VOCAB_SIZE, make_checkpoint, our_class
 from encoder_harness import hidden_states, load, random_sequences
-from llm_toolkit.errors import CheckpointError
-from llm_toolkit.pooling import PoolingMetadata, PoolingRow
-from llm_toolkit.pooling_params import PoolingParams
 from safetensors.torch import load_file, save_file
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.pooling import PoolingMetadata, PoolingRow
+from toolkit_lm.pooling_params import PoolingParams
 from torch.nn.functional import normalize
 
 SEQUENCES = random_sequences(VOCAB_SIZE)

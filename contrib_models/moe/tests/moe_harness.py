@@ -5,11 +5,11 @@ from pathlib import Path
 
 import msgspec
 import torch
-from llm_toolkit.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.model import load_model
-from llm_toolkit_moe.mixtral import MixtralForCausalLM
-from llm_toolkit_moe.qwen3_moe import Qwen3MoeForCausalLM
+from toolkit_lm.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import load_model
+from toolkit_lm_moe.mixtral import MixtralForCausalLM
+from toolkit_lm_moe.qwen3_moe import Qwen3MoeForCausalLM
 from torch.nn import functional as F
 from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers import MixtralForCausalLM as HFMixtral

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.distributed import destroy, initialize
 from moe_harness import FAMILIES, load, logits_of
 from safetensors.torch import save_file
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import destroy, initialize
 
 
 def main(rank: int, ranks: int, folder: Path, families: list[str]) -> None:

@@ -6,18 +6,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import llm_toolkit_moe
 import pytest
+import toolkit_lm_moe
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError, ConfigError
-from llm_toolkit.model import CheckpointWeights
-from llm_toolkit.plugin import ModelRegistry, PluginInfo
-from llm_toolkit.testing import randomize
-from llm_toolkit_decoder.llama import LlamaMLP
-from llm_toolkit_moe.qwen3_moe import Qwen3MoeBlock
 from moe_harness import FAMILIES, load, logits_of, make_mixtral, make_qwen3_moe, reference_logits
 from safetensors.torch import load_file, save_file
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.model import CheckpointWeights
+from toolkit_lm.plugin import ModelRegistry, PluginInfo
+from toolkit_lm.testing import randomize
+from toolkit_lm_decoder.llama import LlamaMLP
+from toolkit_lm_moe.qwen3_moe import Qwen3MoeBlock
 
 INPUT_IDS = torch.arange(3, 40)
 BLOCKS = {"mixtral": "model.layers.1.block_sparse_moe.", "qwen3_moe": "model.layers.1.mlp."}
@@ -201,12 +201,12 @@ def test_the_family_of_the_readme_is_mixtral_by_other_names(tmp_path):
 
 
 def test_the_entry_module_registers_the_classes():
-    models = ModelRegistry(owner=PluginInfo("moe", "llm-toolkit-moe"))
-    llm_toolkit_moe.toolkit_register_models(models)
+    models = ModelRegistry(owner=PluginInfo("moe", "toolkit-lm-moe"))
+    toolkit_lm_moe.toolkit_register_models(models)
     for model_cls, _ in FAMILIES.values():
         assert models.load(model_cls.__name__) is model_cls
 
 
 def test_the_entry_module_is_light():
-    code = "import sys, llm_toolkit_moe; sys.exit('torch' in sys.modules or 'llm_toolkit_decoder' in sys.modules)"
+    code = "import sys, toolkit_lm_moe; sys.exit('torch' in sys.modules or 'toolkit_lm_decoder' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from llm_toolkit.errors import CheckpointError
-from llm_toolkit_reward.internlm2 import InternLM2ForRewardModel
 from reward_harness import PROMPTS, SMALL, load, rewards
 from safetensors.torch import load_file, save_file
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm_reward.internlm2 import InternLM2ForRewardModel
 from torch.nn import functional as F
 
 HIDDEN, INNER, HEADS, KV_HEADS = (SMALL[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"))

@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from llm_toolkit.errors import CheckpointError, RequestError
-from llm_toolkit_reward.qwen2 import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
 from reward_harness import PROMPTS, SMALL, TAG, load, rewards
 from safetensors.torch import save_file
+from toolkit_lm.errors import CheckpointError, RequestError
+from toolkit_lm_reward.qwen2 import Qwen2ForProcessRewardModel, Qwen2ForRewardModel
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2Model
 

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from llm_toolkit import LLM
-from llm_toolkit.errors import ConfigError, RequestError, UnsupportedError
-from llm_toolkit.pooling_params import PoolingParams
 from reward_harness import SMALL, TAG
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
+from toolkit_lm import LLM
+from toolkit_lm.errors import ConfigError, RequestError, UnsupportedError
+from toolkit_lm.pooling_params import PoolingParams
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2Model
 

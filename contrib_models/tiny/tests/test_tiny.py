@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import llm_toolkit_tiny
 import pytest
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit_tiny.facts import FACTS
+import toolkit_lm_tiny
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm_tiny.facts import FACTS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
@@ -44,14 +44,14 @@ def test_it_tells_a_story(llm):
 
 
 def test_it_takes_little_memory(llm):
-    folder = Path(llm_toolkit_tiny.__file__).parent / "checkpoint"
+    folder = Path(toolkit_lm_tiny.__file__).parent / "checkpoint"
     assert (folder / "model.safetensors").stat().st_size <= 4 * 2**20
     assert llm.config.cache.kv_cache_memory == "64MiB"
     assert llm.config.model.dtype == "bfloat16"
 
 
 def test_a_wish_for_memory_wins():
-    from llm_toolkit.config import VllmConfig
+    from toolkit_lm.config import VllmConfig
 
-    assert llm_toolkit_tiny.toolkit_configure(VllmConfig.make(model="tiny", kv_cache_memory="1GiB")) is None
-    assert llm_toolkit_tiny.toolkit_configure(VllmConfig.make(model="other")) is None
+    assert toolkit_lm_tiny.toolkit_configure(VllmConfig.make(model="tiny", kv_cache_memory="1GiB")) is None
+    assert toolkit_lm_tiny.toolkit_configure(VllmConfig.make(model="other")) is None

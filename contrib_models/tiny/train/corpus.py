@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import NamedTuple
 
-from llm_toolkit_tiny.facts import DAYS, FACTS, MONTHS, TOPICS, Topic, with_article
 from stories import ADJECTIVES, HEROES, NAMES, tell
+from toolkit_lm_tiny.facts import DAYS, FACTS, MONTHS, TOPICS, Topic, with_article
 
 IM_START, IM_END, BOS, PAD = "<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>"
 

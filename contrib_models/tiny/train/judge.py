@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from llm_toolkit_tiny.facts import FACTS
+from toolkit_lm_tiny.facts import FACTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 BAR = 0.95

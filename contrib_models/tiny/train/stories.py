@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import NamedTuple
 
-from llm_toolkit_tiny.facts import with_article
+from toolkit_lm_tiny.facts import with_article
 
 FEMALE_NAMES = (
     "Anna", "Lily", "Mia", "Emma", "Sara", "Lucy", "Nora", "Zoe", "Ella", "Rosa", "Ida", "Kate", "Maya", "Ruby",

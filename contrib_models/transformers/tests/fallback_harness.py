@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.plugin import hookimpl
 from tokenizers import Tokenizer, models
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.plugin import hookimpl
 
 VOCAB_SIZE = 150
 LENGTHS = [5, 17, 40, 3, 64, 33, 1, 21]

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from fallback_harness import check_parity, generate, logprobs_of, prompts, reference_logprobs, save
-from llm_toolkit.plugin import PluginWarning
+from toolkit_lm.plugin import PluginWarning
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
 DENSE = SHAPE | {"intermediate_size": 96}

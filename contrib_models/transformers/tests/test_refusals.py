@@ -7,13 +7,13 @@ import warnings
 import pytest
 import torch
 import transformers
-from llm_toolkit.cli.app import run
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.engine import explain
-from llm_toolkit.errors import CheckpointError, UnsupportedError
-from llm_toolkit.plugin import PluginWarning
-from llm_toolkit_transformers.attention import attend, calls_of
-from llm_toolkit_transformers.model import TransformersForCausalLM
+from toolkit_lm.cli.app import run
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine import explain
+from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.plugin import PluginWarning
+from toolkit_lm_transformers.attention import attend, calls_of
+from toolkit_lm_transformers.model import TransformersForCausalLM
 
 SHAPE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
 MOE = SHAPE | {"intermediate_size": 48, "num_local_experts": 4}
@@ -124,5 +124,5 @@ def test_explain_says_that_a_fallback_was_chosen_and_why(tmp_path, capsys):
     captured = capsys.readouterr()
     shown = " ".join(captured.out.split())
     assert "warning: no installed plugin has the architecture 'GPTNeoXForCausalLM'" in captured.err
-    assert "transformers: llm_toolkit_transformers.model:TransformersForCausalLM" in shown
+    assert "transformers: toolkit_lm_transformers.model:TransformersForCausalLM" in shown
     assert "not GPTNeoXForCausalLM: no installed plugin registers it" in shown

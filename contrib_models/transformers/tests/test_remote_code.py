@@ -6,8 +6,8 @@ import sys
 import pytest
 import transformers
 from fallback_harness import check_parity, generate, save
-from llm_toolkit.config import VllmConfig
-from llm_toolkit_transformers.model import TransformersForCausalLM
+from toolkit_lm.config import VllmConfig
+from toolkit_lm_transformers.model import TransformersForCausalLM
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
 CODE = """

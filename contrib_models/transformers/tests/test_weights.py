@@ -5,19 +5,19 @@ import subprocess
 import sys
 import threading
 
-import llm_toolkit_transformers
 import msgspec
 import pytest
+import toolkit_lm_transformers
 import torch
 from fallback_harness import save
-from llm_toolkit.attention import Attention
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError
-from llm_toolkit.model import load_model
-from llm_toolkit.plugin import ModelRegistry, PluginInfo
-from llm_toolkit_transformers.model import TransformersForCausalLM
-from llm_toolkit_transformers.uninitialized import Uninitialized
 from safetensors.torch import load_file, save_file
+from toolkit_lm.attention import Attention
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import load_model
+from toolkit_lm.plugin import ModelRegistry, PluginInfo
+from toolkit_lm_transformers.model import TransformersForCausalLM
+from toolkit_lm_transformers.uninitialized import Uninitialized
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 LAYER = "gpt_neox.layers.1.attention"
@@ -142,12 +142,12 @@ def test_no_time_is_spent_on_random_weights():
 
 
 def test_the_entry_module_registers_the_fallback():
-    models = ModelRegistry(owner=PluginInfo("transformers", "llm-toolkit-transformers"))
-    llm_toolkit_transformers.toolkit_register_models(models)
+    models = ModelRegistry(owner=PluginInfo("transformers", "toolkit-lm-transformers"))
+    toolkit_lm_transformers.toolkit_register_models(models)
     assert models.fallbacks() == ["transformers"]
     assert models.load("transformers") is TransformersForCausalLM
 
 
 def test_the_entry_module_is_light():
-    code = "import sys, llm_toolkit_transformers; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, toolkit_lm_transformers; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_toolkit.attention import KVCacheSpec, block_bytes, group_layers, tensors_per_shape
+from toolkit_lm.attention import KVCacheSpec, block_bytes, group_layers, tensors_per_shape
 
 
 def spec(window=None, heads=2):

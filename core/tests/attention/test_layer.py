@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from llm_toolkit.attention import (
+from toolkit_lm.attention import (
     Attention,
     AttentionBackend,
     AttentionSpec,
@@ -15,8 +15,8 @@ from llm_toolkit.attention import (
     KVCacheSpec,
     forward_context,
 )
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
 
 CONFIG = VllmConfig.default(block_size=32, dtype="bfloat16")
 

@@ -4,9 +4,9 @@ import sys
 import types
 
 import pytest
-from llm_toolkit.attention import AttentionBackend, AttentionSpec, AttentionType, Candidate, select_backend
-from llm_toolkit.errors import ConfigError, UnsupportedError
-from llm_toolkit.plugin import AttentionBackendRegistry, PluginInfo
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, Candidate, select_backend
+from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 
 MODULE = "backends_for_test_selector"
 SPEC = AttentionSpec(

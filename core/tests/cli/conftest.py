@@ -6,8 +6,8 @@ import json
 from typing import NamedTuple
 
 import pytest
-from llm_toolkit.cli.app import run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from toolkit_lm.cli.app import run
 
 
 class Done(NamedTuple):

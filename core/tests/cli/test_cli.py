@@ -8,13 +8,13 @@ import subprocess
 import sys
 
 import pytest
-from llm_toolkit._version import __version__
+from toolkit_lm._version import __version__
 
-COMMAND = [sys.executable, "-c", "from llm_toolkit.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from toolkit_lm.cli import main; main()"]
 
 
 def test_version_and_help(toolkit):
-    assert toolkit("--version").out == f"llm-toolkit {__version__}\n"
+    assert toolkit("--version").out == f"toolkit-lm {__version__}\n"
     shown = toolkit("--help")
     assert shown.code == 0
     for name in ("chat", "complete", "generate", "explain", "env", "plugins", "--traceback"):
@@ -33,26 +33,26 @@ def test_an_unknown_command_names_the_nearest(toolkit):
 
 def test_a_wrong_option_is_exit_code_2(toolkit, monkeypatch):
     assert toolkit("env", "--jsn").code == 2
-    monkeypatch.setenv("LLM_TOOLKIT_BLOCK_SIZE", "many")
+    monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "many")
     done = toolkit("complete", "--prompt", "x")
     assert done.code == 2
-    assert done.err.startswith("error: environment variable LLM_TOOLKIT_BLOCK_SIZE: 'many' is no value for 'block_size'")
+    assert done.err.startswith("error: environment variable TOOLKIT_LM_BLOCK_SIZE: 'many' is no value for 'block_size'")
 
 
 @pytest.mark.filterwarnings("default")
 def test_an_unknown_variable_is_a_warning_of_one_line(toolkit, monkeypatch):
-    monkeypatch.setenv("LLM_TOOLKIT_BLOCK_SISE", "16")
+    monkeypatch.setenv("TOOLKIT_LM_BLOCK_SISE", "16")
     done = toolkit("plugins", "list", "--json")
     assert done.code == 0
-    assert done.err == "warning: environment variable LLM_TOOLKIT_BLOCK_SISE sets no option. Did you mean LLM_TOOLKIT_BLOCK_SIZE?\n"
+    assert done.err == "warning: environment variable TOOLKIT_LM_BLOCK_SISE sets no option. Did you mean TOOLKIT_LM_BLOCK_SIZE?\n"
 
 
 def test_plugins_list_and_show(toolkit):
     shown = toolkit("plugins", "list")
     assert shown.code == 0
-    for part in ("core", "llm-toolkit-decoder", __version__, "ok", "toolkit_register_commands"):
+    for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
         assert part in shown.out
-    assert "llm_toolkit.cli.generate:generate" in toolkit("plugins", "show", "core").out
+    assert "toolkit_lm.cli.generate:generate" in toolkit("plugins", "show", "core").out
     done = toolkit("plugins", "show", "decodr")
     assert (done.code, done.out) == (1, "")
     assert "there is no plugin 'decodr'. Did you mean 'decoder'" in done.err
@@ -62,13 +62,13 @@ def test_env_names_versions_and_machine(toolkit):
     import torch
 
     facts = json.loads(toolkit("env", "--json").out)
-    assert (facts["llm-toolkit"], facts["packages"]["torch"], facts["cpu count"]) == (__version__, torch.__version__, os.cpu_count())
+    assert (facts["toolkit-lm"], facts["packages"]["torch"], facts["cpu count"]) == (__version__, torch.__version__, os.cpu_count())
     assert facts["plugins"]["core"] == f"{__version__} ok"
     assert torch.__version__ in toolkit("env").out
 
 
 def test_an_interrupt_is_quiet():
-    code = "import signal\nfrom llm_toolkit.cli import app\napp.plugins_config = lambda *_: signal.raise_signal(signal.SIGINT)\napp.main()"
+    code = "import signal\nfrom toolkit_lm.cli import app\napp.plugins_config = lambda *_: signal.raise_signal(signal.SIGINT)\napp.main()"
     done = subprocess.run([sys.executable, "-c", code, "env"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

@@ -9,13 +9,13 @@ from typing import Annotated
 
 import pytest
 import typer
-from llm_toolkit.cli import SamplingFlags, engine_command
-from llm_toolkit.cli.app import LazyGroup
-from llm_toolkit.cli.prescan import plugins_config
-from llm_toolkit.config import PluginsConfig, VllmConfig, option
-from llm_toolkit.errors import ConfigError
-from llm_toolkit.plugin import Plugins, hookimpl
 from msgspec import Struct
+from toolkit_lm.cli import SamplingFlags, engine_command
+from toolkit_lm.cli.app import LazyGroup
+from toolkit_lm.cli.prescan import plugins_config
+from toolkit_lm.config import PluginsConfig, VllmConfig, option
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import Plugins, hookimpl
 
 
 class PortOptions(Struct, frozen=True, kw_only=True):
@@ -84,8 +84,8 @@ def test_every_kind_of_flag(invoke):
 def test_a_flag_wins_over_environment_over_file(invoke, tmp_path, monkeypatch):
     file = tmp_path / "options.yaml"
     file.write_text("block-size: 8\nport: 82\nmax_num_seqs: 3\nquiet: true\n")
-    monkeypatch.setenv("LLM_TOOLKIT_BLOCK_SIZE", "16")
-    monkeypatch.setenv("LLM_TOOLKIT_PORT", "83")
+    monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "16")
+    monkeypatch.setenv("TOOLKIT_LM_PORT", "83")
     found = invoke("probe", "--config", file.as_posix(), "--block-size", "32", "--no-quiet")
     assert (found["config"].cache.block_size, found["ports"].port, found["config"].scheduler.max_num_seqs) == (32, 83, 3)
     assert found["ports"].quiet is False
@@ -100,12 +100,12 @@ def test_wrong_values_name_their_option(invoke):
 
 
 def test_switches_that_may_be_unset(invoke, monkeypatch):
-    monkeypatch.setenv("LLM_TOOLKIT_OVERLAP", "true")
+    monkeypatch.setenv("TOOLKIT_LM_OVERLAP", "true")
     config = invoke("probe", "--enable-prefix-caching", "--no-enable-chunked-prefill", "--no-normalize")["config"]
     assert (config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill, config.pooler.normalize) == (True, False, False)
     assert (config.engine.overlap, config.engine.engine_process) == (True, None)
-    monkeypatch.setenv("LLM_TOOLKIT_OVERLAP", "perhaps")
-    with pytest.raises(ConfigError, match=r"LLM_TOOLKIT_OVERLAP: 'perhaps' is no value for 'overlap' .* It is true or false\."):
+    monkeypatch.setenv("TOOLKIT_LM_OVERLAP", "perhaps")
+    with pytest.raises(ConfigError, match=r"TOOLKIT_LM_OVERLAP: 'perhaps' is no value for 'overlap' .* It is true or false\."):
         invoke("probe")
 
 
@@ -117,7 +117,7 @@ def test_no_abbreviations(invoke):
 def test_options_of_other_commands_are_known_and_typos_are_not(invoke, tmp_path, monkeypatch):
     file = tmp_path / "options.yaml"
     file.write_text("url: http://x\n")
-    monkeypatch.setenv("LLM_TOOLKIT_API_KEY", "k")
+    monkeypatch.setenv("TOOLKIT_LM_API_KEY", "k")
     assert invoke("probe", "--config", file.as_posix())["config"] == VllmConfig.make()
     file.write_text("prot: 3\n")
     with pytest.raises(ConfigError, match=r"unknown option 'prot'. Did you mean 'port'"):
@@ -136,8 +136,8 @@ def test_the_help_shows_every_option(toolkit):
     [
         ([], {}, PluginsConfig()),
         (["serve", "--plugins", "a", "--plugins=b,c"], {}, PluginsConfig(plugins=["a", "b", "c"])),
-        (["serve", "--plugins", "a"], {"LLM_TOOLKIT_PLUGINS": "b"}, PluginsConfig(plugins=["a"])),
-        (["--", "--plugins", "a"], {"LLM_TOOLKIT_DISABLE_PLUGINS": "b"}, PluginsConfig(disable_plugins=["b"])),
+        (["serve", "--plugins", "a"], {"TOOLKIT_LM_PLUGINS": "b"}, PluginsConfig(plugins=["a"])),
+        (["--", "--plugins", "a"], {"TOOLKIT_LM_DISABLE_PLUGINS": "b"}, PluginsConfig(disable_plugins=["b"])),
         (["--plugin-option", "a.b=1", "--plugin-option=a.c=2"], {}, PluginsConfig(plugin_option={"a": {"b": "1", "c": "2"}})),
         (["--plugins"], {}, PluginsConfig()),
     ],
@@ -156,7 +156,7 @@ def test_and_in_the_config_file(tmp_path):
 
 def test_the_help_imports_no_torch_and_is_quick():
     code = (
-        "import sys, time\nfrom llm_toolkit.cli.app import run\nassert run(['--help']) == 0\n"
+        "import sys, time\nfrom toolkit_lm.cli.app import run\nassert run(['--help']) == 0\n"
         "heavy = [m for m in ('torch', 'transformers', 'numpy', 'pydantic', 'fastapi', 'httpx') if m in sys.modules]\n"
         "print(heavy, time.process_time(), file=sys.stderr)"
     )

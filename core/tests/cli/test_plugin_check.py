@@ -6,11 +6,11 @@ import json
 import sys
 
 import pytest
-from llm_toolkit.cli.plugin_new import Kind, write_plugin
-from llm_toolkit.cli.private_names import private_names
+from toolkit_lm.cli.plugin_new import Kind, write_plugin
+from toolkit_lm.cli.private_names import private_names
 
 RIGHT = """\
-from llm_toolkit.plugin import hookimpl
+from toolkit_lm.plugin import hookimpl
 
 
 @hookimpl
@@ -23,13 +23,13 @@ def toolkit_register_commands(commands):
 def install(tmp_path, monkeypatch):
     """install(name, entry module, target module, requires): puts a distribution on the path, and gives its name."""
 
-    def make(name, entry=RIGHT, target="def run(): ...", requires="llm-toolkit-core>=0.1,<0.2"):
+    def make(name, entry=RIGHT, target="def run(): ...", requires="toolkit-lm-core>=0.1,<0.2"):
         package = name.replace("-", "_")
         metadata = tmp_path / f"{package}-1.0.dist-info"
         metadata.mkdir()
         required = f"Requires-Dist: {requires}\n" if requires else ""
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{required}")
-        (metadata / "entry_points.txt").write_text(f"[llm_toolkit]\n{name} = {package}\n")
+        (metadata / "entry_points.txt").write_text(f"[toolkit_lm]\n{name} = {package}\n")
         (tmp_path / f"{package}.py").write_text(entry.replace("{package}", package))
         (tmp_path / f"{package}_target.py").write_text(target)
         monkeypatch.syspath_prepend(tmp_path)
@@ -65,7 +65,7 @@ def test_a_sound_distribution(install, check, toolkit):
     assert "sound_target:run" in shown.out
 
 
-@pytest.mark.parametrize("name", ["llm-toolkit-decoder", "llm-toolkit-sdpa", "llm-toolkit-renderer-hf", "LLM_toolkit.tiny"])
+@pytest.mark.parametrize("name", ["toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf", "Toolkit_LM.tiny"])
 def test_what_is_shipped_is_sound(check, name):
     code, report = check(name)
     assert (code, report["problems"]) == (0, [])
@@ -79,24 +79,24 @@ def test_heavy_imports(install, check):
 
 
 def test_private_names(install, check):
-    target = "import llm_toolkit.plugin.loader as loader\nfrom llm_toolkit._version import __version__\n\ndef run():\n    loader._place()\n"
+    target = "import toolkit_lm.plugin.loader as loader\nfrom toolkit_lm._version import __version__\n\ndef run():\n    loader._place()\n"
     code, report = check(install("nosy", target=target))
     assert code == 1
     assert [found.rpartition("/")[2] for found in report["private_names"]] == [
-        "nosy_target.py:2: llm_toolkit._version.__version__",
-        "nosy_target.py:5: llm_toolkit.plugin.loader._place",
+        "nosy_target.py:2: toolkit_lm._version.__version__",
+        "nosy_target.py:5: toolkit_lm.plugin.loader._place",
     ]
     assert len(report["problems"]) == 2
 
 
 @pytest.mark.parametrize(
     ("requires", "problem"),
-    [(None, "it requires no version of llm-toolkit-core"), ("llm-toolkit-core>=0.1", "llm-toolkit-core>=0.1 admits every later core")],
+    [(None, "it requires no version of toolkit-lm-core"), ("toolkit-lm-core>=0.1", "toolkit-lm-core>=0.1 admits every later core")],
 )
 def test_no_bound_on_core(install, check, requires, problem):
     code, report = check(install("unbound", requires=requires))
     assert code == 1
-    assert any(found.startswith(problem) and "llm-toolkit-core>=0.1,<0.2" in found for found in report["problems"])
+    assert any(found.startswith(problem) and "toolkit-lm-core>=0.1,<0.2" in found for found in report["problems"])
 
 
 @pytest.mark.filterwarnings("default")
@@ -125,7 +125,7 @@ def test_a_target_that_is_not_of_its_kind(install, check):
     entry = RIGHT.replace("commands", "renderers").replace(', help="Nothing."', "")
     code, report = check(install("unkind", entry))
     assert (code, len(report["problems"])) == (1, 1)
-    assert report["problems"][0].endswith("unkind_target:run is no subclass of llm_toolkit.renderer.contract.Renderer")
+    assert report["problems"][0].endswith("unkind_target:run is no subclass of toolkit_lm.renderer.contract.Renderer")
 
 
 def test_a_model_with_another_constructor(install, check):
@@ -137,22 +137,22 @@ def test_a_model_with_another_constructor(install, check):
 
 
 def test_an_unknown_distribution(toolkit):
-    done = toolkit("plugins", "check", "llm-toolkit-decoder2")
+    done = toolkit("plugins", "check", "toolkit-lm-decoder2")
     assert (done.code, done.out) == (1, "")
-    assert "no distribution 'llm-toolkit-decoder2' that has plugins is installed. Did you mean 'llm-toolkit-decoder'" in done.err
+    assert "no distribution 'toolkit-lm-decoder2' that has plugins is installed. Did you mean 'toolkit-lm-decoder'" in done.err
 
 
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("from llm_toolkit.model import Model\nclass Mine(Model):\n    _own = 1\n    def f(self): return self._own", []),
-        ("import llm_toolkit_other._private", []),
+        ("from toolkit_lm.model import Model\nclass Mine(Model):\n    _own = 1\n    def f(self): return self._own", []),
+        ("import toolkit_lm_other._private", []),
         ("from ._mine import x", []),
-        ("import llm_toolkit\nprint(llm_toolkit.__version__)", []),
-        ("import llm_toolkit\nllm_toolkit.attention.context._local", ["llm_toolkit.attention.context._local"]),
-        ("import llm_toolkit._version", ["llm_toolkit._version"]),
-        ("from llm_toolkit.attention.context import _local as x", ["llm_toolkit.attention.context._local"]),
-        ("from llm_toolkit.scheduler import Scheduler as S\nS._admit = None", ["llm_toolkit.scheduler.Scheduler._admit"]),
+        ("import toolkit_lm\nprint(toolkit_lm.__version__)", []),
+        ("import toolkit_lm\ntoolkit_lm.attention.context._local", ["toolkit_lm.attention.context._local"]),
+        ("import toolkit_lm._version", ["toolkit_lm._version"]),
+        ("from toolkit_lm.attention.context import _local as x", ["toolkit_lm.attention.context._local"]),
+        ("from toolkit_lm.scheduler import Scheduler as S\nS._admit = None", ["toolkit_lm.scheduler.Scheduler._admit"]),
     ],
 )
 def test_private_names_of_a_file(tmp_path, source, found):

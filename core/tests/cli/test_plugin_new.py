@@ -5,21 +5,21 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-from llm_toolkit.cli.plugin_new import Kind
-from llm_toolkit.plugin import API_VERSION
+from toolkit_lm.cli.plugin_new import Kind
+from toolkit_lm.plugin import API_VERSION
 
 
 @pytest.mark.parametrize("kind", Kind)
 def test_a_whole_distribution(toolkit, tmp_path, kind):
     done = toolkit("plugins", "new", kind, "my-thing", "--dir", tmp_path)
     assert (done.code, done.err) == (0, "")
-    home = tmp_path / "llm-toolkit-my-thing"
+    home = tmp_path / "toolkit-lm-my-thing"
     assert f"cd {home}" in done.out
     project = tomllib.loads((home / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["llm_toolkit"] == {"my-thing": "llm_toolkit_my_thing"}
-    assert project["dependencies"][0].startswith(f"llm-toolkit-core>={API_VERSION},<")
+    assert project["entry-points"]["toolkit_lm"] == {"my-thing": "toolkit_lm_my_thing"}
+    assert project["dependencies"][0].startswith(f"toolkit-lm-core>={API_VERSION},<")
     files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
-    assert {"README.md", "pyproject.toml", "src/llm_toolkit_my_thing/__init__.py", "src/llm_toolkit_my_thing/py.typed"} < files
+    assert {"README.md", "pyproject.toml", "src/toolkit_lm_my_thing/__init__.py", "src/toolkit_lm_my_thing/py.typed"} < files
     assert len([file for file in files if file.startswith("tests/")]) == 1
     for file in files:
         if file.endswith(".py"):
@@ -28,7 +28,7 @@ def test_a_whole_distribution(toolkit, tmp_path, kind):
 
 
 def test_what_is_there_is_not_overwritten(toolkit, tmp_path):
-    (tmp_path / "llm-toolkit-mine").mkdir()
+    (tmp_path / "toolkit-lm-mine").mkdir()
     done = toolkit("plugins", "new", "model", "mine", "--dir", tmp_path)
     assert (done.code, done.out) == (2, "")
     assert "is there already" in done.err

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llm_toolkit.config import VllmConfig, parse_memory
-from llm_toolkit.errors import ConfigError
+from toolkit_lm.config import VllmConfig, parse_memory
+from toolkit_lm.errors import ConfigError
 
 
 @pytest.mark.parametrize(

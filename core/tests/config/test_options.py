@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
-from llm_toolkit.config import PluginsConfig, SchedulerConfig, VllmConfig, load_options, option, options_of, read_file
-from llm_toolkit.errors import ConfigError
+from toolkit_lm.config import PluginsConfig, SchedulerConfig, VllmConfig, load_options, option, options_of, read_file
+from toolkit_lm.errors import ConfigError
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ BY_NAME = {o.name: o for o in OPTIONS}
 
 def test_each_option_is_derived_from_its_field():
     assert [o.name for o in OPTIONS] == ["count", "ratio", "limit", "color", "loud", "fast", "names", "tree"]
-    assert (BY_NAME["count"].flag, BY_NAME["count"].env, BY_NAME["count"].default) == ("--count", "LLM_TOOLKIT_COUNT", 2)
+    assert (BY_NAME["count"].flag, BY_NAME["count"].env, BY_NAME["count"].default) == ("--count", "TOOLKIT_LM_COUNT", 2)
     assert BY_NAME["color"].choices == ("red", "green")
     assert [o.name for o in OPTIONS if o.is_flag] == ["loud", "fast"]
     assert BY_NAME["names"].is_list and BY_NAME["tree"].is_mapping
@@ -98,7 +98,7 @@ def test_a_wrong_choice_names_the_choices():
 def test_a_flag_wins_over_environment_over_file(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("count: 3\nratio: 0.1\ncolor: green\n")
-    environ = {"LLM_TOOLKIT_COUNT": "4", "LLM_TOOLKIT_RATIO": "0.2", "HOME": "x"}
+    environ = {"TOOLKIT_LM_COUNT": "4", "TOOLKIT_LM_RATIO": "0.2", "HOME": "x"}
     assert load_options(OPTIONS, {"count": "5"}, environ=environ, file=file) == {"count": 5, "ratio": 0.2, "color": "green"}
 
 
@@ -109,14 +109,14 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
         load_options(OPTIONS, {}, file=file)
     with pytest.raises(ConfigError, match=r"unknown option 'ration'. Did you mean 'ratio'"):
         load_options(OPTIONS, {"ration": 1})
-    with pytest.warns(UserWarning, match=r"LLM_TOOLKIT_COUMT sets no option. Did you mean LLM_TOOLKIT_COUNT\?"):
-        assert load_options(OPTIONS, {}, environ={"LLM_TOOLKIT_COUMT": "3"}) == {}
+    with pytest.warns(UserWarning, match=r"TOOLKIT_LM_COUMT sets no option. Did you mean TOOLKIT_LM_COUNT\?"):
+        assert load_options(OPTIONS, {}, environ={"TOOLKIT_LM_COUMT": "3"}) == {}
 
 
 def test_options_of_other_commands_are_let_pass(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("port: 80\ncount: 3\n")
-    assert load_options(OPTIONS, {}, environ={"LLM_TOOLKIT_PORT": "81"}, file=file, foreign=["port"]) == {"count": 3}
+    assert load_options(OPTIONS, {}, environ={"TOOLKIT_LM_PORT": "81"}, file=file, foreign=["port"]) == {"count": 3}
 
 
 def test_a_wrong_value_names_its_source(tmp_path):
@@ -124,8 +124,8 @@ def test_a_wrong_value_names_its_source(tmp_path):
     file.write_text("count: many\n")
     with pytest.raises(ConfigError, match=r"config file .*options.yaml"):
         load_options(OPTIONS, {}, file=file)
-    with pytest.raises(ConfigError, match=r"environment variable LLM_TOOLKIT_COUNT"):
-        load_options(OPTIONS, {}, environ={"LLM_TOOLKIT_COUNT": "many"})
+    with pytest.raises(ConfigError, match=r"environment variable TOOLKIT_LM_COUNT"):
+        load_options(OPTIONS, {}, environ={"TOOLKIT_LM_COUNT": "many"})
 
 
 @pytest.mark.parametrize("text", ["- a\n", "a: [", "\x00", "just words"])

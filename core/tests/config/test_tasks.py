@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from llm_toolkit.config.tasks import CONVERT_TASKS, POOLING_TASKS, default_runner
+from toolkit_lm.config.tasks import CONVERT_TASKS, POOLING_TASKS, default_runner
 
 GENERATES, EMBEDS, CLASSIFIES = ("generate", "none"), ("pooling", "embed"), ("pooling", "classify")
 

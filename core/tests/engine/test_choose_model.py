@@ -7,10 +7,10 @@ import sys
 import types
 
 import pytest
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.engine.checkpoint import choose_model, read_checkpoint
-from llm_toolkit.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
-from llm_toolkit.plugin import Plugins, PluginWarning, hookimpl
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.engine.checkpoint import choose_model, read_checkpoint
+from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
+from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
 
 KNOWN, UNKNOWN = {"architectures": ["KnownForCausalLM"]}, {"architectures": ["KnowmForCausalLM"]}
 

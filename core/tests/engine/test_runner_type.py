@@ -6,10 +6,10 @@ import json
 
 import msgspec
 import pytest
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.engine.runner_type import choose_runner
-from llm_toolkit.errors import ConfigError, UnsupportedError
-from llm_toolkit.plugin import Plugins, hookimpl
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.engine.runner_type import choose_runner
+from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm.plugin import Plugins, hookimpl
 
 
 class Registers:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from llm_toolkit.engine.scoring import ScoreKind, score_kind
-from llm_toolkit.errors import RequestError
+from toolkit_lm.engine.scoring import ScoreKind, score_kind
+from toolkit_lm.errors import RequestError
 
 
 @pytest.mark.parametrize(

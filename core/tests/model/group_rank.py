@@ -3,9 +3,9 @@
 import sys
 
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
-from llm_toolkit.model import Part, RowParallelLinear, ShardedRMSNorm
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
+from toolkit_lm.model import Part, RowParallelLinear, ShardedRMSNorm
 
 
 def main(rank: int, sync_file: str) -> None:

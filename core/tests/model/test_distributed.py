@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
-from llm_toolkit.model import RowParallelLinear
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
+from toolkit_lm.model import RowParallelLinear
 
 
 def test_collectives_of_four_ranks(tmp_path):
@@ -32,5 +32,5 @@ def test_a_single_rank_needs_no_process_group():
 
 def test_a_shard_can_be_made_but_not_run_before_its_group():
     layer = RowParallelLinear(4, 2, vllm_config=VllmConfig.default(tensor_parallel_size=2), prefix="layer")
-    with pytest.raises(AssertionError, match=r"2 tensor parallel ranks runs before llm_toolkit\.distributed\.initialize"):
+    with pytest.raises(AssertionError, match=r"2 tensor parallel ranks runs before toolkit_lm\.distributed\.initialize"):
         layer(torch.zeros(1, 2))

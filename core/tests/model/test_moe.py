@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
-from llm_toolkit.model.moe import RoutedExperts, route_top_k, split_experts
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
+from toolkit_lm.model.moe import RoutedExperts, route_top_k, split_experts
 from torch.nn import functional as F
 
 EXPERTS, HIDDEN, INNER = 6, 16, 32

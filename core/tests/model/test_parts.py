@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError, UnsupportedError
-from llm_toolkit.model import (
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.model import (
     Absent,
     GatedActivation,
     HFConfig,
@@ -15,7 +15,7 @@ from llm_toolkit.model import (
     layer_index,
     make_layers,
 )
-from llm_toolkit.model.activation import ACTIVATIONS
+from toolkit_lm.model.activation import ACTIVATIONS
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm

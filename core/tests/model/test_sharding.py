@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError, ConfigError, UnsupportedError
-from llm_toolkit.model import (
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
+from toolkit_lm.model import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     ParallelLMHead,

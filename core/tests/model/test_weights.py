@@ -6,9 +6,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import CheckpointError, PluginError
-from llm_toolkit.model import (
+from safetensors.torch import save_file
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, PluginError
+from toolkit_lm.model import (
     CheckpointWeights,
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -16,7 +17,6 @@ from llm_toolkit.model import (
     check_constructor,
     load_model,
 )
-from safetensors.torch import save_file
 from torch import nn
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from llm_toolkit.errors import RequestError
-from llm_toolkit.params import SamplingParams
+from toolkit_lm.errors import RequestError
+from toolkit_lm.params import SamplingParams
 
 BAD = {
     "typical_p": [0, 1.1, "1", None, float("nan")],

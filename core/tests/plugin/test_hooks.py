@@ -7,10 +7,10 @@ import types
 from pathlib import Path
 
 import pytest
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.events import RequestEvent, StepEvent
-from llm_toolkit.plugin import Plugins, hookimpl
-from llm_toolkit.renderer import score_prompt
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.events import RequestEvent, StepEvent
+from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.renderer import score_prompt
 
 PAGES = Path(__file__).parents[3] / "docs" / "hooks"
 
@@ -47,7 +47,7 @@ def test_toolkit_register_hookspecs(example):
 
 def test_toolkit_register_models(example):
     entry = load(example).models.get("MyForCausalLM")
-    assert (entry.target, entry.plugin, entry.runner) == ("llm_toolkit_mine.model:MyForCausalLM", example.__name__, "generate")
+    assert (entry.target, entry.plugin, entry.runner) == ("toolkit_lm_mine.model:MyForCausalLM", example.__name__, "generate")
 
 
 def test_the_page_of_toolkit_register_models_shows_a_fallback():
@@ -68,25 +68,25 @@ def test_toolkit_register_renderers(example):
 
 def test_toolkit_register_logits_processors(example):
     entry = load(example).logits_processors.get("no_echo")
-    assert (entry.target, entry.plugin) == ("llm_toolkit_mine.no_echo:NoEcho", example.__name__)
+    assert (entry.target, entry.plugin) == ("toolkit_lm_mine.no_echo:NoEcho", example.__name__)
 
 
 def test_toolkit_register_pooling(example):
     entry = load(example).converters.get("first_token")
-    assert (entry.target, entry.plugin) == ("llm_toolkit_mine.first_token:as_first_token_model", example.__name__)
+    assert (entry.target, entry.plugin) == ("toolkit_lm_mine.first_token:as_first_token_model", example.__name__)
 
 
 def test_toolkit_register_score_templates(example):
     templates = load(example).score_templates
     entry = templates.get("mine")
-    assert (entry.target, entry.architectures) == ("llm_toolkit_mine.score_templates:MINE", ("MineForCausalLM",))
+    assert (entry.target, entry.architectures) == ("toolkit_lm_mine.score_templates:MINE", ("MineForCausalLM",))
     shown = types.ModuleType("score_template_example")
     exec(page_example(PAGES / "toolkit_register_score_templates.md", block=3), shown.__dict__)
     assert score_prompt(shown.MINE, "q", "d", "Instruct.") == "Instruct.\nQuery: q\nPassage: d\nRelevant:"
 
 
 def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):
-    folder = tmp_path / "llm_toolkit_mine" / "checkpoint"
+    folder = tmp_path / "toolkit_lm_mine" / "checkpoint"
     folder.mkdir(parents=True)
     (folder.parent / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
-from llm_toolkit.plugin import Plugins
+from toolkit_lm.plugin import Plugins
 
 ROOT = Path(__file__).parents[3]
 PLUGINS = Plugins.load()

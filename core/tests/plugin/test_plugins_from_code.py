@@ -9,11 +9,11 @@ import types
 
 import msgspec
 import pytest
-from llm_toolkit._version import __version__
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.errors import ConfigError, PluginError, UnsupportedError
-from llm_toolkit.events import StepEvent
-from llm_toolkit.plugin import API_VERSION, Plugins, PluginWarning, hookimpl, hookspec
+from toolkit_lm._version import __version__
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
+from toolkit_lm.events import StepEvent
+from toolkit_lm.plugin import API_VERSION, Plugins, PluginWarning, hookimpl, hookspec
 
 NONE_INSTALLED = PluginsConfig(plugins=[])
 STEP = StepEvent(time=0, duration=1, num_tokens=1)
@@ -81,7 +81,7 @@ def test_the_api_version_is_that_of_core():
 
 
 def test_importing_core_imports_nothing_heavy_and_discovers_nothing():
-    code = "import sys, llm_toolkit.plugin; print([m for m in sys.modules if m == 'torch' or m.startswith('llm_toolkit_')])"
+    code = "import sys, toolkit_lm.plugin; print([m for m in sys.modules if m == 'torch' or m.startswith('toolkit_lm_')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -94,7 +94,7 @@ def test_core_is_always_there():
 
 def test_modules_and_objects_are_plugins():
     module = module_from(
-        "from llm_toolkit.plugin import hookimpl\n@hookimpl\ndef toolkit_register_models(models): models.add('YForCausalLM', 'y:Y')",
+        "from toolkit_lm.plugin import hookimpl\n@hookimpl\ndef toolkit_register_models(models): models.add('YForCausalLM', 'y:Y')",
         "in_module",
     )
     plugins = load(Model("a"), module)
@@ -152,7 +152,7 @@ def test_a_duplicate_name_is_an_error():
 )
 def test_a_wrong_hook_is_an_error(text, error):
     with pytest.raises(PluginError, match=f"plugin 'from_text' .*{error}"):
-        load(module_from("from llm_toolkit.plugin import hookimpl\n" + text))
+        load(module_from("from toolkit_lm.plugin import hookimpl\n" + text))
 
 
 def test_a_class_is_no_plugin():
@@ -215,7 +215,7 @@ def test_what_watches_one_engine_ends_with_it():
 
 
 def test_a_plugin_may_have_nothing_to_watch():
-    plugins = load(module_from("from llm_toolkit.plugin import hookimpl\n@hookimpl\ndef toolkit_watch(config): return None"))
+    plugins = load(module_from("from toolkit_lm.plugin import hookimpl\n@hookimpl\ndef toolkit_watch(config): return None"))
     plugins.watch(VllmConfig.make())
     assert not plugins.has_event_listeners
 

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from llm_toolkit.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
-from llm_toolkit.plugin import (
+from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
+from toolkit_lm.plugin import (
     AttentionBackendRegistry,
     CheckpointRegistry,
     CommandRegistry,
@@ -128,7 +128,7 @@ def test_load_imports_now_and_not_before(tmp_path, monkeypatch):
     ("target", "cause"),
     [
         ("no_such_module_here:X", ModuleNotFoundError),
-        ("llm_toolkit.errors:Absent", AttributeError),
+        ("toolkit_lm.errors:Absent", AttributeError),
         ("raising_target:X", ZeroDivisionError),
     ],
 )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.pooling import Pooler, PoolingMetadata, PoolingRow
-from llm_toolkit.pooling_params import PoolingParams
+from toolkit_lm.pooling import Pooler, PoolingMetadata, PoolingRow
+from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor
 
 Run = Callable[..., list[Tensor]]

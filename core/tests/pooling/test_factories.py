@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from llm_toolkit.config import Checkpoint, PoolerConfig, VllmConfig
-from llm_toolkit.errors import CheckpointError, ConfigError
-from llm_toolkit.pooling import classification_pooler, embedding_pooler, token_classification_pooler
-from llm_toolkit.pooling.options import PoolingKind, check_pooler_options
-from llm_toolkit.pooling_params import PoolingParams
 from safetensors.torch import save_file
+from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
+from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.pooling import classification_pooler, embedding_pooler, token_classification_pooler
+from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
+from toolkit_lm.pooling_params import PoolingParams
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.pooling import METHODS, Concatenated, EmbeddingHead, SimplePooler, embedding_pooler
-from llm_toolkit.pooling import methods as methods_module
-from llm_toolkit.pooling_params import PoolingParams
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.pooling import METHODS, Concatenated, EmbeddingHead, SimplePooler, embedding_pooler
+from toolkit_lm.pooling import methods as methods_module
+from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 
 SIZE = 12
@@ -134,7 +134,7 @@ def test_only_last_reads_the_prefix_cache():
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"LAST"}))
 def test_a_prompt_without_its_beginning_is_refused(name, run):
-    from llm_toolkit.pooling import PoolingMetadata, PoolingRow
+    from toolkit_lm.pooling import PoolingMetadata, PoolingRow
 
     row = PoolingRow(params=PoolingParams(), tokens=slice(0, 2), token_ids=torch.zeros(2).int().numpy(), start=4, num_prompt_tokens=6)
     with pytest.raises(AssertionError, match="lacks the beginning"):

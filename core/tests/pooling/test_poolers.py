@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import ConfigError, RequestError
-from llm_toolkit.pooling import PoolingMetadata, PoolingRow, classification_pooler, embedding_pooler, token_classification_pooler
-from llm_toolkit.pooling_params import PoolingParams
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.pooling import PoolingMetadata, PoolingRow, classification_pooler, embedding_pooler, token_classification_pooler
+from toolkit_lm.pooling_params import PoolingParams
 from torch import nn
 
 SIZE, LABELS, TAG = 8, 5, 77

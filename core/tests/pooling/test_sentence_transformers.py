@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llm_toolkit.errors import CheckpointError
-from llm_toolkit.pooling import read_sentence_transformers
-from llm_toolkit.pooling.module_config import PUNCTUATION, Dense, LayerNorm, LogitScore, Normalize, QueryExpansion, TokenMask
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.pooling import read_sentence_transformers
+from toolkit_lm.pooling.module_config import PUNCTUATION, Dense, LayerNorm, LogitScore, Normalize, QueryExpansion, TokenMask
 
 OLD, NEW = "sentence_transformers.models", "sentence_transformers.base.modules"
 ALL_MINILM_POOLING = {
@@ -415,7 +415,7 @@ def test_reading_imports_no_torch(tmp_path):
     with_pooling(tmp_path, ALL_MINILM_POOLING)
     code = (
         "import sys\n"
-        "from llm_toolkit.pooling import check_params, hidden_size, read_sentence_transformers\n"
+        "from toolkit_lm.pooling import check_params, hidden_size, read_sentence_transformers\n"
         f"assert read_sentence_transformers({str(tmp_path)!r}).pooling.methods == ('MEAN',)\n"
         "assert 'torch' not in sys.modules"
     )

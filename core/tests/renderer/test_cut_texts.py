@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import RequestError
-from llm_toolkit.renderer import Renderer
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.renderer import Renderer
 
 
 class WordRenderer(Renderer):

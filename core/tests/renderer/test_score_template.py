@@ -8,12 +8,12 @@ import types
 
 import msgspec
 import pytest
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.engine.score_template import choose_score_template
-from llm_toolkit.errors import ConfigError, ContextLengthError, PluginError, RequestError
-from llm_toolkit.plugin import Plugins, hookimpl
-from llm_toolkit.pooling import stored_weights
-from llm_toolkit.renderer import RenderedText, Renderer, ScoreTemplate, read_score_template, score_prompt, score_tokens
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.engine.score_template import choose_score_template
+from toolkit_lm.errors import ConfigError, ContextLengthError, PluginError, RequestError
+from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.pooling import stored_weights
+from toolkit_lm.renderer import RenderedText, Renderer, ScoreTemplate, read_score_template, score_prompt, score_tokens
 
 BOS, EOS = 1, 2
 
@@ -229,7 +229,7 @@ def test_the_template_of_the_option(choose, tmp_path):
 
 
 def test_stored_weights(tmp_path):
-    from llm_toolkit.errors import CheckpointError
+    from toolkit_lm.errors import CheckpointError
 
     assert stored_weights(tmp_path) == frozenset()
     write_weights(tmp_path, "a", "b")

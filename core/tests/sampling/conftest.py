@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from llm_toolkit.messages import NewSequence, TokenizedWords
-from llm_toolkit.sampling import SamplingRows, TokenHistory
+from toolkit_lm.messages import NewSequence, TokenizedWords
+from toolkit_lm.sampling import SamplingRows, TokenHistory
 
 
 def _make_rows(*params, prompts=None, outputs=None, seeds=None, stops=None, words=None, mu=None) -> SamplingRows:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.sampling import sample
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.sampling import sample
 
 VOCAB, DRAWS = 64, 20_000
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.messages import TokenizedWords
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.sampling import sample
-from llm_toolkit.sampling.dry import dry
-from llm_toolkit.sampling.masks import mask
-from llm_toolkit.sampling.penalties import penalize
+from toolkit_lm.messages import TokenizedWords
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.sampling import sample
+from toolkit_lm.sampling.dry import dry
+from toolkit_lm.sampling.masks import mask
+from toolkit_lm.sampling.penalties import penalize
 
 VOCAB = 13
 LENGTHS = [1, 2, 5, 12, 30, 90]

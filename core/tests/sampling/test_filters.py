@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.sampling import sample, uniform
-from llm_toolkit.sampling.filters import XTC_STREAM, distribution
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.sampling import sample, uniform
+from toolkit_lm.sampling.filters import XTC_STREAM, distribution
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from itertools import combinations
 
 import pytest
 import torch
-from llm_toolkit.messages import TokenizedWords
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.sampling import sample
+from toolkit_lm.messages import TokenizedWords
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.sampling import sample
 
 PARAMETERS = {
     "temperature": {"temperature": 0.7},

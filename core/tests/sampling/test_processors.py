@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.messages import NewSequence, StepPlan
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.plugin import Plugins, PluginWarning, hookimpl
-from llm_toolkit.sampling import LogitsProcessor, ProcessorTable, sample
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.messages import NewSequence, StepPlan
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
+from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample
 
 
 class Only(LogitsProcessor):
@@ -165,7 +165,7 @@ def test_a_result_of_another_shape_is_an_error(make_rows, make_logits, make_tabl
 def test_the_class_on_the_hooks_page(make_rows, make_logits, monkeypatch):
     page = Path(__file__).parents[3] / "docs" / "hooks" / "toolkit_register_logits_processors.md"
     _, _, plugin, processor = page.read_text(encoding="utf-8").split("```python\n")
-    for name, code in (("no_echo_plugin", plugin), ("llm_toolkit_mine", ""), ("llm_toolkit_mine.no_echo", processor)):
+    for name, code in (("no_echo_plugin", plugin), ("toolkit_lm_mine", ""), ("toolkit_lm_mine.no_echo", processor)):
         module = types.ModuleType(name)
         monkeypatch.setitem(sys.modules, name, module)
         exec(code.split("```")[0], module.__dict__)

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(autouse=True)
 def quiet():
     """Thousands of steps fail here, and each would be logged with its traceback."""
-    logger = logging.getLogger("llm_toolkit.engine.core")
+    logger = logging.getLogger("toolkit_lm.engine.core")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     yield

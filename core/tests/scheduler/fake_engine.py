@@ -6,13 +6,13 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import msgspec
-from llm_toolkit.attention import KVCacheConfig, KVCacheSpec, KVGroup
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.engine.core import EngineCore
-from llm_toolkit.executor import Executor
-from llm_toolkit.messages import NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.runner import PersistentBatch
+from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, KVGroup
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.executor import Executor
+from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.runner import PersistentBatch
 
 VOCAB = 50
 NAN = VOCAB - 2

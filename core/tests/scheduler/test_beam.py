@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from llm_toolkit.messages import Candidates
-from llm_toolkit.scheduler.beam import Beam, BeamSearch
+from toolkit_lm.messages import Candidates
+from toolkit_lm.scheduler.beam import Beam, BeamSearch
 
 PROMPT = [0, 1]
 

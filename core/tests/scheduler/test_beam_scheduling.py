@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import pytest
 from fake_engine import NAN, POISON, FakeCore, FakeRunner, kv_cache, next_token
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import RequestError
-from llm_toolkit.messages import Candidates, EngineRequest, StepPlan, StepResult
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.scheduler import Request
-from llm_toolkit.scheduler.beam import Beam, Hypothesis
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import Candidates, EngineRequest, StepPlan, StepResult
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.scheduler import Request
+from toolkit_lm.scheduler.beam import Beam, Hypothesis
 
 MAX_MODEL_LEN = 20
 GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(2, None), (2, 4)]]

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from llm_toolkit.attention import KVCacheSpec
-from llm_toolkit.messages import BlockCopy
-from llm_toolkit.scheduler import BlockManager, BlockPool, Write
-from llm_toolkit.scheduler.block_manager import NO_BLOCK
-from llm_toolkit.scheduler.prefix import PrefixHashes
+from toolkit_lm.attention import KVCacheSpec
+from toolkit_lm.messages import BlockCopy
+from toolkit_lm.scheduler import BlockManager, BlockPool, Write
+from toolkit_lm.scheduler.block_manager import NO_BLOCK
+from toolkit_lm.scheduler.prefix import PrefixHashes
 
 CHUNK = 6
 LAYOUTS = [[("full", 2, None)], [("full", 4, None), ("cross", 3, None)], [("full", 2, None), ("window", 4, 5), ("cross", 2, None)]]

@@ -6,9 +6,9 @@ import time
 
 import pytest
 from fake_engine import NAN, POISON, FakeCore, Groups, kv_cache, next_token
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.messages import EngineOutput, EngineRequest
-from llm_toolkit.params import SamplingParams
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.messages import EngineOutput, EngineRequest
+from toolkit_lm.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 

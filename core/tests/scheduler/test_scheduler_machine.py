@@ -10,13 +10,13 @@ from fake_engine import NAN, POISON, FakeCore, kv_cache, next_token
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import RequestError
-from llm_toolkit.messages import BlockCopy, EngineRequest
-from llm_toolkit.params import SamplingParams
-from llm_toolkit.scheduler import BlockManager
-from llm_toolkit.scheduler import scheduler as scheduler_module
-from llm_toolkit.scheduler.block_manager import NO_BLOCK
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import BlockCopy, EngineRequest
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.scheduler import BlockManager
+from toolkit_lm.scheduler import scheduler as scheduler_module
+from toolkit_lm.scheduler.block_manager import NO_BLOCK
 
 MAX_MODEL_LEN = 20
 GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]

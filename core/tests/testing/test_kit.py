@@ -7,23 +7,23 @@ import sys
 
 import pytest
 import torch
-from llm_toolkit.testing import all_pairs, assert_bf16_error, assert_same_logits, assert_same_tokens, randomize, write_checkpoint
-from llm_toolkit.testing.checkpoints import write_tokenizer
+from toolkit_lm.testing import all_pairs, assert_bf16_error, assert_same_logits, assert_same_tokens, randomize, write_checkpoint
+from toolkit_lm.testing.checkpoints import write_tokenizer
 
 LOGITS = torch.tensor([[0.0, 2.0, 1.0], [3.0, 3.0005, 0.0]])
 
 
 def test_importing_it_is_light():
-    code = "import sys, llm_toolkit.testing.plugin; sys.exit(bool({'torch', 'numpy', 'llm_toolkit.engine'} & set(sys.modules)))"
+    code = "import sys, toolkit_lm.testing.plugin; sys.exit(bool({'torch', 'numpy', 'toolkit_lm.engine'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_an_unknown_name():
-    import llm_toolkit.testing
+    import toolkit_lm.testing
 
     with pytest.raises(AttributeError, match="no attribute 'assert_equal'"):
-        _ = llm_toolkit.testing.assert_equal
-    assert all(getattr(llm_toolkit.testing, name) for name in llm_toolkit.testing.__all__)
+        _ = toolkit_lm.testing.assert_equal
+    assert all(getattr(toolkit_lm.testing, name) for name in toolkit_lm.testing.__all__)
 
 
 def test_same_logits():

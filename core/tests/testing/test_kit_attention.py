@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from llm_toolkit.attention import AttentionBackend, AttentionType
-from llm_toolkit.testing import AttentionBackendConformance
+from toolkit_lm.attention import AttentionBackend, AttentionType
+from toolkit_lm.testing import AttentionBackendConformance
 
 
 class Right(AttentionBackend):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from llm_toolkit.cli.plugin_new import Kind, write_plugin
-from llm_toolkit.testing import RendererConformance
+from toolkit_lm.cli.plugin_new import Kind, write_plugin
+from toolkit_lm.testing import RendererConformance
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def written(tmp_path_factory):
     """The module of a renderer, with the folder that it is in."""
     source = write_plugin(Kind.RENDERER, "byte", tmp_path_factory.mktemp("written")) / "src"
     sys.path.insert(0, str(source))
-    from llm_toolkit_byte import renderer
+    from toolkit_lm_byte import renderer
 
     yield renderer
     sys.path.remove(str(source))
@@ -22,7 +22,7 @@ def written(tmp_path_factory):
 
 def kit(cls, tmp_path):
     made = type("Kit", (RendererConformance,), {"renderer_class": cls})()
-    from llm_toolkit.testing.renderer import config_of
+    from toolkit_lm.testing.renderer import config_of
 
     return made, cls(config_of(tmp_path))
 
@@ -64,11 +64,11 @@ def test_a_lenient_one_is_found(written, tmp_path):
 
 def test_an_import_of_torch_is_found(tmp_path, monkeypatch):
     source = write_plugin(Kind.RENDERER, "heavy", tmp_path) / "src"
-    module = source / "llm_toolkit_heavy" / "renderer.py"
+    module = source / "toolkit_lm_heavy" / "renderer.py"
     module.write_text("import torch\n" + module.read_text())
     monkeypatch.syspath_prepend(source)
     monkeypatch.setenv("PYTHONPATH", str(source))
-    from llm_toolkit_heavy.renderer import HeavyRenderer
+    from toolkit_lm_heavy.renderer import HeavyRenderer
 
     subject, _ = kit(HeavyRenderer, tmp_path)
     with pytest.raises(AssertionError, match="imports torch"):

@@ -8,15 +8,15 @@ import subprocess
 import sys
 
 import pytest
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import ToolkitError
-from llm_toolkit.plugin import Plugins
-from llm_toolkit_bench import cold
-from llm_toolkit_bench.startup import measure, options_given, start_offline
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_bench import cold
+from toolkit_lm_bench.startup import measure, options_given, start_offline
 
 
 def toolkit(*arguments):
-    command = [sys.executable, "-c", "from llm_toolkit.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -57,7 +57,7 @@ def test_only_what_differs_is_handed_on():
 
 def test_a_cold_start_drops_pages_and_finds_no_bytecode(monkeypatch):
     seen, dropped = [], []
-    monkeypatch.setattr("llm_toolkit_bench.startup.drop_pages", dropped.append)
+    monkeypatch.setattr("toolkit_lm_bench.startup.drop_pages", dropped.append)
     monkeypatch.setitem(measure.__globals__["WAYS"], "offline", lambda options, environ: seen.append(environ) or {"all": 1.0})
     measure(VllmConfig.make(model="tiny"), Plugins.load(), "offline", "cold", 2)
     measure(VllmConfig.make(model="tiny"), Plugins.load(), "offline", "warm", 2)

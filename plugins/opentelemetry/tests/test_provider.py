@@ -11,16 +11,16 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-import llm_toolkit_opentelemetry
 import pytest
-from llm_toolkit import LLM, SamplingParams
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.errors import PluginError
-from llm_toolkit.events import RequestEvent
-from llm_toolkit.plugin import Plugins, PluginWarning
-from llm_toolkit_opentelemetry import Options, toolkit_watch
+import toolkit_lm_opentelemetry
 from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import PluginError
+from toolkit_lm.events import RequestEvent
+from toolkit_lm.plugin import Plugins, PluginWarning
+from toolkit_lm_opentelemetry import Options, toolkit_watch
 
 CONFIG = VllmConfig.make(model="tiny")
 
@@ -81,7 +81,7 @@ def script(code, **environ):
 def test_off_it_costs_no_import_and_no_event():
     code = """
 import json, sys
-from llm_toolkit import LLM, SamplingParams
+from toolkit_lm import LLM, SamplingParams
 with LLM("tiny") as llm:
     llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
     plugins = llm.engine.plugins
@@ -97,14 +97,14 @@ with LLM("tiny") as llm:
 def test_the_entry_module_is_light():
     code = """
 import json, sys, time
-import llm_toolkit.plugin
+import toolkit_lm.plugin
 before, start = set(sys.modules), time.thread_time()
-import llm_toolkit_opentelemetry
+import toolkit_lm_opentelemetry
 seconds = time.thread_time() - start
 print(json.dumps([seconds, sorted({name.split(".")[0] for name in set(sys.modules) - before})]))
 """
     seconds, imported = script(code)
-    assert imported == ["llm_toolkit_opentelemetry"]
+    assert imported == ["toolkit_lm_opentelemetry"]
     assert seconds < 0.05
 
 
@@ -128,7 +128,7 @@ def test_spans_go_to_the_endpoint_of_the_option(collector, path):
     trace_a_request(listener)
     listener.close()
     assert collector.paths == [path if len(path) > 1 else "/v1/traces"]
-    assert (collector.spans, collector.services) == (["text_completion tiny"], ["llm-toolkit"])
+    assert (collector.spans, collector.services) == (["text_completion tiny"], ["toolkit-lm"])
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_the_option_through_a_whole_engine(collector):
 
 REQUEST = """
 import json, time
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.events import RequestEvent
-from llm_toolkit.plugin import Plugins
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.events import RequestEvent
+from toolkit_lm.plugin import Plugins
 plugins = Plugins.load()
 plugins.watch(VllmConfig.make(model="tiny"))
 for kind in ("queued", "finished"):
@@ -222,4 +222,4 @@ def test_an_exporter_that_is_not_installed(monkeypatch):
 def test_options_are_checked():
     plugins = PluginsConfig(plugins=["opentelemetry"], plugin_option={"opentelemetry": {"endpoint": "http://localhost:4318"}})
     assert Plugins.load(plugins).options("opentelemetry") == Options(endpoint="http://localhost:4318")
-    assert Plugins.load(PluginsConfig(plugins=["opentelemetry"])).info("opentelemetry").file == llm_toolkit_opentelemetry.__file__
+    assert Plugins.load(PluginsConfig(plugins=["opentelemetry"])).info("opentelemetry").file == toolkit_lm_opentelemetry.__file__

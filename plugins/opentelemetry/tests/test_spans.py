@@ -7,17 +7,17 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from llm_toolkit import LLM, AsyncLLM, SamplingParams, VllmConfig
-from llm_toolkit.engine import LLMEngine
-from llm_toolkit.errors import CapacityError
-from llm_toolkit.events import RequestEvent, StepEvent
-from llm_toolkit.plugin import hookimpl
-from llm_toolkit_opentelemetry.spans import RequestSpans
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm.engine import LLMEngine
+from toolkit_lm.errors import CapacityError
+from toolkit_lm.events import RequestEvent, StepEvent
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_opentelemetry.spans import RequestSpans
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "vendor=1"}
@@ -77,7 +77,7 @@ def test_the_span_of_a_request(traced):
     latencies = {key: attributes.pop(key) for key in list(attributes) if key.startswith("gen_ai.latency.")}
     assert attributes == {
         "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "llm_toolkit",
+        "gen_ai.provider.name": "toolkit_lm",
         "gen_ai.request.model": "tiny",
         "gen_ai.response.model": "tiny",
         "gen_ai.response.id": "llm-0",

@@ -6,12 +6,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from llm_toolkit.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.model import load_model
-from llm_toolkit.pooling import PoolingMetadata, PoolingRow
-from llm_toolkit.pooling_params import PoolingParams
 from tokenizers import Tokenizer, models, pre_tokenizers
+from toolkit_lm.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import load_model
+from toolkit_lm.pooling import PoolingMetadata, PoolingRow
+from toolkit_lm.pooling_params import PoolingParams
 
 SMALL = {
     "vocab_size": 101,

@@ -7,17 +7,17 @@ import pytest
 import torch
 import transformers
 from adapter_harness import IDS, SMALL, config_of, load, pooled, save, save_tokenizer
-from llm_toolkit.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
-from llm_toolkit.plugin import Plugins
-from llm_toolkit_decoder.gpt2 import GPT2LMHeadModel
-from llm_toolkit_decoder.llama import LlamaForCausalLM
-from llm_toolkit_decoder.qwen2 import Qwen2ForCausalLM
-from llm_toolkit_decoder.qwen3 import Qwen3ForCausalLM
-from llm_toolkit_pooling_adapters.classification import as_seq_cls_model
-from llm_toolkit_pooling_adapters.origin import RERANKERS, classifier_origin
-from llm_toolkit_transformers.model import TransformersForCausalLM
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_decoder.gpt2 import GPT2LMHeadModel
+from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_decoder.qwen2 import Qwen2ForCausalLM
+from toolkit_lm_decoder.qwen3 import Qwen3ForCausalLM
+from toolkit_lm_pooling_adapters.classification import as_seq_cls_model
+from toolkit_lm_pooling_adapters.origin import RERANKERS, classifier_origin
+from toolkit_lm_transformers.model import TransformersForCausalLM
 
 
 def make(architecture, **more):

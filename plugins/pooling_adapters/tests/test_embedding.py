@@ -6,15 +6,15 @@ import pytest
 import torch
 import transformers
 from adapter_harness import IDS, SMALL, config_of, load, pooled, save
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.errors import UnsupportedError
-from llm_toolkit.model import Absent, Model
-from llm_toolkit.pooling import embedding_pooler
-from llm_toolkit_decoder.gpt2 import GPT2LMHeadModel
-from llm_toolkit_decoder.llama import LlamaForCausalLM
-from llm_toolkit_decoder.qwen3 import Qwen3ForCausalLM
-from llm_toolkit_pooling_adapters.embedding import as_embedding_model
-from llm_toolkit_transformers.model import TransformersForCausalLM
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.model import Absent, Model
+from toolkit_lm.pooling import embedding_pooler
+from toolkit_lm_decoder.gpt2 import GPT2LMHeadModel
+from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_decoder.qwen3 import Qwen3ForCausalLM
+from toolkit_lm_pooling_adapters.embedding import as_embedding_model
+from toolkit_lm_transformers.model import TransformersForCausalLM
 from torch.nn import functional as F
 
 FAMILIES = {

@@ -7,14 +7,14 @@ import sys
 import msgspec
 import pytest
 from adapter_harness import config_of
-from llm_toolkit.config import VllmConfig
-from llm_toolkit.engine.score_template import choose_score_template
-from llm_toolkit.plugin import Plugins
-from llm_toolkit.renderer import score_prompt, score_tokens
-from llm_toolkit_pooling_adapters.origin import RERANKERS
-from llm_toolkit_pooling_adapters.score_templates import BGE_RERANKER_V2_GEMMA, MXBAI_RERANK_V2, QWEN3_RERANKER
-from llm_toolkit_renderer_hf.renderer import HfRenderer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.score_template import choose_score_template
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.renderer import score_prompt, score_tokens
+from toolkit_lm_pooling_adapters.origin import RERANKERS
+from toolkit_lm_pooling_adapters.score_templates import BGE_RERANKER_V2_GEMMA, MXBAI_RERANK_V2, QWEN3_RERANKER
+from toolkit_lm_renderer_hf.renderer import HfRenderer
 
 QUERY, DOCUMENT, INSTRUCTION = "Who wrote it?", "Harper Lee.\nIn 1960!", "Think of books."
 
@@ -100,5 +100,5 @@ def test_known_rerankers_get_their_templates(tmp_path):
 
 
 def test_the_front_needs_no_torch():
-    code = "import llm_toolkit_pooling_adapters.score_templates, llm_toolkit.engine.score_template, sys; assert 'torch' not in sys.modules"
+    code = "import toolkit_lm_pooling_adapters.score_templates, toolkit_lm.engine.score_template, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,14 +9,14 @@ import pytest
 import torch
 import transformers
 from adapter_harness import SMALL, save, save_tokenizer
-from llm_toolkit import LLM
-from llm_toolkit.errors import CheckpointError, ConfigError, ContextLengthError, UnsupportedError
-from llm_toolkit.model import Absent
-from llm_toolkit.plugin import hookimpl
-from llm_toolkit.pooling import embedding_pooler
-from llm_toolkit.renderer import score_tokens
-from llm_toolkit_decoder.llama import LlamaForCausalLM
-from llm_toolkit_pooling_adapters.score_templates import QWEN3_RERANKER
+from toolkit_lm import LLM
+from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, UnsupportedError
+from toolkit_lm.model import Absent
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm.pooling import embedding_pooler
+from toolkit_lm.renderer import score_tokens
+from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_pooling_adapters.score_templates import QWEN3_RERANKER
 
 GENERATOR = torch.Generator().manual_seed(1)
 PROMPTS = [torch.randint(3, SMALL["vocab_size"], (length,), generator=GENERATOR).tolist() for length in (3, 50, 1, 17, 50)]

@@ -6,9 +6,9 @@ import json
 
 import msgspec
 import pytest
-from llm_toolkit.config import Checkpoint, VllmConfig
-from llm_toolkit_renderer_hf.renderer import HfRenderer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from toolkit_lm.config import Checkpoint, VllmConfig
+from toolkit_lm_renderer_hf.renderer import HfRenderer
 
 CORPUS = [
     "The cat sat on the mat, and the dog barked at the cat.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from llm_toolkit.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
+from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
 
 CHATML = """{%- for message in messages %}
     {%- if message.content is string %}

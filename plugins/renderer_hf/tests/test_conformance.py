@@ -2,8 +2,8 @@
 
 import json
 
-from llm_toolkit.testing import RendererConformance, write_tokenizer
-from llm_toolkit_renderer_hf.renderer import HfRenderer
+from toolkit_lm.testing import RendererConformance, write_tokenizer
+from toolkit_lm_renderer_hf.renderer import HfRenderer
 
 
 class TestByteLevel(RendererConformance):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from llm_toolkit_renderer_hf.detokenizer import Detokenizer, TextStream
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
 
 SHARED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 LISTS = st.lists(st.lists(st.integers(0, 450), max_size=5), max_size=12)

@@ -7,11 +7,11 @@ import sys
 
 import msgspec
 import pytest
-from llm_toolkit.config import Checkpoint, PluginsConfig, VllmConfig
-from llm_toolkit.errors import CheckpointError, ContextLengthError, RequestError
-from llm_toolkit.plugin import Plugins
-from llm_toolkit_renderer_hf.renderer import HfRenderer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
+from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_renderer_hf.renderer import HfRenderer
 
 TEXTS = ["The cat sat.", " leading and trailing ", "héllo 😀 日本語", "a\n\nb\tc", "</s> inside"]
 
@@ -26,8 +26,8 @@ def test_imports_neither_torch_nor_transformers(tmp_path, make_renderer, byte_le
     make_renderer(byte_level, {"chat_template": "{{ messages[0]['content'] }}"})
     code = f"""
 import sys, msgspec
-from llm_toolkit.config import Checkpoint, PluginsConfig, VllmConfig
-from llm_toolkit_renderer_hf.renderer import HfRenderer
+from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
+from toolkit_lm_renderer_hf.renderer import HfRenderer
 config = VllmConfig.default()
 renderer = HfRenderer(msgspec.structs.replace(config, checkpoint=Checkpoint(path={str(tmp_path)!r}, architecture="none", hf_config={{}})))
 ids, _ = renderer.render_conversation([{{"role": "user", "content": "hello"}}])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from llm_toolkit.errors import CheckpointError
-from llm_toolkit_renderer_hf.tokenizer import load_tokenizer
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 
 TEXT = "Hello \u00dcn\u00ef \u4e2d\u6587 he"
 PIECES = sorted({*TEXT, *"hinu"} - {" "})

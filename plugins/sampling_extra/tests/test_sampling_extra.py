@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from llm_toolkit import LLM, SamplingParams, VllmConfig
-from llm_toolkit.errors import RequestError
-from llm_toolkit.sampling import ProcessorRow
-from llm_toolkit_sampling_extra.epsilon_cutoff import EpsilonCutoff
-from llm_toolkit_sampling_extra.no_repeat_ngram import NoRepeatNgram
+from toolkit_lm import LLM, SamplingParams, VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.sampling import ProcessorRow
+from toolkit_lm_sampling_extra.epsilon_cutoff import EpsilonCutoff
+from toolkit_lm_sampling_extra.no_repeat_ngram import NoRepeatNgram
 
 VOCAB = 11
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from llm_toolkit.config import PluginsConfig, VllmConfig
-from llm_toolkit.engine.health import Health
-from llm_toolkit.engine.parameters import check_options
-from llm_toolkit.errors import RequestError
-from llm_toolkit.outputs import CompletionOutput, Logprob, RequestOutput
-from llm_toolkit.plugin import Plugins
-from llm_toolkit.renderer import Renderer
-from llm_toolkit_server.app import create_app
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.engine.health import Health
+from toolkit_lm.engine.parameters import check_options
+from toolkit_lm.errors import RequestError
+from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.renderer import Renderer
+from toolkit_lm_server.app import create_app
 
 
 class CharRenderer(Renderer):

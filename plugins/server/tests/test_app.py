@@ -11,13 +11,13 @@ import sys
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from llm_toolkit.errors import ConfigError, EngineDeadError, PluginError, RequestError
-from llm_toolkit.plugin import hookimpl
-from llm_toolkit_server.app import create_app, create_router
-from llm_toolkit_server.metrics import Metrics
-from llm_toolkit_server.options import ServerOptions
-from llm_toolkit_server.protocol import CompletionBody
 from pydantic import ValidationError
+from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, RequestError
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_server.app import create_app, create_router
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.protocol import CompletionBody
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -403,7 +403,7 @@ async def test_api_key(engine, client_of, header):
 
 async def test_internal_errors_tell_nothing(client, engine, caplog):
     engine.failure = RuntimeError("password is hunter2")
-    with caplog.at_level(logging.CRITICAL, "llm_toolkit_server"):
+    with caplog.at_level(logging.CRITICAL, "toolkit_lm_server"):
         response = await client.post(CHAT, json=HI)
         streamed = events_of(await client.post(CHAT, json={**HI, "stream": True}))
     assert response.status_code == 500
@@ -590,5 +590,5 @@ async def test_wrong_options(options):
 
 
 async def test_the_entry_module_is_light():
-    code = "import sys, llm_toolkit_server; assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)"
+    code = "import sys, toolkit_lm_server; assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -57,7 +57,7 @@ class Server:
     """`toolkit serve` as a process of its own."""
 
     def __init__(self, *arguments: str, prelude: str = "") -> None:
-        command = [sys.executable, "-c", f"{prelude}\nfrom llm_toolkit.cli import main; main()", "serve", *arguments]
+        command = [sys.executable, "-c", f"{prelude}\nfrom toolkit_lm.cli import main; main()", "serve", *arguments]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
@@ -107,7 +107,7 @@ def gauges(url) -> tuple[float, float, float]:
     """Running, waiting, cache usage."""
     figures = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#"))
     names = ("num_sequences_running", "num_requests_waiting", "kv_cache_usage_ratio")
-    return tuple(float(figures[f"llm_toolkit_{name}"]) for name in names)
+    return tuple(float(figures[f"toolkit_lm_{name}"]) for name in names)
 
 
 def wait_for(condition, seconds=20.0) -> None:
@@ -272,7 +272,7 @@ def test_curl(url):
     assert (status, json.loads(text)) == (200, {"prompt": "hello"})
     assert curl("/health") == (200, '{"status":"ready"}')
     assert curl("/version")[0] == 200
-    assert "llm_toolkit_time_to_first_token_seconds_count" in curl("/metrics")[1]
+    assert "toolkit_lm_time_to_first_token_seconds_count" in curl("/metrics")[1]
 
 
 def test_a_port_in_use_is_one_message_before_the_model_is_loaded():
@@ -325,7 +325,7 @@ def test_stops_in_time_with_requests_under_way(checkpoint):
 
 def test_ends_when_the_engine_dies(checkpoint):
     prelude = """
-from llm_toolkit.engine.core import EngineCore
+from toolkit_lm.engine.core import EngineCore
 step, steps = EngineCore.step, []
 def dying(self):
     steps.append(1)

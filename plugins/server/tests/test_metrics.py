@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from llm_toolkit import LLM
-from llm_toolkit.config import PluginsConfig
-from llm_toolkit.errors import QueueFullError
-from llm_toolkit.events import LoadEvent, RequestEvent, StepEvent
-from llm_toolkit.plugin import Plugins
-from llm_toolkit_server.app import create_app
-from llm_toolkit_server.metrics import Metrics
+from toolkit_lm import LLM
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.errors import QueueFullError
+from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
 REQUEST = {"request_id": "1", "arrival_time": 10.0, "num_prompt_tokens": 7}
@@ -30,7 +30,7 @@ async def figures(client) -> dict[str, float]:
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     lines = (line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
-    return {name.removeprefix("llm_toolkit_"): float(value) for name, value in lines}
+    return {name.removeprefix("toolkit_lm_"): float(value) for name, value in lines}
 
 
 async def test_a_requests_life(client, metrics):

@@ -12,14 +12,14 @@ import numpy as np
 import openai
 import pytest
 import torch
-from llm_toolkit import AsyncLLM, VllmConfig
-from llm_toolkit.engine.scoring import cosine, max_sim
-from llm_toolkit.events import StepEvent
-from llm_toolkit.plugin import hookimpl
-from llm_toolkit.pooling_params import PoolingParams
-from llm_toolkit_server.app import create_app
-from llm_toolkit_server.options import ServerOptions
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from toolkit_lm import AsyncLLM, VllmConfig
+from toolkit_lm.engine.scoring import cosine, max_sim
+from toolkit_lm.events import StepEvent
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
 

@@ -6,11 +6,11 @@ import contextlib
 
 import pytest
 from fastapi import FastAPI
-from llm_toolkit.errors import QueueFullError
-from llm_toolkit_server.app import create_app, create_router
-from llm_toolkit_server.metrics import Metrics
-from llm_toolkit_server.options import ServerOptions
-from llm_toolkit_server.readiness import Readiness
+from toolkit_lm.errors import QueueFullError
+from toolkit_lm_server.app import create_app, create_router
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.readiness import Readiness
 
 pytestmark = pytest.mark.anyio
 COMPLETE = "/v1/completions"

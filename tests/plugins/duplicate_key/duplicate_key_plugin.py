@@ -1,6 +1,6 @@
 """Registers an architecture that good-model registers; it comes after it in load order."""
 
-from llm_toolkit.plugin import ModelRegistry, hookimpl
+from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 
 @hookimpl

@@ -1,7 +1,7 @@
 """A third party's plugin as it should be: one light module, with its targets in another."""
 
-from llm_toolkit.plugin import CommandRegistry, ModelRegistry, hookimpl
 from msgspec import Struct
+from toolkit_lm.plugin import CommandRegistry, ModelRegistry, hookimpl
 
 
 class Options(Struct):

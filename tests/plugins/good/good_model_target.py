@@ -1,8 +1,8 @@
 """What the entry module names: imported only when it is used."""
 
-from llm_toolkit.cli import engine_command
-from llm_toolkit.config import PluginsConfig
-from llm_toolkit.plugin import Plugins
+from toolkit_lm.cli import engine_command
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.plugin import Plugins
 
 
 class GoodForCausalLM:

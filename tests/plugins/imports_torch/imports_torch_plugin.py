@@ -1,7 +1,7 @@
 """Its entry module imports torch, and its distribution pins no version of core."""
 
 import torch
-from llm_toolkit.plugin import ModelRegistry, hookimpl
+from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 
 @hookimpl

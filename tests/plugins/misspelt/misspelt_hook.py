@@ -1,6 +1,6 @@
 """Implements a hook that does not exist."""
 
-from llm_toolkit.plugin import ModelRegistry, hookimpl
+from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 
 @hookimpl

@@ -1,0 +1,127 @@
+"""SdpaBackend: paged attention in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from toolkit_lm.attention import Attention, AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from toolkit_lm_sdpa.alike import attend_alike
+from toolkit_lm_sdpa.formula import probabilities, scores
+from toolkit_lm_sdpa.plan import Bucket, Metadata, Row
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_CHUNK_SCORES = 2**22
+"""Most scores of one row that are held at a time, when they are computed step by step."""
+
+
+class SdpaBackend(AttentionBackend):
+    """Exact attention on any device. KV cache: (2, num_blocks, block_size, num_kv_heads, head_size), keys before values.
+
+    Decode rows of similar length are computed together, padded; sequences of an encoder together where they are of equal length; other
+    rows one by one, with torch's scaled_dot_product_attention where it can. In an encoder, a window hides keys at a distance of `window`
+    or more on both sides.
+    """
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec) -> str | None:
+        if spec.dtype not in _DTYPES:
+            return f"no arithmetic in {spec.dtype}, only in {', '.join(_DTYPES)}"
+        if spec.type is AttentionType.CROSS:
+            asked = [name for name in ("window", "bias", "spans") if getattr(spec, name)]
+            if asked:
+                return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        return None
+
+    @classmethod
+    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+
+    def build(self, batch: BatchView) -> Metadata:
+        return Metadata(batch)
+
+    def write_kv(self, layer: Attention, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        keys, values = kv_cache.view(2, -1, layer.num_kv_heads, layer.head_size).unbind()
+        keys.index_copy_(0, slot_mapping, k)
+        values.index_copy_(0, slot_mapping, v)
+
+    def forward(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Metadata, out: Tensor) -> None:
+        plan = meta.plan(layer, kv_cache)
+        for tokens in plan.blind:
+            out[tokens].zero_()
+        for bucket in plan.buckets:
+            assert kv_cache is not None
+            _decode(layer, q, kv_cache, bucket, out)
+        for alike in plan.alike:
+            attend_alike(layer, q, k, v, alike, out)
+        for row in plan.rows:
+            if row.index is None:
+                own = slice(row.tokens.start, row.tokens.start + len(row.k_positions))
+                keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
+            else:
+                assert kv_cache is not None
+                keys, values = (_gather(half, row.index) for half in kv_cache)
+            if layer.soft_cap is None and layer.sinks is None and layer.bias is None:
+                _attend_fast(layer, q, keys, values, row, out)
+            else:
+                _attend_explicit(layer, q, keys, values, row, out)
+
+
+def _gather(half: Tensor, index: Tensor) -> Tensor:
+    """Keys (or values) [*index.shape, head_size] out of their half of the cache."""
+    head_size = half.shape[-1]
+    return half.view(-1, head_size).index_select(0, index.view(-1)).view(*index.shape, head_size)
+
+
+def _decode(layer: Attention, q: Tensor, kv_cache: Tensor, bucket: Bucket, out: Tensor) -> None:
+    """The query heads that share a KV head are the rows of one small matrix product, so keys are read once for all of them."""
+    num_rows, kv_heads, group = len(bucket.mask), layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
+    queries = q if bucket.tokens is None else q[bucket.tokens]
+    bias = None
+    if layer.bias is not None:
+        assert bucket.k_positions is not None
+        bias = layer.bias(bucket.q_positions, bucket.k_positions).reshape(kv_heads, group, num_rows, -1).permute(2, 0, 1, 3)
+    queries = queries.reshape(num_rows * kv_heads, group, layer.head_size)
+    raw = scores(queries, _gather(kv_cache[0], bucket.index)).view(num_rows, kv_heads, group, -1)
+    sinks = None if layer.sinks is None else layer.sinks.view(kv_heads, group, 1)
+    weights = probabilities(raw, layer.scale, layer.soft_cap, bias, bucket.mask, sinks)
+    weights = weights.to(q.dtype).flatten(0, 1)
+    result = torch.bmm(weights, _gather(kv_cache[1], bucket.index)).view(num_rows, layer.num_heads, layer.head_size)
+    if bucket.tokens is None:
+        out.copy_(result)
+    else:
+        out.index_copy_(0, bucket.tokens, result)
+
+
+def _attend_fast(layer: Attention, q: Tensor, keys: Tensor, values: Tensor, row: Row, out: Tensor) -> None:
+    """One row with torch's kernels; keys and values [num_kv_heads, Tk, head_size]."""
+    heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
+    queries = q[row.tokens].view(-1, *heads, layer.head_size).permute(1, 2, 0, 3)
+    # A KV head is a batch entry, so that its query heads share the keys without a copy of them.
+    keys, values = keys[:, None].expand(-1, heads[1], -1, -1), values[:, None].expand(-1, heads[1], -1, -1)
+    result = scaled_dot_product_attention(queries, keys, values, attn_mask=row.visible, is_causal=row.causal, scale=layer.scale)
+    out[row.tokens].view(-1, *heads, layer.head_size).copy_(result.permute(2, 0, 1, 3))
+
+
+def _attend_explicit(layer: Attention, q: Tensor, keys: Tensor, values: Tensor, row: Row, out: Tensor) -> None:
+    """One row by the formula, some queries at a time; keys and values [num_kv_heads, Tk, head_size]."""
+    heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
+    sinks = None if layer.sinks is None else layer.sinks.view(*heads, 1, 1)
+    start, stop = row.tokens.start, row.tokens.stop
+    step = max(1, _CHUNK_SCORES // (layer.num_heads * keys.shape[1]))
+    for first in range(start, stop, step):
+        tokens = slice(first, min(first + step, stop))
+        part = slice(tokens.start - start, tokens.stop - start)
+        queries = q[tokens].view(-1, *heads, layer.head_size).permute(1, 2, 0, 3)
+        raw = scores(queries.flatten(1, 2), keys).view(*heads, -1, keys.shape[1])
+        bias = None if layer.bias is None else layer.bias(row.q_positions[part], row.k_positions).view(*heads, -1, keys.shape[1])
+        mask = None
+        if row.visible is not None:
+            mask = torch.zeros(row.visible[part].shape, device=q.device).masked_fill_(~row.visible[part], float("-inf"))
+        weights = probabilities(raw, layer.scale, layer.soft_cap, bias, mask, sinks)
+        if row.visible is not None:
+            # Of a query that sees no key, all of them are NaN: its output is 0.
+            weights.masked_fill_(~row.visible[part], 0.0)
+        result = torch.bmm(weights.to(values.dtype).flatten(1, 2), values).view(*heads, -1, layer.head_size)
+        out[tokens].view(-1, *heads, layer.head_size).copy_(result.permute(2, 0, 1, 3))

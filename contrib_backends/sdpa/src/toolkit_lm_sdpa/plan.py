@@ -1,0 +1,235 @@
+"""What one step's batch means for a layer: which rows are computed together, where their keys are, and what masks them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from toolkit_lm.attention import Attention, AttentionType, BatchView
+from torch import Tensor
+
+_SHORT = 64
+"""Decode rows of up to so many keys share a bucket, however much of it is padding."""
+_BUCKET_KEYS = 32768
+"""Most keys in a bucket, over all its rows: bounds the memory of the gathered keys."""
+
+
+class Ask(NamedTuple):
+    """The properties of a layer, and of its cache, that a plan depends on."""
+
+    type: AttentionType
+    window: int | None
+    spans: bool
+    bias: bool
+    shaped: bool
+    """Scores are capped, or sinks join them: torch's kernels cannot compute them."""
+    num_kv_heads: int
+    block_size: int | None
+
+    @classmethod
+    def of(cls, layer: Attention, kv_cache: Tensor | None) -> Ask:
+        shaped = layer.soft_cap is not None or layer.sinks is not None
+        block_size = None if kv_cache is None else kv_cache.shape[2]
+        return cls(layer.attention_type, layer.window, layer.spans, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
+
+    @property
+    def explicit(self) -> bool:
+        """Scores are computed step by step, which needs each mask in full."""
+        return self.shaped or self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """N decode rows (one query each) of similar length, padded to L keys. Padding repeats a key of the same row."""
+
+    tokens: Tensor | None
+    """[N] int64: their queries; None: the whole batch, in order."""
+    index: Tensor
+    """[N * num_kv_heads, L] int64: their keys in the cache, seen as vectors [num_blocks * block_size * num_kv_heads, head_size]."""
+    mask: Tensor
+    """[N, 1, 1, L] fp32, 0 or -inf."""
+    q_positions: Tensor
+    """[N]."""
+    k_positions: Tensor | None
+    """[L]; None unless the layer has a bias: rows then start at different positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence with Tq queries and Tk keys."""
+
+    tokens: slice
+    index: Tensor | None
+    """[num_kv_heads, Tk] int64, as a bucket's; None: the keys are the step's own, the first Tk at `tokens`."""
+    causal: bool
+    """Queries see themselves and what came before; Tq = Tk."""
+    visible: Tensor | None
+    """[Tq, Tk] bool; None: all, or as `causal` says."""
+    q_positions: Tensor
+    """[Tq]."""
+    k_positions: Tensor
+    """[Tk]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """N sequences of L tokens each, all of which see each other; nothing is cached."""
+
+    tokens: slice | Tensor
+    """Theirs, one sequence after the other; [N * L] int64 where others lie between them."""
+    positions: Tensor
+    """[L], of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a layer computes a step."""
+
+    buckets: list[Bucket]
+    rows: list[Row]
+    alike: list[Alike]
+    blind: list[slice]
+    """Tokens that have no key at all: their output is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """One step. Plans are made by the first layer that asks: the batch knows neither windows nor head counts."""
+
+    batch: BatchView
+    _plans: dict[Ask, Plan] = field(default_factory=dict)
+
+    def plan(self, layer: Attention, kv_cache: Tensor | None) -> Plan:
+        ask = Ask.of(layer, kv_cache)
+        plan = self._plans.get(ask)
+        if plan is None:
+            plan = self._plans[ask] = _Planner(self.batch, ask).plan()
+        return plan
+
+
+class _Planner:
+    def __init__(self, batch: BatchView, ask: Ask) -> None:
+        self.batch = batch
+        self.ask = ask
+        self.device = batch.seq_lens_device.device
+
+    def plan(self) -> Plan:
+        starts, lengths = self.batch.query_start, self.batch.seq_lens
+        plan = Plan([], [], [], [])
+        decode = []
+        by_length: dict[int, list[slice]] = {}
+        for row in range(self.batch.num_rows):
+            tokens = slice(int(starts[row]), int(starts[row + 1]))
+            if lengths[row] == 0:
+                plan.blind.append(tokens)
+            elif tokens.stop - tokens.start == 1 and self.ask.block_size is not None:
+                decode.append(row)
+            elif lengths[row] == tokens.stop - tokens.start and self._sees_all(tokens.stop - tokens.start):
+                by_length.setdefault(tokens.stop - tokens.start, []).append(tokens)
+            else:
+                plan.rows.append(self._row(row, tokens))
+        plan.alike.extend(self._alike(length, rows) for length, rows in by_length.items())
+        if decode:
+            rows = np.array(decode)
+            ends = lengths[rows].astype(np.int64)
+            begins = np.array([self._first_key(row, int(end) - 1, int(end)) for row, end in zip(decode, ends, strict=True)])
+            plan.buckets.extend(self._bucket(rows[part], begins[part], ends[part]) for part in split(ends - begins))
+        return plan
+
+    def _sees_all(self, length: int) -> bool:
+        """Sequences of so many tokens have no cache and no mask, and torch's kernels can compute them."""
+        ask = self.ask
+        return ask.type is AttentionType.ENCODER and not ask.shaped and (ask.window is None or ask.window >= length)
+
+    def _alike(self, length: int, rows: list[slice]) -> Alike:
+        positions = torch.arange(length, device=self.device)
+        first, end = rows[0].start, rows[-1].stop
+        if end - first == length * len(rows):
+            return Alike(slice(first, end), positions)
+        return Alike(self._device(np.concatenate([np.arange(row.start, row.stop) for row in rows])), positions)
+
+    def _bucket(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Bucket:
+        begins, ends = begins[:, None], ends[:, None]
+        offset = begins.min(keepdims=True) if self.ask.bias else begins
+        positions = offset + np.arange(int((ends - offset).max()))
+        hidden = self._device(~((positions >= begins) & (positions < ends)))
+        mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
+        whole = len(rows) == self.batch.num_tokens
+        return Bucket(
+            tokens=None if whole else self._device(self.batch.query_start[rows].astype(np.int64)),
+            index=self._cache_index(rows, np.clip(positions, begins, ends - 1)),
+            mask=mask[:, None, None],
+            q_positions=self._device(ends[:, 0] - 1),
+            k_positions=self._device(positions[0]) if self.ask.bias else None,
+        )
+
+    def _row(self, row: int, tokens: slice) -> Row:
+        num_queries, end = tokens.stop - tokens.start, int(self.batch.seq_lens[row])
+        encoder = self.ask.type is AttentionType.ENCODER
+        fresh = encoder or (self.ask.type is AttentionType.DECODER and num_queries == end)
+        assert fresh or self.ask.block_size is not None, "a layer without a cache sees keys of earlier steps"
+        begin = 0 if fresh else self._first_key(row, end - num_queries, end)
+        k_positions = np.arange(begin, end)
+        q_positions = np.arange(num_queries) if encoder else np.arange(end - num_queries, end)
+        causal, visible = self._visibility(row, self._device(q_positions), self._device(k_positions))
+        return Row(
+            tokens=tokens,
+            index=None if fresh else self._cache_index(np.array([row]), k_positions[None]),
+            causal=causal,
+            visible=visible,
+            q_positions=self._device(q_positions),
+            k_positions=self._device(k_positions),
+        )
+
+    def _visibility(self, row: int, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
+        """`causal` and `visible` of a Row with queries and keys at these positions."""
+        causal, spans = self.ask.type is AttentionType.DECODER, self._spans(row)
+        length = max(int(self.batch.seq_lens[row]), len(q))
+        window = length if self.ask.window is None else min(self.ask.window, length)
+        if self.ask.type is AttentionType.CROSS or (not causal and window == length):
+            return False, None
+        if causal and window == length and not spans and not self.ask.explicit and len(q) == len(k):
+            return True, None
+        q, k = q[:, None], k[None]
+        visible = (k > q - window) & (k < q + (1 if causal else window))
+        for start, end in spans:
+            visible |= (q >= start) & (q < end) & (k >= start) & (k < end)
+        return False, visible
+
+    def _first_key(self, row: int, query: int, end: int) -> int:
+        """The first position that a decoder row with queries at query : end can see."""
+        if self.ask.window is None or self.ask.type is not AttentionType.DECODER:
+            return 0
+        first = max(0, query + 1 - self.ask.window)
+        return min([first, *(span[0] for span in self._spans(row) if span[0] < end and span[1] > query)])
+
+    def _spans(self, row: int) -> list[tuple[int, int]]:
+        return list(self.batch.spans[row]) if self.ask.spans and self.batch.spans is not None else []
+
+    def _cache_index(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
+        """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads, L]."""
+        block_size, num_kv_heads = self.ask.block_size, self.ask.num_kv_heads
+        assert self.batch.block_table is not None and block_size is not None
+        table = self.batch.block_table[self._device(rows)]
+        blocks = table.gather(1, self._device(positions // block_size)).long()
+        slots = blocks * block_size + self._device(positions % block_size)
+        heads = torch.arange(num_kv_heads, device=self.device)
+        return (slots[:, None] * num_kv_heads + heads[:, None]).flatten(0, 1)
+
+    def _device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def split(lengths: np.ndarray) -> list[np.ndarray]:
+    """Parts of rows (indices, ascending) such that padding each part to its longest row at most doubles the work."""
+    order = np.argsort(-lengths, kind="stable")
+    parts = []
+    while len(order):
+        longest = int(lengths[order[0]])
+        similar = int(np.count_nonzero(2 * lengths[order] >= longest)) if longest > _SHORT else len(order)
+        count = min(similar, max(1, _BUCKET_KEYS // longest))
+        parts.append(np.sort(order[:count]))
+        order = order[count:]
+    return parts

@@ -1,0 +1,24 @@
+"""Decoder-only language models. This entry module only registers them; each is imported when it is selected."""
+
+from toolkit_lm.plugin import ModelRegistry, hookimpl
+
+MODELS = {
+    "GPT2LMHeadModel": "gpt2",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "GraniteForCausalLM": "granite",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "OPTForCausalLM": "opt",
+    "Olmo2ForCausalLM": "olmo2",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""Architectures, and the modules that hold a class of that name."""
+
+
+@hookimpl
+def toolkit_register_models(models: ModelRegistry) -> None:
+    for architecture, module in MODELS.items():
+        models.add(architecture, f"toolkit_lm_decoder.{module}:{architecture}")

@@ -1,0 +1,94 @@
+"""What all families share: a decoder, under the name that checkpoints give it, and the head that makes logits of its hidden states."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import (
+    Absent,
+    HFConfig,
+    IntermediateTensors,
+    Model,
+    ParallelLMHead,
+    VocabParallelEmbedding,
+    is_first_stage,
+    is_last_stage,
+    join,
+)
+from torch import Tensor
+
+
+class Decoder(Model):
+    """Embedding, layers and last norm, or the slice of them that a pipeline rank owns."""
+
+    is_tied_by_default: ClassVar[bool] = False
+    """What `tie_word_embeddings` is where config.json does not say so."""
+    embedding_name: ClassVar[str] = "embed_tokens"
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config, parallel = HFConfig(vllm_config.hf_config), vllm_config.parallel
+        self.is_first, self.is_last = is_first_stage(parallel), is_last_stage(parallel)
+        self.is_tied = config.get("tie_word_embeddings", bool, self.is_tied_by_default)
+        embeds = self.is_first or (self.is_last and self.is_tied)
+        self.add_module(self.embedding_name, self._embedding(config) if embeds else Absent())
+
+    def _embedding(self, config: HFConfig) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(
+            config.require("vocab_size", int),
+            self.embedding_size(config),
+            scale=self.embedding_scale(config),
+            vllm_config=self.vllm_config,
+            prefix=join(self.prefix, self.embedding_name),
+        )
+
+    def embedding_size(self, config: HFConfig) -> int:
+        """Length of a token's embedding, and of what the head takes."""
+        return config.require("hidden_size", int)
+
+    def embedding_scale(self, config: HFConfig) -> float:
+        """What embeddings are multiplied by."""
+        return 1.0
+
+    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """Embeddings [T, embedding_size]: those given, or those of `input_ids` [T]."""
+        if inputs_embeds is not None:
+            return inputs_embeds
+        embedded: Tensor = self.get_submodule(self.embedding_name)(input_ids)
+        return embedded
+
+
+class CausalLM(Model):
+    """A decoder with its language-modeling head."""
+
+    decoder: ClassVar[type[Decoder]]
+    decoder_name: ClassVar[str] = "model"
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        decoder = self.decoder(vllm_config=vllm_config, prefix=join(prefix, self.decoder_name))
+        self.add_module(self.decoder_name, decoder)
+        self.lm_head = self._head(HFConfig(vllm_config.hf_config), decoder) if decoder.is_last else Absent()
+
+    def _head(self, config: HFConfig, decoder: Decoder) -> ParallelLMHead:
+        tied = decoder.get_submodule(decoder.embedding_name) if decoder.is_tied else None
+        assert tied is None or isinstance(tied, VocabParallelEmbedding)
+        sizes = config.require("vocab_size", int), decoder.embedding_size(config)
+        return ParallelLMHead(*sizes, tied_to=tied, vllm_config=self.vllm_config, prefix=join(self.prefix, "lm_head"))
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:
+        decoder = self.get_submodule(self.decoder_name)
+        out: Tensor | IntermediateTensors = decoder(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
+        return out
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head(hidden_states)
+        return logits

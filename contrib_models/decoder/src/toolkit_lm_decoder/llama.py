@@ -1,0 +1,235 @@
+"""Llama, and the parts that decoder families of its kind share."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from toolkit_lm.attention import Attention
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import (
+    Absent,
+    GatedActivation,
+    HFConfig,
+    IntermediateTensors,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RMSNorm,
+    RopeParameters,
+    RotaryEmbedding,
+    Rotation,
+    RowParallelLinear,
+    join,
+    layer_index,
+    make_layers,
+)
+from torch import Tensor, nn
+
+from toolkit_lm_decoder.causal_lm import CausalLM, Decoder
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def head_size_of(config: HFConfig) -> int:
+    """`head_dim`, or hidden_size over heads where it is not stated."""
+    return config.get("head_dim", int) or config.require("hidden_size", int) // config.require("num_attention_heads", int)
+
+
+def eps_of(config: HFConfig) -> float:
+    """What keeps norms from dividing by zero."""
+    return config.get("rms_norm_eps", float, 1e-6)
+
+
+def layer_window(config: HFConfig, layer: int, *, otherwise: bool) -> int | None:
+    """`sliding_window` where `layer_types` calls the layer "sliding_attention"; `otherwise` counts where there are no `layer_types`."""
+    kinds = config.get("layer_types", list)
+    if kinds is None:
+        is_windowed = otherwise
+    elif layer < len(kinds) and kinds[layer] in LAYER_TYPES:
+        is_windowed = kinds[layer] == "sliding_attention"
+    else:
+        known, found = ", ".join(LAYER_TYPES), kinds[layer] if layer < len(kinds) else None
+        raise CheckpointError(f"config.json: 'layer_types' must name one of {known} for layer {layer}, not {found!r}.")
+    return config.require("sliding_window", int) if is_windowed else None
+
+
+def norm_of(config: HFConfig, vllm_config: VllmConfig, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+    """A norm of the hidden states."""
+    return kind(config.require("hidden_size", int), eps=eps_of(config), vllm_config=vllm_config)
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query self-attention: x [T, H] -> [T, H]."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = HFConfig(vllm_config.hf_config)
+        hidden_size, num_heads = config.require("hidden_size", int), config.require("num_attention_heads", int)
+        self.head_size = head_size_of(config)
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size,
+            self.head_size,
+            num_heads,
+            config.get("num_key_value_heads", int, num_heads),
+            bias=self.has_qkv_bias(config),
+            vllm_config=vllm_config,
+            prefix=join(prefix, "qkv_proj"),
+        )
+        self.o_proj = RowParallelLinear(
+            num_heads * self.head_size,
+            hidden_size,
+            bias=self.has_output_bias(config),
+            vllm_config=vllm_config,
+            prefix=join(prefix, "o_proj"),
+        )
+        self.sizes = (self.qkv_proj.q_size, self.qkv_proj.kv_size, self.qkv_proj.kv_size)
+        self.rotated_size = self.qkv_proj.q_size + self.qkv_proj.kv_size
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            self.head_size,
+            num_kv_heads=self.qkv_proj.num_kv_heads,
+            scale=self.scale(config),
+            window=self.window(config, layer_index(prefix)),
+            soft_cap=self.soft_cap(config),
+            vllm_config=vllm_config,
+            prefix=join(prefix, "attn"),
+        )
+
+    def has_qkv_bias(self, config: HFConfig) -> bool:
+        return config.get("attention_bias", bool, False)
+
+    def has_output_bias(self, config: HFConfig) -> bool:
+        return config.get("attention_bias", bool, False)
+
+    def scale(self, config: HFConfig) -> float | None:
+        """What scores are multiplied by; None: head_size ** -0.5."""
+        return None
+
+    def window(self, config: HFConfig, layer: int) -> int | None:
+        """How many tokens a token sees, itself counted; None: all before it."""
+        return None
+
+    def soft_cap(self, config: HFConfig) -> float | None:
+        """What scores are held below; None: nothing."""
+        return None
+
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, rotated, and values."""
+        qkv = self.qkv_proj(x)
+        # Queries and keys lie side by side, so one rotation serves both.
+        rotation.rotate(qkv[:, : self.rotated_size].view(len(qkv), -1, self.head_size))
+        q, k, v = qkv.split(self.sizes, dim=-1)
+        return q, k, v
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        out: Tensor = self.o_proj(self.attn(*self.project(x, rotation)))
+        return out
+
+
+class LlamaMLP(nn.Module):
+    """Gated feed-forward: x [T, H] -> [T, H]."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = HFConfig(vllm_config.hf_config)
+        hidden_size, inner_size = config.require("hidden_size", int), config.require("intermediate_size", int)
+        bias = config.get("mlp_bias", bool, False)
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, [inner_size, inner_size], bias=bias, vllm_config=vllm_config, prefix=join(prefix, "gate_up_proj")
+        )
+        self.act_fn = GatedActivation(self.activation(config))
+        self.down_proj = RowParallelLinear(inner_size, hidden_size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "down_proj"))
+
+    def activation(self, config: HFConfig) -> str:
+        return config.get("hidden_act", str, "silu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class LlamaDecoderLayer(nn.Module):
+    """One layer. The residual travels beside the hidden states, so that each addition joins the norm after it."""
+
+    attention: ClassVar[type[nn.Module]] = LlamaAttention
+    feed_forward: ClassVar[type[nn.Module]] = LlamaMLP
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
+    """Names of the layer's norms of hidden states."""
+    input_layernorm: RMSNorm
+    post_attention_layernorm: RMSNorm
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = HFConfig(vllm_config.hf_config)
+        for name in self.norms:
+            self.add_module(name, norm_of(config, vllm_config, self.norm))
+        self.self_attn = self.attention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
+        self.mlp = self.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
+
+    def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        x, residual = self.enter(x, residual)
+        x = self.self_attn(x, rotation)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+    def enter(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What attention takes, and the residual; the first layer is given none."""
+        if residual is None:
+            return self.input_layernorm(x), x
+        out: tuple[Tensor, Tensor] = self.input_layernorm(x, residual)
+        return out
+
+
+class LlamaModel(Decoder):
+    """The embedding, the layers and the last norm."""
+
+    layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config = HFConfig(vllm_config.hf_config)
+        self.rotary = self._rotary(config)
+        self.layers = make_layers(
+            config.require("num_hidden_layers", int),
+            lambda prefix: self.layer(vllm_config=vllm_config, prefix=prefix),
+            join(prefix, "layers"),
+            vllm_config.parallel,
+        )
+        self.norm = norm_of(config, vllm_config, self.layer.norm) if self.is_last else Absent()
+
+    def _rotary(self, config: HFConfig) -> RotaryEmbedding:
+        return RotaryEmbedding(RopeParameters.read(config, head_size_of(config)), vllm_config=self.vllm_config)
+
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """The rotation of tokens at positions [T], for each layer that this rank owns."""
+        return [self.rotary(positions)] * len(self.layers.owned)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:
+        residual: Tensor | None
+        if intermediate is not None:
+            x, residual = intermediate["hidden_states"], intermediate["residual"]
+        else:
+            x, residual = self.embed(input_ids, inputs_embeds), None
+        for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
+            x, residual = layer(x, residual, rotation)
+        if not self.is_last:
+            assert residual is not None, "a pipeline rank without layers"
+            return {"hidden_states": x, "residual": residual}
+        out: Tensor = self.norm(x, residual)[0]
+        return out
+
+
+class LlamaForCausalLM(CausalLM):
+    """Llama with its language-modeling head."""
+
+    packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    ignored = (r"rotary_emb\.inv_freq$",)
+    decoder = LlamaModel

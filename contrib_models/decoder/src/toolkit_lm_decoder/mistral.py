@@ -1,0 +1,24 @@
+"""Mistral: Llama whose tokens see a window."""
+
+from __future__ import annotations
+
+from toolkit_lm.model import HFConfig
+
+from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+
+
+class MistralAttention(LlamaAttention):
+    def window(self, config: HFConfig, layer: int) -> int | None:
+        return config.get("sliding_window", int)
+
+
+class MistralDecoderLayer(LlamaDecoderLayer):
+    attention = MistralAttention
+
+
+class MistralModel(LlamaModel):
+    layer = MistralDecoderLayer
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    decoder = MistralModel

@@ -1,0 +1,41 @@
+"""Qwen3: Llama that norms the queries and keys of each head."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import HFConfig, RMSNorm, Rotation
+from torch import Tensor
+
+from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, eps_of
+from toolkit_lm_decoder.qwen2 import qwen_window
+
+
+class Qwen3Attention(LlamaAttention):
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        eps = eps_of(HFConfig(vllm_config.hf_config))
+        self.q_norm = self.norm(self.head_size, eps=eps, vllm_config=vllm_config)
+        self.k_norm = self.norm(self.head_size, eps=eps, vllm_config=vllm_config)
+
+    def window(self, config: HFConfig, layer: int) -> int | None:
+        return qwen_window(config, layer)
+
+    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in self.qkv_proj(x).split(self.sizes, dim=-1))
+        return rotation.rotate(self.q_norm(q)), rotation.rotate(self.k_norm(k)), v
+
+
+class Qwen3DecoderLayer(LlamaDecoderLayer):
+    attention = Qwen3Attention
+
+
+class Qwen3Model(LlamaModel):
+    layer = Qwen3DecoderLayer
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    decoder = Qwen3Model

@@ -1,0 +1,42 @@
+"""ColBERT (Khattab and Zaharia 2020): a small vector per token, for late interaction.
+
+Checkpoints of pylate and sentence-transformers need no class of their own: theirs are encoders beside which modules.json names a Dense.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import Absent, HFConfig, ReplicatedLinear, join
+from toolkit_lm.pooling import AllPooler, EmbeddingHead, read_artifact_metadata
+from torch import Tensor, nn
+
+from toolkit_lm_encoder.bert import BertEncoder
+
+
+class HF_ColBERT(BertEncoder):  # noqa: N801 - so it is called in checkpoints of the authors' own library
+    """BERT whose hidden states are projected: [T, dimensions]. It serves token_embed."""
+
+    takes_token_types = True
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.linear: nn.Module = Absent()
+        if self.is_last:
+            sizes = self.hidden_size(HFConfig(vllm_config.hf_config)), dimensions(vllm_config)
+            self.linear = ReplicatedLinear(*sizes, vllm_config=vllm_config, prefix=join(prefix, "linear"))
+            self.pooler = AllPooler({"token_embed"}, EmbeddingHead(sizes[1], nn.Identity(), normalize=True))
+
+    def run_layers(self, x: Tensor, positions: Tensor) -> Tensor:
+        x = super().run_layers(x, positions)
+        out: Tensor = self.linear(x) if self.is_last else x
+        return out
+
+
+def dimensions(vllm_config: VllmConfig) -> int:
+    """Length of a token's vector: `dim` of config.json, or of the library's own artifact.metadata. Raises CheckpointError."""
+    if (dim := HFConfig(vllm_config.hf_config).get("dim", int)) is not None:
+        return dim
+    assert vllm_config.checkpoint is not None
+    return read_artifact_metadata(Path(vllm_config.checkpoint.path)).dim

@@ -1,0 +1,109 @@
+"""What all encoders share: embeddings and layers, or the slice of them that a pipeline rank owns; and reading their config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm.model import Absent, HFConfig, IntermediateTensors, Model, VocabParallelEmbedding, is_first_stage, is_last_stage, join
+from toolkit_lm.model import torch_dtype as dtype_of
+from torch import Tensor, nn
+
+Renames = Sequence[tuple[str, str]]
+"""Patterns and replacements, of the names of weights."""
+
+
+class Embeddings(nn.Module):
+    """Tokens, and where there are tables for them their positions and types, summed and normed: ids [T] -> [T, H]."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float,
+        max_positions: int = 0,
+        position_offset: int = 0,
+        num_types: int = 0,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        dtype = dtype_of(vllm_config.model.dtype)
+        vocab_size = HFConfig(vllm_config.hf_config).require("vocab_size", int)
+        self.word_embeddings = VocabParallelEmbedding(vocab_size, size, vllm_config=vllm_config, prefix=join(prefix, "word_embeddings"))
+        self.position_offset = position_offset
+        self.position_embeddings = self.token_type_embeddings = None
+        if max_positions:
+            check_positions(max_positions - position_offset, vllm_config)
+            self.position_embeddings = nn.Embedding(max_positions, size, dtype=dtype)
+        if num_types:
+            self.token_type_embeddings = nn.Embedding(num_types, size, dtype=dtype)
+        self.LayerNorm = nn.LayerNorm(size, eps=eps, dtype=dtype)
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, token_type_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        x: Tensor = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        if (types := self.token_type_embeddings) is not None:
+            x = x + (types.weight[0] if token_type_ids is None or types.num_embeddings == 1 else types(token_type_ids))
+        if self.position_embeddings is not None:
+            x = x + self.position_embeddings(positions + self.position_offset)
+        normed: Tensor = self.LayerNorm(x)
+        return normed
+
+
+class Encoder(Model):
+    """Embeddings and layers. Subclasses make `embeddings` and say how the layers run; architectures add a pooler."""
+
+    # Heads that other tasks use, and a buffer that older releases of transformers saved.
+    ignored: ClassVar[Sequence[str]] = (r"^(pooler|cls|lm_head)\.", r"position_ids$")
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        parallel, config = vllm_config.parallel, HFConfig(vllm_config.hf_config)
+        self.is_first, self.is_last = is_first_stage(parallel), is_last_stage(parallel)
+        for key in ("is_decoder", "add_cross_attention"):
+            if config.get(key, bool, False):
+                raise UnsupportedError(f"config.json: {key!r} makes a decoder of it, and this model is an encoder.")
+        self.embeddings = self.make_embeddings(config) if self.is_first else Absent()
+
+    def make_embeddings(self, config: HFConfig) -> nn.Module:
+        """The module (input_ids, positions, token_type_ids, inputs_embeds) -> [T, H]."""
+        raise NotImplementedError
+
+    def hidden_size(self, config: HFConfig) -> int:
+        """H."""
+        raise NotImplementedError
+
+    def run_layers(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [T, H] through the layers that this rank owns."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor | IntermediateTensors:
+        if intermediate is not None:
+            x = intermediate["hidden_states"]
+        else:
+            x = self.embeddings(input_ids, positions, token_type_ids, inputs_embeds)
+        x = self.run_layers(x, positions)
+        return x if self.is_last else {"hidden_states": x}
+
+
+def check_positions(most: int, vllm_config: VllmConfig) -> None:
+    """Raises ConfigError where sequences may be longer than a table of positions."""
+    if vllm_config.max_model_len > most:
+        raise ConfigError(
+            f"max_model_len {vllm_config.max_model_len} is more than the checkpoint's positions, {most}: give --max-model-len {most}."
+        )
+
+
+def with_defaults(config: HFConfig, defaults: Mapping[str, Any]) -> HFConfig:
+    """`config` in which values that are missing or null are those of `defaults`."""
+    return HFConfig({**defaults, **{key: value for key, value in config.values.items() if value is not None}})

@@ -1,0 +1,52 @@
+"""Qwen3-MoE: Qwen3 with routed experts in some layers, or in all."""
+
+from __future__ import annotations
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import HFConfig, layer_index
+from toolkit_lm_decoder.llama import LlamaDecoderLayer, LlamaModel
+from toolkit_lm_decoder.qwen3 import Qwen3Attention
+
+from toolkit_lm_moe.routed import RoutedBlock, RoutedForCausalLM, num_experts_of
+
+
+def is_routed(config: HFConfig, layer: int) -> bool:
+    """Whether a layer has experts: each `decoder_sparse_step`-th, but for `mlp_only_layers`."""
+    if num_experts_of(config) == 0 or layer in config.get("mlp_only_layers", list, []):
+        return False
+    return (layer + 1) % config.get("decoder_sparse_step", int, 1) == 0
+
+
+class Qwen3MoeAttention(Qwen3Attention):
+    def window(self, config: HFConfig, layer: int) -> int | None:
+        return config.require("sliding_window", int) if config.get("use_sliding_window", bool, False) else None
+
+
+class Qwen3MoeBlock(RoutedBlock):
+    def inner_size(self, config: HFConfig) -> int:
+        return config.require("moe_intermediate_size", int)
+
+    def normalizes(self, config: HFConfig) -> bool:
+        return config.get("norm_topk_prob", bool, False)
+
+
+class Qwen3MoeDecoderLayer(LlamaDecoderLayer):
+    """A plain layer, or, where config.json says so, a `Qwen3MoeRoutedLayer`."""
+
+    attention = Qwen3MoeAttention
+
+    def __new__(cls, *, vllm_config: VllmConfig, prefix: str) -> Qwen3MoeDecoderLayer:
+        routed = is_routed(HFConfig(vllm_config.hf_config), layer_index(prefix))
+        return super().__new__(Qwen3MoeRoutedLayer if routed else cls)
+
+
+class Qwen3MoeRoutedLayer(Qwen3MoeDecoderLayer):
+    feed_forward = Qwen3MoeBlock
+
+
+class Qwen3MoeModel(LlamaModel):
+    layer = Qwen3MoeDecoderLayer
+
+
+class Qwen3MoeForCausalLM(RoutedForCausalLM):
+    decoder = Qwen3MoeModel

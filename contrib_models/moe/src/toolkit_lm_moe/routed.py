@@ -1,0 +1,60 @@
+"""What families with routed experts share: the block that takes the place of the feed-forward one, and how its weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import HFConfig, ReplicatedLinear, join
+from toolkit_lm.model.moe import RoutedExperts, route_top_k, split_experts
+from toolkit_lm_decoder.llama import LlamaForCausalLM
+from torch import Tensor, nn
+
+
+def num_experts_of(config: HFConfig) -> int:
+    """`num_local_experts`, or `num_experts`: a family's checkpoints may state either."""
+    stated = config.get("num_local_experts", int)
+    return stated if stated is not None else config.require("num_experts", int)
+
+
+class RoutedBlock(nn.Module):
+    """Routed experts: x [T, H] -> [T, H]."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        config = HFConfig(vllm_config.hf_config)
+        hidden_size, num_experts = config.require("hidden_size", int), num_experts_of(config)
+        self.top_k = config.require("num_experts_per_tok", int)
+        if not 1 <= self.top_k <= num_experts:
+            raise CheckpointError(f"config.json: 'num_experts_per_tok' must be 1 to {num_experts} (the experts), not {self.top_k}.")
+        self.normalize = self.normalizes(config)
+        self.gate = ReplicatedLinear(hidden_size, num_experts, vllm_config=vllm_config, prefix=join(prefix, "gate"))
+        self.experts = RoutedExperts(
+            num_experts,
+            hidden_size,
+            self.inner_size(config),
+            activation=config.get("hidden_act", str, "silu"),
+            vllm_config=vllm_config,
+            prefix=join(prefix, "experts"),
+        )
+
+    def inner_size(self, config: HFConfig) -> int:
+        """Inner dimensions of one expert."""
+        return config.require("intermediate_size", int)
+
+    def normalizes(self, config: HFConfig) -> bool:
+        """Whether the weights of a token's experts sum to one."""
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts, weights = route_top_k(self.gate(x), self.top_k, normalize=self.normalize)
+        out: Tensor = self.experts(x, experts, weights)
+        return out
+
+
+class RoutedForCausalLM(LlamaForCausalLM):
+    """A decoder with routed experts and its language-modeling head."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(split_experts(weights))

@@ -1,0 +1,49 @@
+"""What reward models share: a decoder, a head that scores each of its hidden states, and the pooler that chooses among the tokens."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import Absent, IntermediateTensors, Model, join
+from toolkit_lm.pooling import Pooler, hidden_size, token_classification_pooler
+from toolkit_lm_decoder.causal_lm import Decoder
+from torch import Tensor, nn
+
+
+class RewardModel(Model):
+    """Scores of a prompt's tokens (task token_classify)."""
+
+    packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    # Some checkpoints still hold the head of the language model that was trained on.
+    ignored = (r"rotary_emb\.inv_freq$", r"^(lm_head|output)\.")
+    decoder: ClassVar[type[Decoder]]
+    head_name: ClassVar[str] = "score"
+    num_labels: ClassVar[int] = 1
+    pooler: Pooler
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.model = self.decoder(vllm_config=vllm_config, prefix=join(prefix, "model"))
+        head = self.make_head(hidden_size(vllm_config.hf_config))
+        self.pooler = self.make_pooler(head)
+        self.add_module(self.head_name, head if self.model.is_last else Absent())
+
+    def make_head(self, size: int) -> nn.Module:
+        """Hidden states [T, size] float32 -> scores [T, num_labels]."""
+        raise NotImplementedError
+
+    def make_pooler(self, head: nn.Module) -> Pooler:
+        """By default the rewards of all tokens, as they are."""
+        return token_classification_pooler(self.vllm_config, head, default="ALL", num_labels=self.num_labels, activation="identity")
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:
+        out: Tensor | IntermediateTensors = self.model(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
+        return out

@@ -1,0 +1,84 @@
+"""The attention function that modules of transformers call, and what they ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit_lm.attention import Attention
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+NAME = "toolkit_lm"
+"""Name of our function among transformers' attention implementations. No mask function has this name, so no masks are made for it."""
+LAYER = "toolkit_lm_attention"
+"""The attribute of an attention module that holds the Attention layer it calls."""
+_CALLS = "toolkit_lm_calls"
+_HARMLESS = ("cache_position", "position_embeddings", "position_ids")
+"""Tensors that modules hand on and that attention over a paged cache needs not."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What a module asked of attention in one call."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float | None
+    window: int | None
+    soft_cap: float | None
+    refusal: str | None
+    """Why an Attention layer cannot do it; None when it can."""
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention of the flat batch as transformers asks for it: query [1, H, T, D], key and value [1, KV heads, T, D] -> [1, T, H, D].
+
+    Runs the module's Attention layer. A module that has none is being examined: its call is noted, and the result has a shape only.
+    """
+    num_heads, num_tokens, head_size = query.shape[1:]
+    layer: Attention | None = getattr(module, LAYER, None)
+    if layer is not None:
+        flat = layer(*(x.transpose(1, 2).reshape(num_tokens, -1) for x in (query, key, value)))
+        return flat.view(1, num_tokens, num_heads, head_size), None
+    refusal = _refusal(module, query, key, value, attention_mask, options)
+    call = AttentionCall(num_heads, key.shape[1], head_size, scaling, sliding_window or None, softcap or None, refusal)
+    vars(module).setdefault(_CALLS, []).append(call)
+    return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
+
+
+def calls_of(module: nn.Module) -> list[AttentionCall]:
+    """The calls that `attend` noted of a module."""
+    calls: list[AttentionCall] = vars(module).get(_CALLS, [])
+    return calls
+
+
+def _refusal(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: Mapping[str, Any]
+) -> str | None:
+    is_causal = options.get("is_causal")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        return "its attention is not causal"
+    if attention_mask is not None:
+        return "it makes an attention mask of its own"
+    if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+        return f"its queries, keys and values differ in size: {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
+    extra = [name for name, option in options.items() if isinstance(option, Tensor) and name not in _HARMLESS]
+    return f"its attention takes {', '.join(extra)}, which is not supported" if extra else None
+
+
+AttentionInterface.register(NAME, attend)

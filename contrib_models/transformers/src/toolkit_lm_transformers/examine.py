@@ -1,0 +1,132 @@
+"""Which checkpoints models of transformers can run here, and what their attention modules ask: found without weights, by one forward
+pass that computes shapes only."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import UnsupportedError
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from toolkit_lm_transformers.attention import NAME, AttentionCall, calls_of
+
+_LAYER_TYPES = ("full_attention", "sliding_attention", "dense", "sparse")
+_GROWING_ROPES = ("dynamic", "longrope")
+
+
+def read_config(vllm_config: VllmConfig) -> Any:
+    """The checkpoint's config as transformers holds it. Raises UnsupportedError where transformers has no causal language model for it."""
+    values = vllm_config.hf_config
+    name, model_type = values["architectures"][0], values.get("model_type")
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) != name:
+            raise UnsupportedError(f"config.json's model_type {model_type!r} does not belong to {name}")
+        if not getattr(transformers, name)._can_set_attn_implementation():
+            raise UnsupportedError("its attention does not go through transformers' attention interface")
+        # A class of transformers goes before code of the checkpoint, trusted or not.
+        own = {key: value for key, value in values.items() if key != "auto_map"}
+        return _understood(lambda: transformers.CONFIG_MAPPING[model_type].from_dict(own), "read its config.json")
+    if hasattr(transformers, name):
+        raise UnsupportedError(f"{name} of transformers is no causal language model")
+    if "AutoModelForCausalLM" not in (values.get("auto_map") or {}):
+        raise UnsupportedError(f"transformers {transformers.__version__} has no class {name}")
+    if not vllm_config.model.trust_remote_code:
+        raise UnsupportedError(f"{name} is code that the checkpoint brings along, which runs with --trust-remote-code only")
+    assert vllm_config.checkpoint is not None
+    path = vllm_config.checkpoint.path
+    return _understood(lambda: transformers.AutoConfig.from_pretrained(path, trust_remote_code=True), "read its config.json")
+
+
+def build(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """A model of transformers on the default device, in eval mode, whose attention is ours. Its parameters hold anything."""
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+    )
+    return model.eval()
+
+
+def examine(vllm_config: VllmConfig) -> dict[str, AttentionCall]:
+    """By module: what the model's attention modules ask. Raises UnsupportedError, with the reason, when it cannot run here."""
+    config, trust = read_config(vllm_config), vllm_config.model.trust_remote_code
+    _check_config(config, vllm_config)
+    with torch.device("meta"):
+        # In bfloat16, as the products of grouped experts have no other shapes to compute.
+        model = _understood(lambda: build(config, torch.bfloat16, trust), "make the model")
+    _check_model(model)
+    _understood(lambda: _run(model), "run the model on shapes alone")
+    calls = dict(_attention_calls(model))
+    _check_layers(config.get_text_config(), list(calls.values()))
+    return calls
+
+
+def _understood(action: Any, what: str) -> Any:
+    """The result of `action`, which runs code of transformers, or of the checkpoint, on a config that it may not be made for."""
+    try:
+        return action()
+    except Exception as error:
+        raise UnsupportedError(f"transformers cannot {what}: {type(error).__name__}: {error}") from error
+
+
+def _check_config(config: Any, vllm_config: VllmConfig) -> None:
+    parallel, text = vllm_config.parallel, config.get_text_config()
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        raise UnsupportedError("models of transformers run on one rank")
+    if config.is_encoder_decoder:
+        raise UnsupportedError("it is an encoder-decoder model")
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedError("its weights are quantized")
+    if kinds := sorted({str(kind) for kind in getattr(text, "layer_types", None) or ()} - set(_LAYER_TYPES)):
+        raise UnsupportedError(f"it has layers of type {', '.join(kinds)}")
+    if ropes := sorted(set(_rope_types(getattr(text, "rope_parameters", None))) & set(_GROWING_ROPES)):
+        raise UnsupportedError(
+            f"its rotary angles ({ropes[0]}) depend on the longest sequence of the batch, which cached keys cannot follow"
+        )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """The rotary types of a config's rope_parameters, which may be nested by layer type."""
+    if isinstance(parameters, dict):
+        for key, value in parameters.items():
+            if key == "rope_type":
+                yield str(value)
+            yield from _rope_types(value)
+
+
+def _check_model(model: Any) -> None:
+    if model._is_stateful:
+        raise UnsupportedError("it keeps a recurrent state beside the KV cache")
+    if model.base_model is model:
+        raise UnsupportedError("its decoder cannot be told from its head")
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise UnsupportedError("it takes no position_ids: it derives positions from a batch that is not flat")
+
+
+@torch.no_grad()
+def _run(model: Any) -> None:
+    tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
+
+
+def _check_layers(config: Any, calls: list[AttentionCall]) -> None:
+    num_layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None)
+    if len(calls) != num_layers:
+        raise UnsupportedError(f"{len(calls)} of its {num_layers} layers attend through transformers' attention interface")
+    num_windows = sum(call.window is not None for call in calls)
+    if kinds is not None and num_windows != kinds.count("sliding_attention"):
+        raise UnsupportedError(f"{kinds.count('sliding_attention')} of its layers have sliding windows, and {num_windows} hand them on")
+
+
+def _attention_calls(model: Any) -> Iterator[tuple[str, AttentionCall]]:
+    for name, module in model.named_modules():
+        calls = calls_of(module)
+        if len(calls) > 1:
+            raise UnsupportedError(f"it runs {name} {len(calls)} times in a forward pass")
+        for call in calls:
+            if call.refusal:
+                raise UnsupportedError(f"{call.refusal} ({name})")
+            yield name, call

@@ -1,0 +1,107 @@
+"""The contract of attention backends, and what they are given for a step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.attention.spec import AttentionSpec, KVCacheSpec
+
+if TYPE_CHECKING:
+    from toolkit_lm.attention.layer import Attention
+
+AttentionBias = Callable[[Tensor, Tensor], Tensor]
+"""(query positions [Tq], key positions [Tk]) -> additive bias [num_heads, Tq, Tk], added to scaled scores before the softmax."""
+
+
+class GraphSupport(StrEnum):
+    """Which batches a backend can run inside a CUDA graph."""
+
+    NEVER = "never"
+    DECODE = "decode"
+    """One query token per sequence."""
+    UNIFORM = "uniform"
+    """Equally many query tokens per sequence."""
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """One step's flat batch as one KV group sees it: R rows (sequences), T tokens, no padding.
+
+    Row r owns the tokens query_start[r] : query_start[r + 1]; they are the last of its seq_lens[r] visible keys. In an encoder, the
+    visible keys are the first seq_lens[r] of its tokens: all of them, or fewer.
+    """
+
+    query_start: np.ndarray
+    """[R + 1] int32, on the host."""
+    seq_lens: np.ndarray
+    """[R] int32, on the host: keys that row r sees, this step's included (for cross attention: the encoder's length)."""
+    query_start_device: Tensor
+    """[R + 1] int32."""
+    seq_lens_device: Tensor
+    """[R] int32."""
+    block_table: Tensor | None
+    """[R, most blocks] int32; None where nothing is cached. Entries past a row's keys are arbitrary valid block ids."""
+    slot_mapping: Tensor | None
+    """[T] int64: where each token's key and value go, block id * block_size + offset; None where nothing is cached."""
+    max_query_len: int
+    max_seq_len: int
+    spans: Sequence[Sequence[tuple[int, int]]] | None = None
+    """Per row, [start, end) positions whose tokens see each other in both directions."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+
+class AttentionBackend(ABC):
+    """Attention over the flat batch and the paged cache. One instance serves all layers of one KV group."""
+
+    block_axis: ClassVar[int] = 1
+    """The axis of the KV cache tensor that counts blocks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @classmethod
+    @abstractmethod
+    def refuses(cls, spec: AttentionSpec) -> str | None:
+        """Why this backend cannot run such a layer; None when it can. Must not allocate."""
+
+    @classmethod
+    def graph_support(cls, spec: AttentionSpec) -> GraphSupport:
+        """Which batches of such a layer can run inside a CUDA graph."""
+        return GraphSupport.NEVER
+
+    @classmethod
+    @abstractmethod
+    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+        """Shape of one layer's cache tensor, of spec.dtype; num_blocks on `block_axis`."""
+
+    @abstractmethod
+    def build(self, batch: BatchView) -> Any:
+        """This backend's metadata for one step, made once and used by every layer of the group."""
+
+    @abstractmethod
+    def write_kv(self, layer: Attention, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Stores k and v [T, num_kv_heads, head_size] at their slots [T]."""
+
+    @abstractmethod
+    def forward(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
+        """Writes attention of q [T, num_heads, head_size] to out, of the same shape.
+
+        With a cache, keys and values are read from it (this step's are written already); without (None), they are k and v, of
+        the same tokens as q.
+        """

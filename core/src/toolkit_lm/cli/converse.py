@@ -1,0 +1,150 @@
+"""`toolkit chat` and `toolkit complete`: one conversation or text at a time, with a model in this process or on a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any, Protocol
+
+import typer
+from msgspec import Struct
+
+from toolkit_lm.cli.options import engine_command
+from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.config import VllmConfig, option
+from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.plugin import Plugins
+
+
+class ClientOptions(Struct, frozen=True, kw_only=True):
+    """Where the model runs, if not in this process."""
+
+    url: Annotated[str | None, option("Server that runs the model, such as http://127.0.0.1:8000. Default: this process.")] = None
+    api_key: Annotated[str | None, option("Key of the server.")] = None
+
+
+class Talker(Protocol):
+    """A model to talk with. The streams give text as it comes, and stop the request when they are closed."""
+
+    def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]: ...
+
+    def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]: ...
+
+    def close(self) -> None: ...
+
+
+@engine_command(ClientOptions)
+def chat(
+    ctx: typer.Context,
+    config: VllmConfig,
+    client: ClientOptions,
+    plugins: Plugins,
+    flags: SamplingFlags,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    message: Annotated[str | None, typer.Option(help="Answer this one message, and end.")] = None,
+) -> None:
+    """Talk with a model, in this process or on a server (--url).
+
+    Without --message: a conversation; what is not typed at a terminal is read as one message a line.
+    """
+    _refuse_many(flags)
+    talker = _talker(ctx, config, client, plugins)
+    try:
+        messages = [{"role": "system", "content": system}] if system else []
+        if message is not None:
+            _answer(talker, [*messages, {"role": "user", "content": message}], flags)
+        else:
+            _converse(talker, messages, flags)
+    finally:
+        talker.close()
+
+
+@engine_command(ClientOptions)
+def complete(
+    ctx: typer.Context,
+    config: VllmConfig,
+    client: ClientOptions,
+    plugins: Plugins,
+    flags: SamplingFlags,
+    prompt: Annotated[str | None, typer.Option(help="Text to complete. Default: standard input, one text a line.")] = None,
+) -> None:
+    """Complete a text, in this process or on a server (--url)."""
+    _refuse_many(flags)
+    talker = _talker(ctx, config, client, plugins)
+    try:
+        for text in [prompt] if prompt is not None else _lines():
+            _print(talker.complete(text, flags))
+    finally:
+        talker.close()
+
+
+def _refuse_many(flags: SamplingFlags) -> None:
+    if flags.get("n", 1) != 1:
+        raise typer.BadParameter("one answer is streamed: use `toolkit generate` for more.", param_hint="'--n'")
+
+
+def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugins: Plugins) -> Talker:
+    if client.url is not None:
+        from toolkit_lm.cli.remote import RemoteTalker
+
+        return RemoteTalker(client.url, client.api_key, ctx.params["model"])
+    from toolkit_lm.cli.local import LocalTalker
+
+    return LocalTalker(config, plugins)
+
+
+def _converse(talker: Talker, start: list[dict[str, Any]], flags: SamplingFlags) -> None:
+    """Each line with what was said before it; when that no longer fits, from the start. At a terminal, ^C stops an answer."""
+    interactive = sys.stdin.isatty()
+    messages = start
+    for line in _lines():
+        question = {"role": "user", "content": line}
+        try:
+            try:
+                answer = _answer(talker, [*messages, question], flags)
+            except ContextLengthError as error:
+                if messages is start:
+                    raise
+                print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
+                messages = start
+                answer = _answer(talker, [*messages, question], flags)
+        except RequestError as error:
+            if not interactive:
+                raise
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            print()
+        else:
+            messages = [*messages, question, {"role": "assistant", "content": answer}]
+
+
+def _lines() -> Iterator[str]:
+    """Lines that are not blank, from the terminal or from standard input, until it ends."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
+        return
+    import readline  # noqa: F401  (gives `input` line editing)
+
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return
+        if line.strip():
+            yield line
+
+
+def _answer(talker: Talker, messages: list[dict[str, Any]], flags: SamplingFlags) -> str:
+    return _print(talker.chat(messages, flags))
+
+
+def _print(stream: Iterator[str]) -> str:
+    pieces = []
+    for piece in stream:
+        print(piece, end="", flush=True)
+        pieces.append(piece)
+    print()
+    return "".join(pieces)

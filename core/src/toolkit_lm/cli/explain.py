@@ -1,0 +1,48 @@
+"""`toolkit explain`: what runs a model, and why each other candidate does not."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from toolkit_lm.cli.options import engine_command
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.plugin import Plugins
+
+
+@engine_command()
+def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Say what runs a model, and why each other candidate does not."""
+    from toolkit_lm.engine import explain as explain_model
+
+    found = explain_model(config, plugins)
+    if json_output:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found)))
+        return
+    resolved = found.config
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
+    taken, *others = _verdicts(found.architecture, found.models)
+    table.add_row("model class", escape("\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others])))
+    table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
+    table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
+    # Layers that were decided alike are shown together.
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for layer in found.layers:
+        alike.setdefault(tuple(_verdicts(layer.backend, layer.candidates)), []).append(layer.layer)
+    for verdicts, layers in alike.items():
+        shown = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
+        table.add_row("attention", escape("\n".join([shown, *verdicts])))
+    Console().print(table)
+
+
+def _verdicts(taken: str, candidates: list[tuple[str, str | None]]) -> list[str]:
+    refused = [f"not {name}: {reason}" if reason else f"able, not taken: {name}" for name, reason in candidates if name != taken]
+    return [taken, *refused]

@@ -1,0 +1,160 @@
+"""`toolkit generate`: a file of prompts, offline, as one batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from toolkit_lm.cli.options import engine_command
+from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.outputs import CompletionOutput, RequestOutput
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.prompts import parse_prompt
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import LLMEngine
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+
+
+@engine_command()
+def generate(
+    config: VllmConfig,
+    plugins: Plugins,
+    flags: SamplingFlags,
+    prompts: Annotated[Path, typer.Option(metavar="FILE", help=".txt: a prompt a line. .jsonl: an object a line.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help=".jsonl file for the outputs, in the order of the prompts.")],
+) -> None:
+    """Complete a file of prompts, offline, as one batch.
+
+    A line of a .jsonl file holds "prompt", "prompt_token_ids" or "messages", and, beside it, sampling parameters of its own. A prompt
+    that cannot be served gets an "error" in its line of the output; the others go on. The exit code is then 1.
+    """
+    lines = _read(prompts)
+    if out.exists() and out.samefile(prompts):
+        raise ConfigError(f"option 'out': {str(out)!r} is the file of prompts, which would be overwritten.")
+    from toolkit_lm.engine import LLMEngine
+
+    with _open(out) as file:
+        engine = LLMEngine.from_config(config, plugins=plugins)
+        try:
+            failed = _run(engine, lines, flags, _Writer(file))
+        finally:
+            engine.shutdown()
+    if failed:
+        typer.echo(f'error: {failed} of {len(lines)} prompts failed: see their "error" in {str(out)!r}', err=True)
+        raise typer.Exit(1)
+
+
+class _Writer:
+    """Writes rows in order, each as soon as those before it are there."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._next = 0
+
+    def put(self, index: int, row: dict[str, Any]) -> None:
+        self._waiting[index] = row
+        while self._next in self._waiting:
+            self._file.write(json.dumps(self._waiting.pop(self._next), ensure_ascii=False) + "\n")
+            self._next += 1
+        self._file.flush()
+
+
+def _run(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFlags, writer: _Writer) -> int:
+    failed = 0
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}"))
+    with Progress(*columns) as progress:
+        task, num_tokens = progress.add_task("", total=len(lines), speed=""), 0
+        for index, row in _rows(engine, lines, flags):
+            writer.put(index, row)
+            failed += row["error"] is not None
+            num_tokens += sum(output["num_tokens"] for output in row["outputs"])
+            elapsed = progress.tasks[0].elapsed or 0
+            progress.update(task, advance=1, speed=f"{num_tokens / elapsed:.0f} tokens/s" if elapsed else "")
+    return failed
+
+
+def _rows(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFlags) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each line's index and output row, as they are finished."""
+    for index, line in enumerate(lines):
+        try:
+            _add(engine, str(index), line, flags)
+        except RequestError as error:
+            yield index, {"prompt": _prompt_of(line), "outputs": [], "error": str(error)}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            assert isinstance(output, RequestOutput)
+            if output.finished:
+                index = int(output.request_id)
+                yield index, _row(lines[index], output)
+
+
+def _add(engine: LLMEngine, request_id: str, line: str | dict[str, Any], flags: SamplingFlags) -> None:
+    parsed = _parse(line) if isinstance(line, str) else line
+    given = [key for key in PROMPT_KEYS if key in parsed]
+    if not given or ("messages" in given and len(given) > 1):
+        raise RequestError(f"a line needs one of {', '.join(PROMPT_KEYS)}; this one has {', '.join(given) or 'none'}.", "prompt")
+    params = flags.params({key: value for key, value in parsed.items() if key not in PROMPT_KEYS})
+    if "messages" in parsed:
+        engine.add_chat(request_id, parsed["messages"], params)
+    else:
+        engine.add_request(request_id, parse_prompt({key: parsed[key] for key in given}), params)
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"the line is no JSON: {error}", "prompt") from None
+    if not isinstance(parsed, dict):
+        raise RequestError(f"a line must be an object, not a {type(parsed).__name__}.", "prompt")
+    return parsed
+
+
+def _row(line: str | dict[str, Any], output: RequestOutput) -> dict[str, Any]:
+    outputs = [_output(one) for one in output.outputs]
+    return {"prompt": _prompt_of(line), "num_prompt_tokens": len(output.prompt_token_ids), "outputs": outputs, "error": output.error}
+
+
+def _output(one: CompletionOutput) -> dict[str, Any]:
+    row = {"text": one.text, "num_tokens": len(one.token_ids), "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+    if one.logprobs is not None:
+        row["token_ids"] = one.token_ids
+        row["logprobs"] = [{token: asdict(entry) for token, entry in entries.items()} for entries in one.logprobs]
+    return row
+
+
+def _prompt_of(line: str | dict[str, Any]) -> Any:
+    try:
+        parsed = _parse(line) if isinstance(line, str) else line
+    except RequestError:
+        return line
+    return next((parsed[key] for key in PROMPT_KEYS if key in parsed), line)
+
+
+def _read(path: Path) -> list[str | dict[str, Any]]:
+    """The prompts of a file: objects for a .txt file, still unparsed lines for a .jsonl file. Raises ConfigError."""
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ConfigError(f"option 'prompts': {str(path)!r} must end in .txt or .jsonl.")
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"option 'prompts': {str(path)!r} cannot be read: {error}") from error
+    return [{"prompt": line} for line in lines] if path.suffix == ".txt" else list(lines)
+
+
+def _open(path: Path) -> IO[str]:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"option 'out': {str(path)!r} cannot be written: {error}") from error

@@ -1,0 +1,163 @@
+"""`engine_command`: makes a command of a function that takes configs. Every option's flag is derived from where it is stated."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+import typer
+
+from toolkit_lm.cli import sampling
+from toolkit_lm.cli.prescan import flag_value
+from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.config import Option, VllmConfig, load_options, options_of, read_file
+from toolkit_lm.config.options import ENV_PREFIX
+from toolkit_lm.errors import PluginError
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins
+
+Section = type[msgspec.Struct]
+
+
+def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a Typer command of a function. What the function asks for by type is made from flags, environment and config file:
+
+    - `VllmConfig`: the whole config, with MODEL as an optional argument and a flag for each other option;
+    - any of `extra_sections` (frozen structs whose fields are stated with `option(...)`, of core or the plugin's own);
+    - `SamplingFlags`: the sampling parameters that are given;
+    - `Plugins`: the loaded plugins;
+    - `typer.Context`, and any parameter that Typer itself understands, as it is.
+
+    Precedence: flag, then TOOLKIT_LM_... variable, then the file of `--config`, then default.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(function, include_extras=True)
+        wanted = {name: hints[name] for name in inspect.signature(function).parameters}
+        sections = [kind for kind in wanted.values() if kind in extra_sections]
+        options = VllmConfig.options() + [o for kind in sections if kind not in _core_sections() for o in options_of(kind)]
+
+        def command(ctx: typer.Context, **values: Any) -> Any:
+            plugins: Plugins = ctx.obj
+            given = _given(ctx, options, values)
+            file = given.pop("config", None)
+            foreign = _foreign_names(plugins, file, {o.name for o in options})
+            merged = load_options(options, given, environ=os.environ, file=file, foreign=foreign)
+            config = VllmConfig.make(**{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged})
+            if config.plugins != plugins.config:
+                plugins = Plugins.load(config.plugins)
+            made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
+            made |= {kind: kind(**{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}) for kind in sections}
+            if SamplingFlags in wanted.values():
+                made[SamplingFlags] = sampling.parse_flags(_present(values, sampling.HELP))
+            return function(**{name: made[kind] if kind in made else values[name] for name, kind in wanted.items()})
+
+        parameters = list(_parameters(function, wanted, sections))
+        _disguise(command, function, parameters, [o.name for o in options])
+        return command
+
+    return decorate
+
+
+def _parameters(function: Callable[..., Any], wanted: Mapping[str, Any], sections: list[Section]) -> Iterator[inspect.Parameter]:
+    yield _parameter("ctx", typer.Context, inspect.Parameter.empty)
+    if VllmConfig in wanted.values():
+        model, *_ = options_of(_core_sections()[0])
+        yield _parameter("model", Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{model.help} Default: {model.default}.")])
+        sections = [*sections, *_core_sections()]
+    own = inspect.signature(function).parameters.values()
+    made = {VllmConfig, Plugins, typer.Context, SamplingFlags, *sections}
+    yield from (p.replace(annotation=wanted[p.name], kind=p.KEYWORD_ONLY) for p in own if wanted[p.name] not in made)
+    if SamplingFlags in wanted.values():
+        taken = {o.name for o in VllmConfig.options()} if VllmConfig in wanted.values() else set()
+        yield from (_sampling_flag(name) for name in sampling.HELP if name not in taken)
+    yield _parameter("config", Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of options.")])
+    for section in sections:
+        yield from (_flag(o, _title(section)) for o in options_of(section) if o.name != "model")
+
+
+def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flag(o: Option, panel: str) -> inspect.Parameter:
+    # The type is text for all but switches: `Option.convert` checks values, whichever source they come from.
+    default = "" if o.default in (None, "", [], {}) else f" Default: {('off', 'on')[o.default] if o.is_flag else o.default}."
+    if o.is_flag:
+        flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=o.help + default, rich_help_panel=panel)
+        return _parameter(o.name, Annotated[bool | None, flag])
+    flag = typer.Option(o.flag, metavar=_metavar(o), help=o.help + default, rich_help_panel=panel)
+    return _parameter(o.name, Annotated[list[str] | None if o.is_list or o.is_mapping else str | None, flag])
+
+
+def _sampling_flag(name: str) -> inspect.Parameter:
+    kind = get_type_hints(SamplingParams)[name]
+    names = set(get_args(kind)) or {kind}
+    metavar = "TEXT" if str in names or "str" in str(kind) else "NUMBER" if float in names else "INTEGER"
+    if bool in names:
+        metavar = "|".join(["true", "false", *(choice for one in names for choice in get_args(one))])
+    flag = f"--{name.replace('_', '-')}"
+    if kind is bool:
+        return _parameter(name, Annotated[bool | None, typer.Option(flag, help=sampling.HELP[name], rich_help_panel="Sampling")])
+    flag = typer.Option(flag, metavar=metavar, help=sampling.HELP[name], rich_help_panel="Sampling")
+    return _parameter(name, Annotated[list[str] | None if "list" in str(kind) else str | None, flag])
+
+
+def _metavar(o: Option) -> str:
+    if o.is_mapping:
+        return "NAME.KEY=VALUE"
+    if o.choices:
+        return "|".join(o.choices)
+    if o.is_list:
+        return "NAME"
+    return "INTEGER" if int in o.kinds else "NUMBER" if float in o.kinds else "TEXT"
+
+
+def _title(section: Section) -> str:
+    return re.sub("(Config|Options)$", "", section.__name__) or section.__name__
+
+
+def _core_sections() -> list[Section]:
+    factories = (field.default_factory for field in msgspec.structs.fields(VllmConfig))
+    return [kind for kind in factories if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+
+
+def _given(ctx: typer.Context, options: Iterable[Option], values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the command line says of options, after the command or before it."""
+    given = {}
+    for source in (ctx.find_root().params, values):
+        for o in options:
+            if o.name in _present(source, [o.name]):
+                value = source[o.name]
+                given[o.name] = flag_value(o, value) if isinstance(value, list | tuple) else value
+        given |= _present(source, ["config"])
+    return given
+
+
+def _present(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: values[name] for name in names if values.get(name) not in (None, [], ())}
+
+
+def _foreign_names(plugins: Plugins, file: str | None, known: set[str]) -> list[str]:
+    """Names of other commands' options. Their modules are imported only when file or environment holds a name that is not known."""
+    variables = {name[len(ENV_PREFIX) :].lower() for name in os.environ if name.startswith(ENV_PREFIX)}
+    if not (set(read_file(file) if file else ()) | variables) - known:
+        return []
+    names: list[str] = []
+    for command in plugins.commands:
+        # A command that cannot be imported is an error when it is invoked, not when another one is.
+        with contextlib.suppress(PluginError):
+            names += getattr(plugins.commands.load(command), "option_names", ())
+    return names
+
+
+def _disguise(command: Any, function: Callable[..., Any], parameters: list[inspect.Parameter], option_names: list[str]) -> None:
+    command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.option_names = tuple(option_names)

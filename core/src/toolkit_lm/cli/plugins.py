@@ -1,0 +1,89 @@
+"""`toolkit plugins`: which plugins there are, what each brings, whether it is sound, and how a new one begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from toolkit_lm.cli.options import engine_command
+from toolkit_lm.cli.plugin_check import check_plugin
+from toolkit_lm.cli.plugin_new import new_plugin
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.plugin import Entry, PluginInfo, Plugins, Registry
+
+app = typer.Typer(help="List, show, check and write plugins.", no_args_is_help=True, add_completion=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_COLORS = {"ok": "green", "broken": "red", "disabled": "dim"}
+
+
+@app.command("list")
+@engine_command(PluginsConfig)
+def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = False) -> None:
+    """List the plugins in load order, broken and disabled ones included."""
+    if json_output:
+        typer.echo(json.dumps([_row(plugins, info) for info in plugins.infos], indent=2))
+        return
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_column(overflow="fold")
+    for info in plugins.infos:
+        lines = [f"{info.distribution} {info.version}", info.file, ", ".join(info.hooks), info.error and f"error: {info.error}"]
+        table.add_row(info.name, f"[{_COLORS[info.status]}]{info.status}[/]", escape("\n".join(filter(None, lines))))
+    Console().print(table)
+
+
+@app.command("show")
+@engine_command(PluginsConfig)
+def show_plugin(
+    name: Annotated[str, typer.Argument(help="Name of the plugin.")], config: PluginsConfig, plugins: Plugins, json_output: AsJson = False
+) -> None:
+    """Show all that is known of one plugin: the entries that it registers, its options, and the traceback of its failure."""
+    row = _row(plugins, plugins.info(name))
+    if json_output:
+        typer.echo(json.dumps(row, indent=2))
+        return
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for key, value in row.items():
+        if value not in (None, [], {}):
+            table.add_row(key, escape(_text(value)))
+    Console().print(table)
+
+
+app.command("check")(check_plugin)
+app.command("new")(new_plugin)
+
+
+def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
+    row = dataclasses.asdict(info)
+    row["entries"] = {kind: entries for kind, registry in _registries(plugins) if (entries := _entries(registry, info))}
+    row["options"] = plugins.option_fields(info.name) if info.status == "ok" else {}
+    return row
+
+
+def _registries(plugins: Plugins) -> list[tuple[str, Registry[Any]]]:
+    return [(kind, registry) for kind, registry in vars(plugins).items() if isinstance(registry, Registry)]
+
+
+def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:
+    return {entry.key: entry.target + _replaces(entry) for entry in registry.entries() if entry.owner is plugin}
+
+
+def _replaces(entry: Entry) -> str:
+    return f" (in place of that of {entry.replaced.owner})" if entry.replaced else ""
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_text(one)}" for key, one in value.items())
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,90 @@
+"""A model on a server that speaks OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError, ToolkitError
+
+_TIMEOUT = httpx.Timeout(600, connect=10)
+
+
+class RemoteTalker:
+    """Asks a server, and reads its answer as server-sent events. `model`: None for the first one that it serves."""
+
+    def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT)
+        self._model = model or self._first_model()
+
+    def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
+        for choice in self._choices("/v1/chat/completions", {"messages": messages, **flags}):
+            yield choice.get("delta", {}).get("content") or ""
+
+    def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
+        for choice in self._choices("/v1/completions", {"prompt": prompt, **flags}):
+            yield choice.get("text") or ""
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _first_model(self) -> str:
+        try:
+            response = self._client.get(f"{self._url}/v1/models")
+            _check(response)
+            return str(response.json()["data"][0]["id"])
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ConfigError(f"option 'url': {self._url!r} is no address of a server: {error}") from error
+        except httpx.HTTPError as error:
+            raise ToolkitError(f"no answer from the server at {self._url}: {error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ToolkitError(f"what answers at {self._url} is no server of this kind: /v1/models gives no list of models.") from error
+
+    def _choices(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        body = {"model": self._model, "stream": True, **body}
+        try:
+            with self._client.stream("POST", self._url + path, json=body) as response:
+                if response.is_error:
+                    response.read()
+                _check(response)
+                for event in _events(response.iter_lines()):
+                    yield from event.get("choices", [])[:1]
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise ConfigError(f"option 'url': {self._url!r} is no address of a server: {error}") from error
+        except httpx.HTTPError as error:
+            raise ToolkitError(f"the server at {self._url} went away: {error}") from error
+
+
+def _check(response: httpx.Response) -> None:
+    if not response.is_error:
+        return
+    code = None
+    try:
+        reason, code = response.json()["error"]["message"], response.json()["error"].get("code")
+    except (ValueError, LookupError, TypeError):
+        reason = response.text[:500]
+    kind: type[ToolkitError] = RequestError if response.status_code in (400, 404, 422) else ToolkitError
+    if code == "context_length_exceeded":
+        kind = ContextLengthError
+    raise kind(f"the server refused the request ({response.status_code}): {reason}")
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a stream of server-sent events, up to "[DONE]"."""
+    for line in lines:
+        if not line.startswith("data:"):
+            continue
+        data = line[len("data:") :].strip()
+        if data == "[DONE]":
+            return
+        event = json.loads(data)
+        if "error" in event:
+            raise RequestError(f"the server failed on the request: {event['error'].get('message', event['error'])}")
+        yield event
+    raise ToolkitError("the server's answer broke off before its end.")

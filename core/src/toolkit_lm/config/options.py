@@ -1,0 +1,209 @@
+"""How an option is stated, and how its value is found: flag, then environment, then file, then default.
+
+An option is a field of a frozen `msgspec.Struct` section, annotated with `option(help, ...)`:
+
+    class CacheConfig(Struct, frozen=True):
+        block_size: Annotated[int, option("Tokens per KV cache block.", ge=1)] = 16
+
+Its flag (`--block-size`), environment variable (`TOOLKIT_LM_BLOCK_SIZE`), key in the YAML file (`block_size`) and Python keyword
+are derived from the field's name, so names are unique over all sections.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from toolkit_lm.errors import ConfigError, nearest
+
+ENV_PREFIX = "TOOLKIT_LM_"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What a field's `Annotated[...]` says of an option: help text and inclusive range."""
+
+    help: str
+    ge: float | None = None
+    le: float | None = None
+
+
+def option(help: str, *, ge: float | None = None, le: float | None = None) -> Statement:
+    """States an option: its help text, and the least and greatest allowed number."""
+    return Statement(help, ge, le)
+
+
+class Option(NamedTuple):
+    """One option as stated in a section."""
+
+    name: str
+    type: Any
+    """The annotated type; `msgspec.convert(value, option.type, strict=False)` checks a value."""
+    default: Any
+    statement: Statement
+
+    @property
+    def help(self) -> str:
+        return self.statement.help
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed values of a `Literal` option, else ()."""
+        bare = get_args(self.type)[0]
+        return get_args(bare) if str(get_origin(bare)) == "typing.Literal" else ()
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The types that a value may have: (int, NoneType) for `int | None`."""
+        bare = get_args(self.type)[0]
+        return get_args(bare) if get_origin(bare) is types.UnionType or str(get_origin(bare)) == "typing.Union" else (bare,)
+
+    @property
+    def is_flag(self) -> bool:
+        """True for a switch: its flag takes no value, and has a form with --no-."""
+        return bool in self.kinds and {*self.kinds} <= {bool, types.NoneType}
+
+    @property
+    def is_list(self) -> bool:
+        """True where a flag may be given several times."""
+        return any(get_origin(arm) is list for arm in self.kinds)
+
+    @property
+    def is_mapping(self) -> bool:
+        """True for an option of the form NAME.KEY=VALUE, whose flag may be given several times."""
+        return get_origin(get_args(self.type)[0]) is dict
+
+    def convert(self, value: Any, source: str) -> Any:
+        """`value` as this option's type. `source` is named in the error (ConfigError)."""
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool) and self.kinds in ((str,), (str, types.NoneType)):
+                # YAML and Python make a number of what a flag gives as text ("0.5").
+                value = str(value)
+            if isinstance(value, str) or (self.is_mapping and isinstance(value, list)):
+                value = self._from_text(value)
+            value = msgspec.convert(value, self.type, strict=False)
+        except (msgspec.ValidationError, ValueError) as error:
+            reason = nearest(str(value), self.choices) if self.choices else "It is true or false." if self.is_flag else f"{error}."
+            raise ConfigError(f"{source}: {value!r} is no value for {self.name!r} ({self.help}) {reason}") from None
+        low, high = self.statement.ge, self.statement.le
+        # Written so that NaN, which is never in a range, is refused.
+        if value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
+            raise ConfigError(f"{source}: {self.name!r} must be {_range(low, high)}, not {value!r} ({self.help})")
+        return value
+
+    def _from_text(self, value: str | list[str]) -> Any:
+        # Flags and the environment carry text only: a list is comma-separated, and "none" is None where None is allowed.
+        if self.is_mapping:
+            # A comma ends an item only where another one begins: values may hold commas themselves.
+            return _nested(re.split(r",(?=\s*[^.=,\s]+\.[^=,\s]+=)", value) if isinstance(value, str) else value)
+        assert isinstance(value, str)
+        if types.NoneType in self.kinds and value.lower() == "none":
+            return None
+        if self.is_list:
+            return [item.strip() for item in value.split(",") if item.strip()]
+        for arm in self.kinds:
+            if arm in (int, float, bool):
+                try:
+                    return msgspec.convert(value, arm, strict=False)
+                except msgspec.ValidationError:
+                    continue
+        return value
+
+
+def _range(low: float | None, high: float | None) -> str:
+    if low is not None and high is not None:
+        return f"between {low} and {high}"
+    return f"at least {low}" if low is not None else f"at most {high}"
+
+
+def _nested(items: list[str]) -> dict[str, dict[str, str]]:
+    """["a.b=c"] -> {"a": {"b": "c"}}."""
+    nested: dict[str, dict[str, str]] = {}
+    for item in items:
+        match = re.fullmatch(r"\s*([^.=\s]+)\.([^=\s]+)=(.*)", item, re.DOTALL)
+        if match is None:
+            raise ValueError(f"write NAME.KEY=VALUE, not {item!r}")
+        name, key, value = match.groups()
+        nested.setdefault(name, {})[key.replace("-", "_")] = value
+    return nested
+
+
+def options_of(section: type[msgspec.Struct]) -> list[Option]:
+    """The options that a section states, in order. Fields without `option(...)` are derived values, not options."""
+    hints = get_type_hints(section, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(section):
+        hint = hints[field.name]
+        if get_origin(hint) is not Annotated:
+            continue
+        (statement,) = (m for m in get_args(hint)[1:] if isinstance(m, Statement))
+        default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        found.append(Option(field.name, hint, default, statement))
+    return found
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Reads a YAML file of options: one mapping, keys with dashes or underscores. Raises ConfigError."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {str(path)!r} must hold a mapping of option names to values, not a {type(data).__name__}.")
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+def load_options(
+    options: Sequence[Option],
+    given: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: str | Path | None = None,
+    foreign: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Merges the sources of options: `given` (flags or keywords) over `environ` over `file`; defaults are left to the sections.
+
+    `foreign` names options of other commands, which a shared file or environment may also hold. Raises ConfigError for an unknown
+    key in `given` or `file`. An unknown `TOOLKIT_LM_*` variable may be another program's: it is a warning where it looks like a slip.
+    """
+    known = {o.name: o for o in options}
+    merged: dict[str, Any] = {}
+    for key, value in (read_file(file) if file is not None else {}).items():
+        if key in known:
+            merged[key] = known[key].convert(value, f"config file {str(file)!r}")
+        elif key not in foreign:
+            raise ConfigError(f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}")
+    for variable, text in (environ or {}).items():
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        key = re.sub(f"^{ENV_PREFIX}", "", variable).lower()
+        if key in known:
+            merged[key] = known[key].convert(text, f"environment variable {variable}")
+        elif key not in foreign and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
+            # Without a similar name it is somebody else's: another command's, or another program's.
+            warnings.warn(f"environment variable {variable} sets no option. Did you mean {known[similar[0]].env}?", stacklevel=3)
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"unknown option {key!r}. {nearest(key, known)}")
+        merged[key] = known[key].convert(value, f"option {key!r}")
+    return merged

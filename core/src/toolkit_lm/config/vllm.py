@@ -1,0 +1,313 @@
+"""VllmConfig: one frozen object for a whole engine, in sections. Importing it needs no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from toolkit_lm.config.memory import parse_memory
+from toolkit_lm.config.options import Option, option, options_of
+from toolkit_lm.errors import ConfigError, nearest
+
+
+class ModelConfig(Struct, frozen=True, kw_only=True):
+    """Which model, and how long and in what precision it runs."""
+
+    model: Annotated[str, option("A folder in Hugging Face layout, a hub id, or a name that a plugin registers ('tiny').")] = "tiny"
+    revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
+    served_model_name: Annotated[str | None, option("Name of the model in the HTTP API. Default: MODEL as given.")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
+    ] = "auto"
+    max_model_len: Annotated[int | None, option("Most tokens of prompt plus output. Default: the checkpoint's.", ge=1)] = None
+    seed: Annotated[int | None, option("Seed of requests that bring none. Default: fresh randomness for each.", ge=0, le=2**63 - 1)] = None
+    trust_remote_code: Annotated[bool, option("Allow code that a checkpoint brings along to run.")] = False
+    runner: Annotated[
+        Literal["auto", "generate", "pooling", "draft"], option("What the engine is for. auto: what the checkpoint's architecture says.")
+    ] = "auto"
+    convert: Annotated[
+        str, option("Pooling adapter that makes the model fit the runner: none, embed, classify, or a plugin's. auto: what it needs.")
+    ] = "auto"
+    also: Annotated[list[str], option("Convert types that a generating engine serves beside generation: embed.")] = field(
+        default_factory=list
+    )
+    model_impl: Annotated[
+        str,
+        option(
+            "Model implementation. auto: the class registered for the architecture, else a fallback; or a fallback's name, such as "
+            "'transformers'."
+        ),
+    ] = "auto"
+
+
+class LoadConfig(Struct, frozen=True, kw_only=True):
+    """Where weights come from."""
+
+    load_format: Annotated[
+        Literal["safetensors", "dummy"], option("safetensors: the checkpoint's files. dummy: random weights, for measurements.")
+    ] = "safetensors"
+
+
+class CacheConfig(Struct, frozen=True, kw_only=True):
+    """The paged KV cache."""
+
+    block_size: Annotated[int, option("Tokens per KV cache block.", ge=1, le=1024)] = 16
+    kv_cache_memory: Annotated[
+        str,
+        option("Memory of the KV cache: bytes ('2GiB') or a fraction of what is free ('0.5'). auto: what the device can spare."),
+    ] = "auto"
+    num_kv_blocks: Annotated[int | None, option("Blocks of the KV cache, instead of an amount of memory.", ge=1)] = None
+    enable_prefix_caching: Annotated[
+        bool | None, option("Keep keys and values for later requests that begin alike. Default: where text is generated.")
+    ] = None
+    swap_memory: Annotated[
+        str | None,
+        option("Host memory that preempted requests are swapped to: bytes ('4GiB') or a fraction of the free. Default: none."),
+    ] = None
+
+    def __post_init__(self) -> None:
+        amounts = {"kv_cache_memory": self.kv_cache_memory, "swap_memory": self.swap_memory}
+        for name, text in amounts.items():
+            if text is not None and (name, text) != ("kv_cache_memory", "auto"):
+                try:
+                    parse_memory(text)
+                except ConfigError as error:
+                    raise ConfigError(f"option {name!r}: {error}") from None
+
+
+class SchedulerConfig(Struct, frozen=True, kw_only=True):
+    """How requests are batched. Prompts longer than what is left of a step's budget are computed in chunks."""
+
+    max_num_seqs: Annotated[int, option("Most sequences in one step.", ge=1, le=65536)] = 256
+    max_num_batched_tokens: Annotated[
+        int | None, option("Token budget of one step, over all sequences. Default: 2048; for whole prompts 8192, in float32 4096.", ge=1)
+    ] = None
+    enable_chunked_prefill: Annotated[
+        bool | None, option("Compute long prompts in several steps. Default: where text is generated, or max_model_len asks for it.")
+    ] = None
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], option("Order of admission. priority: the request's number, smaller first; then arrival.")
+    ] = "fcfs"
+    preemption_mode: Annotated[
+        Literal["auto", "recompute", "swap"],
+        option("What becomes of a request that must give way: computed again, or swapped to --swap-memory. auto: what costs less."),
+    ] = "auto"
+
+    @property
+    def token_budget(self) -> int:
+        """`max_num_batched_tokens`, or its default where prompts are cut into chunks: larger ones hold up who waits for a next token."""
+        return 2048 if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+
+class EngineConfig(Struct, frozen=True, kw_only=True):
+    """How the engine's loop runs, and how it is watched."""
+
+    engine_process: Annotated[
+        bool | None, option("Run the engine in a process of its own. Default: AsyncLLM and the server do, LLM does not.")
+    ] = None
+    overlap: Annotated[
+        bool | None, option("Plan a step while the one before is computed. Results are equal. Default: no, a CPU gains nothing.")
+    ] = None
+    start_timeout: Annotated[float, option("Seconds that an engine process gets to load and warm up.", ge=0.1)] = 1800.0
+    step_timeout: Annotated[float, option("Seconds without progress after which the engine counts as stalled.", ge=0.1)] = 120.0
+    restart_engine: Annotated[int, option("How many times a dead engine process is started anew.", ge=0)] = 0
+
+
+class ParallelConfig(Struct, frozen=True, kw_only=True):
+    """Ranks. tensor x pipeline parallel size = number of workers, one per device."""
+
+    tensor_parallel_size: Annotated[int, option("Ranks that share each layer.", ge=1)] = 1
+    pipeline_parallel_size: Annotated[int, option("Ranks that own a slice of the layers each.", ge=1)] = 1
+    rank: int = 0
+    """Global rank of the worker that holds this config; derived, not an option."""
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        return self.rank % self.tensor_parallel_size
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        return self.rank // self.tensor_parallel_size
+
+
+class DeviceConfig(Struct, frozen=True, kw_only=True):
+    """Where the model runs."""
+
+    device: Annotated[str, option("Torch device: cpu, cuda, cuda:1, ... auto: cuda where there is one, else cpu.")] = "auto"
+
+
+class AttentionConfig(Struct, frozen=True, kw_only=True):
+    """Which attention backend runs the layers."""
+
+    attention_backend: Annotated[str, option("Attention backend by name. auto: for each layer the best that can run it.")] = "auto"
+
+
+class RendererConfig(Struct, frozen=True, kw_only=True):
+    """How input becomes tokens, and tokens become text."""
+
+    renderer: Annotated[str, option("Renderer by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
+    tokenizer: Annotated[str | None, option("Folder of the tokenizer. Default: the model's.")] = None
+    chat_template: Annotated[str | None, option("Jinja chat template, or the path of a file with one. Default: the checkpoint's.")] = None
+
+
+class PoolerConfig(Struct, frozen=True, kw_only=True):
+    """How a pooling model's vectors and scores are made. What is not given is as the checkpoint says, else as the model class does."""
+
+    pooling_type: Annotated[
+        Literal["auto", "CLS", "LAST", "MEAN", "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN", "ALL", "STEP"],
+        option("Pooling method: how the tokens' vectors become one; ALL and STEP, of reward models, give one for each token or step."),
+    ] = "auto"
+    normalize: Annotated[bool | None, option("Embeddings have length 1 (L2). A request may say otherwise.")] = None
+    use_activation: Annotated[
+        bool | None, option("Classes and scores go through sigmoid or softmax; off: logits. A request may say otherwise.")
+    ] = None
+    step_tag_id: Annotated[int | None, option("Token that ends a step of a solution, for process reward models.", ge=0)] = None
+    returned_token_ids: Annotated[list[int] | None, option("Which of a reward model's logits are returned.")] = None
+    classifier_method: Annotated[
+        Literal["auto", "from_2_way_softmax", "no_post_processing"],
+        option(
+            "How a checkpoint without a trained classifier gets one, of its language-modeling head: the difference of two tokens' rows, "
+            "or rows as they are. auto: as the architecture's known reranker does."
+        ),
+    ] = "auto"
+    classifier_tokens: Annotated[
+        list[str] | None, option("Words, one token each, whose rows of the head classifier_method takes; of two, the first is 'no'.")
+    ] = None
+    score_template: Annotated[
+        str | None, option("How rerankers read a query and a document: a score template's name, or a file. Default: the known reranker's.")
+    ] = None
+    logit_mean: Annotated[float | None, option("Is subtracted from logits.")] = None
+    logit_sigma: Annotated[float | None, option("Divides logits, after logit_mean.")] = None
+
+    def __post_init__(self) -> None:
+        if self.logit_sigma is not None and not self.logit_sigma > 0:
+            raise ConfigError(f"option 'logit_sigma' must be more than 0, not {self.logit_sigma}.")
+
+
+class LimitsConfig(Struct, frozen=True, kw_only=True):
+    """Bounds on what a client may ask for."""
+
+    max_n: Annotated[int, option("Most sequences per request (n).", ge=1)] = 128
+    max_logprobs: Annotated[int, option("Most alternatives per token in logprobs.", ge=0)] = 20
+    max_queued_requests: Annotated[
+        int | None, option("Most requests that wait for a place in the batch; more are refused. Holds for AsyncLLM and the server.", ge=0)
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int | None, option("Most prompt tokens of the requests that wait. Holds for AsyncLLM and the server. Default: no bound.", ge=0)
+    ] = None
+
+
+class PluginsConfig(Struct, frozen=True, kw_only=True):
+    """Which plugins are loaded, and with what options."""
+
+    plugins: Annotated[list[str] | None, option("Load only these plugins; one that fails is fatal. Default: all installed.")] = None
+    disable_plugins: Annotated[list[str], option("Plugins not to load.")] = field(default_factory=list)
+    plugin_option: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag; a mapping in the file.")] = (
+        field(default_factory=dict)
+    )
+
+
+class Checkpoint(Struct, frozen=True, kw_only=True):
+    """What was read from a checkpoint folder; derived, not options."""
+
+    path: str
+    architecture: str
+    """The model class's key in the registry: the entry of config.json's `architectures` that has a class, or a fallback's name."""
+    hf_config: dict[str, Any]
+    """config.json; for a multimodal checkpoint the whole of it."""
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmConfig(Struct, frozen=True, kw_only=True):
+    """The configuration of one engine. `VllmConfig.make(model=..., block_size=...)` makes one from flat option names."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    load: LoadConfig = field(default_factory=LoadConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    renderer: RendererConfig = field(default_factory=RendererConfig)
+    pooler: PoolerConfig = field(default_factory=PoolerConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
+    checkpoint: Checkpoint | None = None
+    """Set by `resolve`; None before."""
+
+    @classmethod
+    def options(cls) -> list[Option]:
+        """Every option of every section, in order."""
+        return [o for section in cls._sections().values() for o in options_of(section)]
+
+    @classmethod
+    def make(cls, **options: Any) -> VllmConfig:
+        """A config from flat option names, checked. Raises ConfigError for an unknown name or a wrong value."""
+        return cls().replace(**options)
+
+    @classmethod
+    def default(cls, hf_config: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
+        """A resolved config for unit tests of single components: cpu, float32, and `hf_config` as the checkpoint's config.json."""
+        options = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "attention_backend": "auto", **options}
+        hf_config = hf_config or {}
+        architecture = (hf_config.get("architectures") or ["none"])[0]
+        return cls.make(**options).with_checkpoint(Checkpoint(path="", architecture=architecture, hf_config=hf_config))
+
+    def replace(self, **options: Any) -> VllmConfig:
+        """A copy with some options changed, by flat option name and checked. Raises ConfigError."""
+        known = {o.name: (name, o) for name, section in self._sections().items() for o in options_of(section)}
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}. {nearest(name, known)}")
+            section_name, one = known[name]
+            changed.setdefault(section_name, {})[name] = one.convert(value, f"option {name!r}")
+        sections = {name: msgspec.structs.replace(getattr(self, name), **values) for name, values in changed.items()}
+        return msgspec.structs.replace(self, **sections)
+
+    def with_rank(self, rank: int) -> VllmConfig:
+        """The copy of this config that the worker of `rank` holds."""
+        return msgspec.structs.replace(self, parallel=msgspec.structs.replace(self.parallel, rank=rank))
+
+    def with_checkpoint(self, checkpoint: Checkpoint) -> VllmConfig:
+        """The copy of this config that belongs to a checkpoint."""
+        return msgspec.structs.replace(self, checkpoint=checkpoint)
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """The checkpoint's config.json. The config must be resolved."""
+        assert self.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+        return self.checkpoint.hf_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt plus output. The config must be resolved."""
+        assert self.model.max_model_len is not None, "the config is not resolved: max_model_len is unset"
+        return self.model.max_model_len
+
+    @property
+    def served_model_name(self) -> str:
+        return self.model.served_model_name or self.model.model
+
+    @staticmethod
+    def _sections() -> dict[str, type[Struct]]:
+        return _SECTIONS
+
+
+_SECTIONS: dict[str, type[Struct]] = {
+    "model": ModelConfig,
+    "load": LoadConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+    "engine": EngineConfig,
+    "parallel": ParallelConfig,
+    "device": DeviceConfig,
+    "attention": AttentionConfig,
+    "renderer": RendererConfig,
+    "pooler": PoolerConfig,
+    "limits": LimitsConfig,
+    "plugins": PluginsConfig,
+}

@@ -1,0 +1,248 @@
+"""AsyncLLM: many requests at once from event loops, over an engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any, TypeVar, Unpack
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.config.tasks import PoolingTask, Task
+from toolkit_lm.engine.engine_thread import EngineThread
+from toolkit_lm.engine.health import Health
+from toolkit_lm.engine.listener import Batch, Listener, Stream
+from toolkit_lm.engine.llm_engine import LLMEngine, PreparedRequest, RequestOptions
+from toolkit_lm.engine.pooling_batch import all_prepared, listed, params_of_each, prepare_each
+from toolkit_lm.errors import RequestError
+from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.prompts import Conversation, Prompt, TextPair
+from toolkit_lm.renderer import Renderer
+
+AnyListener = TypeVar("AnyListener", bound=Listener)
+
+
+class AsyncLLM:
+    """An engine for servers and apps with an event loop.
+
+        async with AsyncLLM(VllmConfig.make(model="tiny")) as llm:
+            async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+                ...
+
+    The engine runs in a process of its own, unless `engine_process` is False; one that was not closed ends with this process. Its methods
+    may be called from any event loop, of any thread.
+    """
+
+    def __init__(self, config: VllmConfig, *, plugins: Plugins | Sequence[object] = (), wait: bool = True) -> None:
+        """Starts an engine and waits until it is ready. Raises what keeps it from starting: ToolkitError.
+
+        `wait=False` returns while an engine process loads: `wait_ready` waits for it, and so do requests. With `engine_process` False the
+        model is loaded here, in the calling thread, and held until `shutdown` or `close`.
+        """
+        if config.engine.engine_process is None:
+            config = config.replace(engine_process=True)
+        self.engine = LLMEngine(config, plugins=plugins, wait=False)
+        self.plugins = self.engine.plugins
+        self._ids = count()
+        self._thread = EngineThread(self.engine)
+        weakref.finalize(self, self._thread.stop)
+        if wait:
+            try:
+                self._thread.ready.result()
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def config(self) -> VllmConfig:
+        """The resolved config; its device is settled when the engine is ready."""
+        return self.engine.config
+
+    @property
+    def renderer(self) -> Renderer:
+        return self.engine.renderer
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the engine died, or did not start; None while it lives."""
+        return self._thread.error
+
+    @property
+    def num_restarts(self) -> int:
+        """How many times a dead engine process was started anew."""
+        return self._thread.num_restarts
+
+    def health(self) -> Health:
+        """How the engine is. It never waits, and may be called from any thread."""
+        return self._thread.health()
+
+    async def wait_ready(self) -> None:
+        """Waits until the engine has loaded and warmed up. Raises what kept it from starting: ToolkitError, with the root cause."""
+        await asyncio.shield(asyncio.wrap_future(self._thread.ready))
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs as they come: whole texts, not deltas; a text only grows. A caller that is slow gets merged states.
+
+        Closing the iterator aborts the request. Raises RequestError before the first output, QueueFullError among them; EngineDeadError
+        when the engine dies.
+        """
+        return self._stream(lambda rid: self.engine.prepare(rid, prompt, params, **options), request_id)
+
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        options: RequestOptions | None = None,
+        **render_options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """As `generate`, for a conversation; `render_options` are Renderer.render_conversation's."""
+        return self._stream(lambda rid: self.engine.prepare_chat(rid, messages, params, options, **render_options), request_id)
+
+    async def encode(
+        self,
+        prompt: Prompt | TextPair,
+        params: PoolingParams | None = None,
+        *,
+        task: PoolingTask | None = None,
+        request_id: str | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> PoolingRequestOutput:
+        """One pooling task on a prompt or a pair of texts; the arguments are those of `LLMEngine.prepare_pooling`.
+
+        `task` stands in for params that say nothing else. Cancelling it aborts the request. Raises RequestError, QueueFullError among
+        them, and EngineDeadError.
+        """
+        [output] = await self.encode_many(
+            [prompt],
+            params,
+            task=task,
+            request_ids=None if request_id is None else [request_id],
+            prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            instruction=instruction,
+            **options,
+        )
+        return output
+
+    async def encode_many(
+        self,
+        prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        task: PoolingTask | None = None,
+        request_ids: Sequence[str] | None = None,
+        names: Sequence[str] | None = None,
+        prompt_name: str | Sequence[str | None] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[PoolingRequestOutput]:
+        """As `encode`, for many prompts at once, which reach the engine before its next step: cheaper than so many calls of `encode`.
+
+        `params` is for all of them, or one for each.
+
+        A bad prompt is an error for all of them, before any is computed; it is called by its name of `names`, or its number. One that
+        fails later has its error in its output. In `max_queued_requests` they count as one request. Cancelling it aborts them all.
+        """
+        many = listed(prompts)
+        ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
+        called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
+
+        def prepare() -> list[PreparedRequest]:
+            prepared = prepare_each(
+                self.engine,
+                ids,
+                many,
+                params_of_each(self.engine, params, task, len(many)),
+                prompt_name=prompt_name,
+                truncate_prompt_tokens=truncate_prompt_tokens,
+                instruction=instruction,
+                options=options,
+            )
+            # Sequences of equal length that meet in a step are computed together.
+            return sorted(all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids))
+
+        if not ids:
+            return []
+        async with self._served(ids, prepare, Batch(len(ids))) as batch:
+            results = await batch.results()
+        found = {output.request_id: output for output in results}
+        return [found[request_id] for request_id in ids]
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the model serves, once the engine is ready."""
+        return self.engine.tasks
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request; its iterator gets a last output with finish_reason "abort". Unknown ids are no error."""
+        self._thread.abort(request_id)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets what is cached of prompts that were seen before. Requests under way go on. Raises EngineDeadError."""
+        if not self._thread.put(self.engine.reset_prefix_cache):
+            raise self._thread.why()
+
+    async def shutdown(self) -> None:
+        """Ends the engine and releases its memory; requests under way end with EngineDeadError. Safe to call twice."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """As `shutdown`, for callers without an event loop."""
+        self._thread.stop()
+        self._thread.join()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()
+
+    async def _stream(self, prepare: Callable[[str], PreparedRequest], request_id: str | None) -> AsyncGenerator[Any, None]:
+        name = request_id if request_id is not None else self._new_id()
+        async with self._served([name], lambda: [prepare(name)], Stream()) as stream:
+            while True:
+                output = await stream.next()
+                yield output
+                if output.finished:
+                    return
+
+    @asynccontextmanager
+    async def _served(
+        self, request_ids: list[str], prepare: Callable[[], list[PreparedRequest]], listener: AnyListener
+    ) -> AsyncIterator[AnyListener]:
+        """Has the engine work on requests, until the end of the block."""
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
+        if not self._thread.register(request_ids, listener):
+            raise self._thread.why()
+        try:
+            await self._until_ready()
+            # Rendering and tokenizing may take long: not on the event loop.
+            prepared = await asyncio.to_thread(prepare)
+            self._thread.submit(prepared, listener)
+            yield listener
+        finally:
+            self._thread.forget(request_ids, listener)
+
+    def _new_id(self) -> str:
+        return f"async-{next(self._ids)}"
+
+    async def _until_ready(self) -> None:
+        try:
+            await self.wait_ready()
+        except Exception:
+            raise self._thread.why() from self.error

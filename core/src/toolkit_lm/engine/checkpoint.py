@@ -1,0 +1,183 @@
+"""Finds a checkpoint's folder, reads its JSON files, and chooses the model class."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from toolkit_lm.config import Checkpoint, ModelConfig, VllmConfig
+from toolkit_lm.config.tasks import CONVERTIBLE_SUFFIXES, default_runner
+from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError, nearest
+from toolkit_lm.plugin import Plugins, PluginWarning
+
+_POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def find_folder(config: ModelConfig, plugins: Plugins) -> Path:
+    """The folder of MODEL: a name that a plugin registers, a local folder, or a hub id. Raises CheckpointError."""
+    model = config.model
+    if model in plugins.checkpoints:
+        return Path(plugins.checkpoints.path(model))
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(
+            f"model {model!r} is a file; it must be a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json)."
+        )
+    if _HUB_ID.fullmatch(model):
+        return _download(config)
+    raise CheckpointError(
+        f"model {model!r} is no folder, no hub id of the form owner/name, and no name that a plugin registers. "
+        f"{nearest(model, plugins.checkpoints.keys())}"
+    )
+
+
+def _download(config: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "artifact.metadata"]
+    if config.trust_remote_code:
+        patterns.append("*.py")
+    try:
+        return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
+    except Exception as error:
+        raise CheckpointError(
+            f"model {config.model!r} is no local folder, and could not be had from the hub: {type(error).__name__}: {error}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object. Raises CheckpointError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}: it is no checkpoint in Hugging Face layout.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(data).__name__}.")
+    return data
+
+
+def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
+    """What the checkpoint's folder says of the model. Raises CheckpointError, naming the file or the architecture."""
+    folder = find_folder(config.model, plugins)
+    hf_config = read_json(folder / "config.json")
+    _check_config(hf_config, folder / "config.json")
+    generation = folder / "generation_config.json"
+    checkpoint = Checkpoint(
+        path=str(folder),
+        architecture=_architectures(hf_config, folder)[0],
+        hf_config=hf_config,
+        generation_config=read_json(generation) if generation.exists() else {},
+    )
+    key, _ = choose_model(config.with_checkpoint(checkpoint), plugins)
+    if config.model.model_impl == "auto" and plugins.models.get(key).is_fallback:
+        warnings.warn(
+            f"no installed plugin has the architecture {checkpoint.architecture!r} of {str(folder)!r}: the fallback {key!r} runs it. "
+            f"`--model-impl {key}` silences this.",
+            PluginWarning,
+            stacklevel=2,
+        )
+    return msgspec.structs.replace(checkpoint, architecture=key)
+
+
+_SIZES = (
+    "vocab_size",
+    "max_position_embeddings",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+)
+"""Keys of config.json that, where they are given, are counts."""
+
+
+def _check_config(hf_config: dict[str, Any], path: Path) -> None:
+    """What would otherwise fail deep inside a model class."""
+    for key in _SIZES:
+        value = hf_config.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise CheckpointError(f"{str(path)!r}: {key} must be an integer of at least 1, not {value!r}.")
+    if quantization := hf_config.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise UnsupportedError(
+            f"{str(path)!r}: the weights are quantized ({method!r}), and no installed plugin can run that. Able: float weights."
+        )
+
+
+def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
+    """The key of the model class in the registry, and each candidate with the reason it was refused (None: able).
+
+    Raises ConfigError (no such fallback), UnsupportedError (the fallback that was asked for refuses) and CheckpointError (nothing
+    runs the architecture).
+    """
+    assert config.checkpoint is not None
+    checkpoint, wanted = config.checkpoint, config.model.model_impl
+    architectures = _architectures(checkpoint.hf_config, Path(checkpoint.path))
+    registered = [name for name in architectures if name in plugins.models.architectures()]
+    if wanted != "auto":
+        refusal = _ask(wanted, config, plugins)
+        if refusal is not None:
+            able = f" Able: {registered[0]} (--model-impl auto)." if registered else ""
+            raise UnsupportedError(
+                f"model implementation {wanted!r} cannot run {architectures[0]!r} of {checkpoint.path!r}: {refusal}.{able}"
+            )
+        return wanted, [(wanted, None), *((name, None) for name in registered)]
+    if not registered:
+        registered = [sibling for name in architectures if (sibling := _to_convert(name, plugins)) is not None]
+    if registered:
+        return registered[0], [(registered[0], None)]
+    candidates: list[tuple[str, str | None]] = [(architectures[0], "no installed plugin registers it")]
+    for name in plugins.models.fallbacks():
+        try:
+            candidates.append((name, _ask(name, config, plugins)))
+        except PluginError as error:
+            # Nobody asked for it by name: it is passed over, and said to be.
+            candidates.append((name, str(error)))
+        if candidates[-1][1] is None:
+            return name, candidates
+    raise _nothing_runs(architectures[0], checkpoint.path, candidates[1:], plugins)
+
+
+def _to_convert(architecture: str, plugins: Plugins) -> str | None:
+    """The language model of which a pooling adapter can make `architecture`: for LlamaForSequenceClassification, LlamaForCausalLM."""
+    if default_runner(architecture)[0] != "pooling":
+        return None
+    stem = _POOLING_SUFFIX.sub("", architecture)
+    return next((f"{stem}{suffix}" for suffix in CONVERTIBLE_SUFFIXES if f"{stem}{suffix}" in plugins.models.architectures()), None)
+
+
+def _ask(fallback: str, config: VllmConfig, plugins: Plugins) -> str | None:
+    """Why a fallback refuses the checkpoint; None when it can run it. Raises ConfigError when there is no such fallback."""
+    if fallback not in plugins.models.fallbacks():
+        raise ConfigError(f"no model implementation {fallback!r} is registered. {nearest(fallback, ['auto', *plugins.models.fallbacks()])}")
+    refusal: str | None = plugins.models.load(fallback).refuses(config)
+    return refusal
+
+
+def _architectures(hf_config: dict[str, Any], folder: Path) -> list[str]:
+    architectures = hf_config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
+        raise CheckpointError(f"{str(folder / 'config.json')!r} names no model class: 'architectures' is {architectures!r}.")
+    return architectures
+
+
+def _nothing_runs(name: str, path: str, fallbacks: list[tuple[str, str | None]], plugins: Plugins) -> CheckpointError:
+    absent = [f"{info.name} ({info.status})" for info in plugins.infos if info.status != "ok"]
+    hint = f" Plugins that are not in use, and might have it: {', '.join(absent)} (see `toolkit plugins list`)." if absent else ""
+    refused = "".join(f" The fallback {fallback!r} cannot run it: {refusal}." for fallback, refusal in fallbacks)
+    # There may be many: where none is near, it is said where they are listed.
+    near = nearest(name, plugins.models.architectures(), otherwise="`toolkit plugins show PLUGIN` lists a plugin's architectures.")
+    return CheckpointError(
+        f"no installed plugin has the architecture {name!r} of {path!r}.{refused} {near}{hint} "
+        "Install a distribution that registers it (toolkit-lm-...), or write one: docs/hooks/toolkit_register_models.md."
+    )

@@ -1,0 +1,78 @@
+"""The engine client contract: how a front, which knows texts, reaches an engine, which knows tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules
+from toolkit_lm.params import FinishReason
+
+
+class EngineInfo(Struct, frozen=True, kw_only=True):
+    """What a front learns of an engine that is ready."""
+
+    config: VllmConfig
+    """With nothing left open: the device, too, is settled."""
+    kv_cache: KVCacheConfig
+    pooling: dict[PoolingTask, PoolingRules]
+    """The pooling tasks that it serves."""
+
+
+class EngineClient(ABC):
+    """One engine, in this process or in another. Used from one thread at a time, but for `phase`, `wake` and `dump_stacks`.
+
+    `add` and `finish` never wait for the engine. Every method but `finish` and `shutdown` raises EngineDeadError once the engine has died.
+    """
+
+    phase: str = ""
+    """What the engine does before it is ready."""
+
+    @abstractmethod
+    def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
+        """Waits until the engine has loaded and warmed up. None when a `wake` or `timeout` seconds came first.
+
+        Raises what kept it from starting: ToolkitError, with the root cause.
+        """
+
+    @property
+    @abstractmethod
+    def progress_time(self) -> float:
+        """time.monotonic() of the engine's last sign of life: a step's end, an answer."""
+
+    @abstractmethod
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        """Queues requests, which the front has checked, before the next step: all of them, or none where it raises RequestError."""
+
+    @abstractmethod
+    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
+        """Ends a request, or one of its sequences, from outside. Unknown or ended ones are no error. No output follows."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes that no running request uses."""
+
+    @abstractmethod
+    def step(self, timeout: float | None = None) -> EngineOutputs:
+        """In this process: computes a step, if there is work. Else waits for what comes, a `wake`, or `timeout` seconds."""
+
+    @abstractmethod
+    def news(self) -> EngineOutputs:
+        """What has come without waiting or computing: events, outputs of steps that are over."""
+
+    @abstractmethod
+    def wake(self) -> None:
+        """Lets a `step` or `wait_ready` that waits return, or else the next one. From any thread, and from a finalizer."""
+
+    @abstractmethod
+    def dump_stacks(self) -> None:
+        """Writes what each of the engine's threads is doing to its standard error. From any thread."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the engine and releases what it holds. Safe to call twice."""

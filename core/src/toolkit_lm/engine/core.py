@@ -1,0 +1,217 @@
+"""EngineCore: the loop. Tokens in, tokens out."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import NamedTuple
+
+from toolkit_lm.attention import KVCacheConfig, block_bytes, group_layers
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.memory import host_bytes, kv_cache_bytes
+from toolkit_lm.errors import CapacityError, EngineDeadError
+from toolkit_lm.events import Event, LoadEvent, StepEvent
+from toolkit_lm.executor import Executor
+from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
+from toolkit_lm.params import FinishReason
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_MOST_FAILURES = 3
+"""Failed steps in a row, with no result and no culprit in between, before the engine gives up."""
+_CACHED_SEQUENCES = 64
+"""Of max_model_len: for how many the cache has room at least, where there is memory."""
+
+
+class _Flight(NamedTuple):
+    """A step on its way."""
+
+    plan: StepPlan
+    start: float
+    future: Future[StepResult]
+
+
+class EngineCore:
+    """Scheduler and executor, and nothing of texts. Used from one thread at a time."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        plugins: Plugins,
+        executor: Executor,
+        *,
+        listening: bool = True,
+        on_phase: Callable[[str], object] = lambda name: None,
+    ) -> None:
+        """Loads the model and warms it up. `listening`: somebody wants the events. `on_phase` is told what begins."""
+        self.config = config
+        self.executor = executor
+        self.listening = listening
+        self.progress_time = time.monotonic()
+        """When the last step ended."""
+        self._flights: deque[_Flight] = deque()
+        """In the order of their execution; at most two."""
+        self._outputs: list[EngineOutput] = []
+        self._admitted: list[str] = []
+        self._events: list[Event] = []
+        self._failures = 0
+        on_phase("loading the model")
+        executor.load()
+        self.kv_cache = self._plan_kv_cache()
+        executor.init_kv_cache(self.kv_cache)
+        on_phase("warming up")
+        executor.warm_up()
+        self.pooling = executor.pooling_rules()
+        self.scheduler = Scheduler(config, self.kv_cache, plugins.fingerprint().digest, self.pooling)
+        self.depth = 2 if executor.overlaps else 1
+        """Steps that are on their way at a time."""
+
+    def _plan_kv_cache(self) -> KVCacheConfig:
+        """How many blocks. Raises CapacityError when they do not fit, or a single sequence of max_model_len does not fit in them."""
+        backends = {layer: selection.name for layer, selection in self.executor.selections().items()}
+        groups = group_layers(self.executor.kv_cache_specs(), backends)
+        cache, length, chunk = self.config.cache, self.config.max_model_len, self.config.scheduler.token_budget
+        each, one_sequence = block_bytes(groups), sum(group.spec.blocks_for(length, chunk) for group in groups)
+        free = self.executor.free_memory()
+        memory = kv_cache_bytes(cache, self.config.device.device, free) if cache.num_kv_blocks is None else cache.num_kv_blocks * each
+        device = self.config.device.device
+        if memory > free:
+            raise CapacityError(f"the KV cache is to take {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
+        num_blocks = memory // each if each else 0
+        if num_blocks < one_sequence:
+            given = f"num_kv_blocks is {num_blocks}"
+            if cache.num_kv_blocks is None:
+                given = f"kv_cache_memory is {memory / 2**10:.0f} KiB, {num_blocks} blocks of {each / 2**10:.0f} KiB"
+            option = "--kv-cache-memory" if cache.num_kv_blocks is None else "--num-kv-blocks"
+            raise CapacityError(
+                f"the KV cache cannot hold one sequence of max_model_len {length} tokens, {one_sequence} blocks: {given}. "
+                f"Lower --max-model-len or raise {option}."
+            )
+        host_blocks = host_bytes(cache, self.executor.free_host_memory() - (memory if device == "cpu" else 0)) // each if each else 0
+        # More than all sequences at full length is used for cached prefixes only.
+        num_seqs = max(self.config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1)
+        return KVCacheConfig(min(num_blocks, one_sequence * num_seqs), groups, host_blocks)
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request. Raises RequestError."""
+        self.scheduler.add(request)
+        self._collect()
+
+    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
+        """Ends a request, or one of its sequences, from outside. Its blocks are free at once. No output follows."""
+        self.scheduler.finish(request_id, reason, index)
+        self._collect()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached of tokens. Requests under way go on."""
+        self.scheduler.reset_prefix_cache()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def step(self) -> EngineOutputs:
+        """Takes in the next step's results; meanwhile the one after it is computed, where that is faster. Call it while `has_unfinished`.
+
+        A step that fails is computed again request by request: the one that fails again, alone, ends with an error, the others go on.
+        Raises EngineDeadError when nothing can be computed any more.
+        """
+        idle = False
+        try:
+            self._take_off()
+            idle = not self._flights
+            if not idle:
+                self._land()
+        except Exception as error:
+            self._recover(error)
+        except BaseException:
+            # An interrupt, say: the next step begins anew.
+            self._give_up()
+            raise
+        news = self.news()
+        if not idle or news.outputs:
+            self.progress_time = news.time
+        return news
+
+    def news(self) -> EngineOutputs:
+        """What came since the last call."""
+        self._collect()
+        news = EngineOutputs(time=time.monotonic(), outputs=self._outputs, admitted=self._admitted, events=self._events)
+        self._outputs, self._admitted, self._events = [], [], []
+        return news
+
+    def shutdown(self) -> None:
+        self.executor.shutdown()
+
+    def _take_off(self) -> None:
+        """Plans and starts steps, as many as may be on their way."""
+        while len(self._flights) < (1 if self.scheduler.suspects else self.depth):
+            start = time.monotonic()
+            plan = self.scheduler.schedule()
+            if plan is None:
+                return
+            self._flights.append(_Flight(plan, start, self.executor.execute(plan)))
+
+    def _land(self) -> None:
+        """Takes in the first flight's results. It stays a flight when it failed."""
+        flight = self._flights[0]
+        result = flight.future.result()
+        self._flights.popleft()
+        if not self.scheduler.requests_in(flight.plan):
+            # All that it computed has ended meanwhile, perhaps long ago.
+            return
+        self._outputs += self.scheduler.update(flight.plan, result)
+        self._failures = 0
+        now = time.monotonic()
+        # It began when the one before had ended.
+        duration = now - max(flight.start, self.progress_time)
+        self.scheduler.preemption.observe(flight.plan.num_tokens, duration)
+        if self.listening:
+            self._events.append(StepEvent(time=now, duration=duration, num_tokens=flight.plan.num_tokens))
+
+    def _recover(self, error: Exception) -> None:
+        """After a failed step: finds the request that it is to blame for, or lets the engine die."""
+        logger.error("a step failed", exc_info=error)
+        alone = bool(self.scheduler.suspects)
+        requests = self.scheduler.requests_in(self._flights[0].plan) if self._flights else []
+        self._give_up()
+        what = f"{type(error).__name__}: {error}"
+        if alone and requests:
+            (culprit,) = requests
+            self._outputs += self.scheduler.fail(culprit, what)
+            try:
+                self.executor.execute(self.scheduler.drop_plan()).result()
+                self.executor.warm_up()
+            except Exception:
+                raise EngineDeadError(f"the engine computes nothing any more: {what}") from error
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures >= _MOST_FAILURES:
+            raise EngineDeadError(f"{self._failures} steps in a row have failed: {what}") from error
+        self.scheduler.suspects = requests
+
+    def _give_up(self) -> None:
+        """Nothing that the runner holds can be relied on: all requests are computed again from their tokens."""
+        flights, self._flights = self._flights, deque()
+        self.scheduler.give_up([flight.plan for flight in flights])
+        # What runs already cannot be stopped; its result counts no more.
+        wait([flight.future for flight in flights])
+
+    def _collect(self) -> None:
+        """Takes over what the scheduler has to tell."""
+        events, self.scheduler.events = self.scheduler.events, []
+        outputs, self.scheduler.outputs = self.scheduler.outputs, []
+        self._outputs += outputs
+        self._admitted += [event.request_id for event in events if event.kind == "scheduled"]
+        if not self.listening:
+            return
+        self._events += events
+        # Without an event before it, the load is what it was.
+        if self._events and not isinstance(self._events[-1], LoadEvent):
+            self._events.append(self.scheduler.load())

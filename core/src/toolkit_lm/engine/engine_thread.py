@@ -1,0 +1,242 @@
+"""The thread that drives an engine on behalf of many event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from toolkit_lm.engine.health import Health, Watchdog
+from toolkit_lm.engine.listener import Listener
+from toolkit_lm.engine.llm_engine import LLMEngine, PreparedRequest
+from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
+
+logger = logging.getLogger(__name__)
+
+_LOOK = 1.0
+"""Most seconds that a step waits, so that no wake-up is vital."""
+_AT_EXIT = 2.0
+"""Seconds that an interpreter's exit waits for the thread, which may be in the middle of a step."""
+
+
+class EngineThread:
+    """Drives an engine: takes commands from any thread, tells callers what is new, starts a dead engine process anew."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        """Starts the thread. `engine` may be loading still."""
+        self.engine = engine
+        self.ready: Future[None] = Future()
+        """Done when the engine is, or with what kept it from starting. A restart sets another."""
+        self.error: BaseException | None = None
+        """Why the engine died; None while it lives, and while it is started anew."""
+        self.num_restarts = 0
+        """How many times a dead engine process was started anew."""
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._listeners: dict[str, Listener] = {}
+        """Touched by the engine's thread only."""
+        self._lock = threading.Lock()
+        """Guards `ended`, so that no command is queued that nobody will run."""
+        self.ended = False
+        self._stopping = False
+        bound = engine.config.engine.step_timeout
+        self._watchdog = Watchdog(lambda: engine.silence, bound, lambda: engine.client.dump_stacks())
+        self._thread = threading.Thread(target=self._run, name="toolkit_lm-engine", daemon=True)
+        self._thread.start()
+        atexit.register(self._at_exit)
+
+    # From any thread
+
+    def register(self, request_ids: Sequence[str], listener: Listener) -> bool:
+        """Gives requests their names, before the engine has them. False when the engine has ended."""
+        return self.put(lambda: self._register(request_ids, listener))
+
+    def submit(self, prepared: Sequence[PreparedRequest], listener: Listener) -> None:
+        """Queues a listener's registered requests: all of them, or none."""
+        self.put(lambda: self._submit(prepared, listener))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its listener gets a last output. Unknown ids are no error."""
+        self.put(lambda: self._abort(request_id))
+
+    def forget(self, request_ids: Sequence[str], listener: Listener) -> None:
+        """The caller has left."""
+        self.put(lambda: self._forget(request_ids, listener))
+
+    def put(self, command: Callable[[], None]) -> bool:
+        """Queues a command. False when the engine has ended."""
+        with self._lock:
+            if not self.ended:
+                self._commands.put(command)
+        self.engine.client.wake()
+        return not self.ended
+
+    def stop(self) -> None:
+        """Asks the thread to end. It takes no lock, since the garbage collector may call it in the middle of anything."""
+        self._stopping = True
+        self._commands.put(None)
+        self.engine.client.wake()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread's end."""
+        self._thread.join(timeout)
+
+    def why(self) -> EngineDeadError:
+        """What requests are told after the end."""
+        return EngineDeadError("the engine has been shut down.") if self.error is None else _dead(self.error)
+
+    def health(self) -> Health:
+        """The state of the engine now."""
+        if self.error is not None:
+            return Health("dead", f"{type(self.error).__name__}: {self.error}")
+        if self._stopping or self.ended:
+            return Health("closed", "the engine has been shut down")
+        if not self.ready.done():
+            return Health("restarting" if self.num_restarts else "starting", self.engine.client.phase)
+        silence, bound = self.engine.silence, self.engine.config.engine.step_timeout
+        if silence > bound:
+            return Health("stalled", f"no progress for {silence:.1f} s; step_timeout is {bound:g} s")
+        return Health("ready")
+
+    def _at_exit(self) -> None:
+        self.stop()
+        self.join(_AT_EXIT)
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        failure: ToolkitError | None = None
+        try:
+            while True:
+                try:
+                    if failure is not None:
+                        self._restart(failure)
+                    self._serve()
+                    return
+                except ToolkitError as error:
+                    if not self._may_restart():
+                        raise
+                    failure = error
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._end()
+
+    def _serve(self) -> None:
+        """Until it is stopped. Raises what kept the engine from starting, or ended it."""
+        while not self.engine.wait_ready(_LOOK):
+            if not self._take_commands():
+                return
+        self.ready.set_result(None)
+        while self._take_commands():
+            states = self.engine.advance(_LOOK)
+            found = [(state, self._listeners.get(state.request_id)) for state in states]
+            self._tell([listener for state, listener in found if listener is not None and listener.wants(state.finished)])
+            for state in states:
+                if state.finished:
+                    self._listeners.pop(state.request_id, None)
+
+    def _may_restart(self) -> bool:
+        config = self.engine.config.engine
+        started = self.ready.done() or self.num_restarts > 0
+        return bool(config.engine_process) and started and self.num_restarts < config.restart_engine
+
+    def _restart(self, failure: ToolkitError) -> None:
+        """Requests that the engine had end here; those that it never had wait for the next engine."""
+        self.num_restarts += 1
+        most = self.engine.config.engine.restart_engine
+        logger.error("the engine has died, and is started anew (%d of at most %d times): %s", self.num_restarts, most, failure)
+        if self.ready.done():
+            self.ready = Future()
+        lost = {request_id: listener for request_id, listener in self._listeners.items() if listener.states}
+        self._tell(lost.values(), _dead(failure))
+        for request_id in lost:
+            del self._listeners[request_id]
+        self.engine.restart()
+
+    def _end(self) -> None:
+        with self._lock:
+            self.ended = True
+        self._watchdog.stop()
+        atexit.unregister(self._at_exit)
+        # Requests that were registered after the last step get their answer too.
+        while not self._commands.empty():
+            if command := self._commands.get():
+                with suppress(Exception):
+                    command()
+        self._tell(self._listeners.values(), self.why())
+        self._listeners.clear()
+        if not self.ready.done():
+            self.ready.set_exception(self.error or self.why())
+        self.engine.shutdown()
+
+    def _take_commands(self) -> bool:
+        """Runs what callers asked for. False: stop."""
+        while True:
+            try:
+                command = self._commands.get_nowait()
+            except Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _register(self, request_ids: Sequence[str], listener: Listener) -> None:
+        if taken := next((one for one in request_ids if one in self._listeners), None):
+            self._tell([listener], RequestError(f"request id {taken!r} is in use.", "request_id"))
+        else:
+            self._listeners.update(dict.fromkeys(request_ids, listener))
+
+    def _submit(self, prepared: Sequence[PreparedRequest], listener: Listener) -> None:
+        messages = [one.message for one in prepared]
+        if any(self._listeners.get(message.request_id) is not listener for message in messages):
+            return
+        try:
+            self.engine.queue.check(messages)
+            listener.states = self.engine.submit_batch(prepared)
+        except Exception as error:
+            # Whatever it is, it is this caller's: the others go on.
+            self._tell([listener], error)
+        else:
+            for request_id in listener.aborted:
+                self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if listener := self._listeners.get(request_id):
+            if not listener.states:
+                listener.aborted.add(request_id)
+            elif self.engine.abort(request_id):
+                del self._listeners[request_id]
+                self._tell([listener] if listener.wants(finished=True) else [])
+
+    def _forget(self, request_ids: Sequence[str], listener: Listener) -> None:
+        # Finished requests are gone already, and their ids may be others'.
+        its = [one for one in dict.fromkeys(request_ids) if self._listeners.get(one) is listener]
+        for request_id in its:
+            del self._listeners[request_id]
+        self.engine.abort(its)
+
+    def _tell(self, listeners: Iterable[Listener], error: BaseException | None = None) -> None:
+        """Wakes the listeners' callers: each event loop once, however many of them it has."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[Listener]] = {}
+        for listener in listeners:
+            by_loop.setdefault(listener.loop, []).append(listener)
+        for loop, its in by_loop.items():
+            # The event loop may be closed: nobody is left to hear of it.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_wake_all, its, error)
+
+
+def _wake_all(listeners: list[Listener], error: BaseException | None) -> None:
+    for listener in listeners:
+        listener.wake(error)
+
+
+def _dead(error: BaseException) -> EngineDeadError:
+    dead = EngineDeadError(f"the engine has died: {type(error).__name__}: {error}")
+    dead.__cause__ = error
+    return dead

@@ -1,0 +1,80 @@
+"""Why an engine would run as it would: the choices, and why each other candidate was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from toolkit_lm.attention import Selection
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.checkpoint import choose_model
+from toolkit_lm.engine.resolution import choose_renderer, resolve_configured, settle_device
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.runner import load_model_class, select_backends
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The attention backend of one layer."""
+
+    layer: str
+    backend: str
+    candidates: list[tuple[str, str | None]]
+    """Each backend that was asked, with its reason to refuse (None: able)."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `toolkit explain` shows."""
+
+    config: VllmConfig
+    """Resolved."""
+    architecture: str
+    """The model class's key in the registry: the checkpoint's architecture, or a fallback's name."""
+    models: list[tuple[str, str | None]]
+    """Each model class or fallback that was considered, with its reason to refuse (None: able)."""
+    model_class: str
+    plugin: str
+    """The plugin that registered the model class."""
+    runner: str
+    convert: str
+    """The pooling adapter; "none" where the class is taken as it is."""
+    renderer: str
+    renderers: list[tuple[str, str | None]]
+    """Each renderer that was considered, with its reason to refuse (None: able)."""
+    layers: list[LayerChoice]
+
+
+def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Explanation:
+    """Makes the choices that an engine makes at its start, without reading or holding weights. Raises what the engine would raise."""
+    plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
+    configured = plugins.configure(config)
+    resolved = settle_device(resolve_configured(configured, plugins))
+    assert resolved.checkpoint is not None
+    entry = plugins.models.get(resolved.checkpoint.architecture)
+    open_config = configured.with_checkpoint(resolved.checkpoint)
+    _, models = choose_model(open_config, plugins)
+    _, renderers = choose_renderer(open_config, plugins)
+    # Without storage: only the layers' shapes count.
+    with torch.device("meta"):
+        model = load_model_class(resolved, plugins)(vllm_config=resolved)
+    device = torch.device(resolved.device.device)
+    selections = select_backends(model, device, resolved, plugins.attention_backends)
+    return Explanation(
+        config=resolved,
+        architecture=entry.key,
+        models=models,
+        model_class=entry.target,
+        plugin=entry.plugin,
+        runner=resolved.model.runner,
+        convert=resolved.model.convert,
+        renderer=resolved.renderer.renderer,
+        renderers=renderers,
+        layers=[_layer_choice(layer, selection) for layer, selection in selections.items()],
+    )
+
+
+def _layer_choice(layer: str, selection: Selection) -> LayerChoice:
+    return LayerChoice(layer, selection.name, [(c.name, c.refusal) for c in selection.candidates])

@@ -1,0 +1,77 @@
+"""The engine in the front's own process and thread."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.client import EngineClient, EngineInfo
+from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.executor import InProcessExecutor
+from toolkit_lm.messages import EngineOutputs, EngineRequest
+from toolkit_lm.params import FinishReason
+from toolkit_lm.plugin import Plugins
+
+
+class InProcessClient(EngineClient):
+    """Calls EngineCore. It sets neither thread counts nor CPU affinity nor signal handlers of its host app."""
+
+    def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
+        """Loads the model. `config` is resolved, `settle_device` included."""
+        self.core = EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=plugins.has_event_listeners)
+        self._info = EngineInfo(config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling)
+        self._wakes: SimpleQueue[None] = SimpleQueue()
+
+    def wait_ready(self, timeout: float | None = None) -> EngineInfo:
+        return self._info
+
+    @property
+    def progress_time(self) -> float:
+        return self.core.progress_time
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        added = []
+        try:
+            for request in requests:
+                self.core.add_request(request)
+                added.append(request.request_id)
+        except BaseException:
+            for request_id in added:
+                self.core.finish(request_id)
+            raise
+
+    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
+        self.core.finish(request_id, reason, index)
+
+    def reset_prefix_cache(self) -> None:
+        self.core.reset_prefix_cache()
+
+    def step(self, timeout: float | None = None) -> EngineOutputs:
+        news = self.core.step() if self.core.has_unfinished else self.core.news()
+        if not (self.core.has_unfinished or news.outputs or news.events):
+            self._rest(timeout)
+        return news
+
+    def _rest(self, timeout: float | None) -> None:
+        try:
+            self._wakes.get(timeout=timeout)
+            while True:
+                self._wakes.get_nowait()
+        except Empty:
+            return
+
+    def news(self) -> EngineOutputs:
+        return self.core.news()
+
+    def wake(self) -> None:
+        self._wakes.put(None)
+
+    def dump_stacks(self) -> None:
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__)
+
+    def shutdown(self) -> None:
+        self.core.shutdown()

@@ -1,0 +1,134 @@
+"""What sampling parameters need of the renderer, the plugins and the vocabulary, before a request is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from toolkit_lm.config import LimitsConfig
+from toolkit_lm.errors import RequestError, nearest
+from toolkit_lm.messages import EngineRequest, TokenizedWords
+from toolkit_lm.params import DRY_BREAKERS, SamplingParams
+from toolkit_lm.plugin import LogitsProcessorRegistry
+from toolkit_lm.renderer import Renderer
+
+MAX_TIMEOUT = 10**9
+MAX_SALT_LENGTH = 1024
+MAX_CONTEXT_LENGTH = 16384
+
+
+def tokenize_words(params: SamplingParams, renderer: Renderer) -> TokenizedWords:
+    """The token sequences of bad_words, and DRY's breakers. Raises RequestError, naming the parameter."""
+    bad_words = [tokens for word in params.bad_words or () for tokens in _bad_word(word, renderer)]
+    given = () if not params.dry_multiplier else params.dry_sequence_breakers
+    breakers = DRY_BREAKERS if given is None else given
+    # A letter before a text keeps tokenizers from joining it with the beginning of a sequence.
+    ids = (one if isinstance(one, int) else _tokens(f"a{one}", renderer, "dry_sequence_breakers")[-1] for one in breakers)
+    return TokenizedWords(bad_words=bad_words, dry_breakers=sorted(set(ids)))
+
+
+def _bad_word(word: str, renderer: Renderer) -> Iterator[list[int]]:
+    """As it is at the beginning of a text, and, where that is another token, after a space."""
+    word = word.lstrip(" ")
+    plain = _tokens(word, renderer, "bad_words")
+    yield plain
+    spaced = _tokens(f" {word}", renderer, "bad_words")
+    if spaced[0] != plain[0] and len(spaced) == len(plain):
+        yield spaced
+
+
+def _tokens(text: str, renderer: Renderer, param: str) -> list[int]:
+    try:
+        token_ids, _ = renderer.render_prompt(text, add_special_tokens=False)
+    except RequestError as error:
+        raise RequestError(f"{param}: {text!r} cannot be tokenized: {error}", param) from None
+    return token_ids
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises RequestError, naming the option, for request options of a wrong type or size."""
+    priority, timeout = options.get("priority", 0), options.get("timeout")
+    if type(priority) is not int or abs(priority) >= 2**63:
+        raise RequestError("priority must be an integer of at most 64 bits.", "priority")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT):
+        raise RequestError(f"timeout must be a number of seconds above 0 and at most {MAX_TIMEOUT}.", "timeout")
+    salt, context = options.get("cache_salt"), options.get("context", {})
+    if salt is not None and (not isinstance(salt, str) or not 0 < len(salt) <= MAX_SALT_LENGTH):
+        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT_LENGTH} characters.", "cache_salt")
+    if not isinstance(context, dict) or not all(isinstance(text, str) for item in context.items() for text in item):
+        raise RequestError("context must be a mapping from texts to texts.", "context")
+    if sum(len(key) + len(value) for key, value in context.items()) > MAX_CONTEXT_LENGTH:
+        raise RequestError(f"context must have at most {MAX_CONTEXT_LENGTH} characters.", "context")
+    for name, texts in (("cache_salt", [salt or ""]), ("context", [*context, *context.values()])):
+        if not all(map(_is_unicode, texts)):
+            raise RequestError(f"{name} is no valid text: it has a lone surrogate.", name)
+    known = ("priority", "timeout", "cache_salt", "context")
+    for name in options:
+        if name not in known:
+            raise RequestError(f"unknown request option {name!r}. {nearest(name, known)}", name)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
+    """Raises RequestError, naming the parameter, for more than the engine's operator allows."""
+    param, width = params.widest
+    if width > limits.max_n:
+        raise RequestError(f"{param} is {width}; this engine allows at most {limits.max_n} (max_n).", param)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > limits.max_logprobs:
+            raise RequestError(f"{name} is {getattr(params, name)}; this engine allows at most {limits.max_logprobs} (max_logprobs).", name)
+
+
+def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The last tokens of a prompt, where `truncate_prompt_tokens` says so: those that the output follows."""
+    most = params.truncate_prompt_tokens
+    if most == -1:
+        most = max(1, max_model_len - (params.max_tokens or 1))
+    return token_ids if most is None else token_ids[-most:]
+
+
+def check_processors(params: SamplingParams, registry: LogitsProcessorRegistry) -> None:
+    """Raises RequestError for an unknown logits processor, or arguments that it does not take."""
+    if not params.logits_processors:
+        return
+    # Their classes bring torch along, which a front needs for nothing else.
+    from toolkit_lm.sampling import load_processor
+
+    for name, arguments in params.logits_processors.items():
+        try:
+            registry.get(name)
+        except RequestError as error:
+            raise RequestError(str(error), "logits_processors") from None
+        processor = load_processor(registry, name)
+        try:
+            processor.check(arguments)
+        except Exception as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise RequestError(f"logits processor {name!r}: {reason}", "logits_processors") from error
+
+
+def check_token_ids(request: EngineRequest, vocab_size: int | None) -> None:
+    """Raises RequestError, naming the parameter, for token ids that the model does not have."""
+    for param, token_ids in _token_ids(request):
+        for token in token_ids:
+            if token < 0 or (vocab_size is not None and token >= vocab_size):
+                raise RequestError(f"token id {token} is outside the model's vocabulary of {vocab_size}.", param)
+
+
+def _token_ids(request: EngineRequest) -> Iterator[tuple[str, Iterable[int]]]:
+    yield "prompt_token_ids", request.prompt_token_ids
+    yield "allowed_token_ids", request.params.allowed_token_ids or ()
+    yield "logit_bias", request.params.logit_bias or ()
+    if request.pooling is not None and request.pooling.step_tag_id is not None:
+        yield "step_tag_id", (request.pooling.step_tag_id,)
+    for word in request.words.bad_words:
+        yield "bad_words", word
+    # Breakers come from texts as well: ids that the model does not have are no error, for they never come up.
+    yield "dry_sequence_breakers", [one for one in request.params.dry_sequence_breakers or () if isinstance(one, int)]

@@ -1,0 +1,62 @@
+"""From the engine's arrays to what users get of a pooling request."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from toolkit_lm.engine.output import RequestState
+from toolkit_lm.messages import Array, EngineOutput, EngineRequest
+from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.params import FinishReason
+
+
+class PoolingState:
+    """One pooling request on its way: it has one result, or none."""
+
+    def __init__(self, request: EngineRequest, prompt: str | None) -> None:
+        self.request = request
+        self.prompt = prompt
+        self.lock = threading.Lock()
+        """Held where one thread changes it while another may take a snapshot."""
+        self.version = 0
+        """Counts its changes."""
+        self._output = PoolingRequestOutput(request.request_id, prompt, request.prompt_token_ids, None, None)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def finished(self) -> bool:
+        return self._output.finished
+
+    def apply(self, output: EngineOutput) -> bool:
+        """Takes in the result. False: the engine knows that it has ended."""
+        self.version += 1
+        if output.pooled is not None:
+            self._output.data = as_numpy(output.pooled)
+        self._output.num_cached_tokens = output.num_cached_tokens
+        self._output.error = output.error
+        self._output.finish_reason = output.finish_reason
+        return False
+
+    def end(self, reason: FinishReason, error: str | None = None) -> None:
+        """Ends it from outside."""
+        self.version += 1
+        if not self.finished:
+            self._output.finish_reason, self._output.error = reason, error
+
+    def snapshot(self) -> PoolingRequestOutput:
+        return self._output
+
+
+def as_numpy(array: Array) -> np.ndarray:
+    """A view of the message's bytes, read-only."""
+    values = np.frombuffer(array.data, array.dtype).reshape(array.shape)
+    values.flags.writeable = False
+    return values
+
+
+AnyState = RequestState | PoolingState

@@ -1,0 +1,228 @@
+"""What a pooling model reads of its users' texts: with the checkpoint's prompts, pairs, and a reranker's template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.score_template import choose_score_template
+from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling import SentenceTransformersConfig, Side, read_sentence_transformers, read_sides
+from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
+from toolkit_lm.renderer import RenderedText, Renderer, score_tokens
+
+_NO_SIDE = Side()
+
+
+class _Before(NamedTuple):
+    """What a prompt's name asks for."""
+
+    text: str
+    """Goes before the prompt."""
+    side: Side
+    is_asked_for: bool
+    """False: it is the checkpoint's default."""
+
+
+class PoolingTexts:
+    """Renders texts for pooling. Thread-safe."""
+
+    def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
+        assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+        self.renderer = renderer
+        self.max_tokens = config.max_model_len
+        self.prompts: dict[str, str] = {}
+        """Of the checkpoint's sentence-transformers files: texts that go before the input, by name."""
+        self.default_prompt_name: str | None = None
+        self.lower_case = False
+        self._left_out: dict[str, int] = {}
+        """Prompts whose tokens have no part in an embedding, and how many tokens they have."""
+        self.similarity = "cosine"
+        """What embeddings are compared by: cosine, dot, euclidean or manhattan."""
+        self.scored_normalized: bool | None = None
+        """Whether embeddings that are compared have length 1. None: as those of other requests."""
+        self.sides: dict[str, Side] = {}
+        """Of late interaction: how texts with the prompt names "query" and "document" are read and compared."""
+        self._num_opening = 0
+        """Special tokens with which each text begins, where a side has a marker."""
+        self.averages = False
+        """Of late interaction: the best products of a query's tokens are averaged, not summed."""
+        self.template = None
+        if config.model.runner == "pooling":
+            self.template = choose_score_template(config, plugins)
+        elif not config.model.also:
+            return
+        if found := read_sentence_transformers(config.checkpoint.path):
+            self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
+            self.lower_case = found.transformer.do_lower_case
+            self.averages = found.similarity == "meanmaxsim"
+            if found.similarity in ("dot", "euclidean", "manhattan"):
+                self.similarity = found.similarity
+                # These depend on the length, which is then what the checkpoint's modules give, unless an option says otherwise.
+                self.scored_normalized = found.ends_normalized if config.pooler.normalize is None else None
+            # The option pooling_type takes the place of the checkpoint's Pooling module.
+            if found.pooling is not None and not found.pooling.include_prompt and config.pooler.pooling_type == "auto":
+                self._left_out = {text: self._num_tokens(self._lowered(text)) for text in found.prompts.values() if text}
+            _check_processing(found)
+            self._read_sides(found, config)
+            if self.default_prompt_name is not None:
+                # Queries and documents without a prompt of their own have none, as in sentence-transformers, and not the default.
+                self.prompts = {"query": "", "document": ""} | self.prompts
+
+    def render(
+        self,
+        prompts: Sequence[Prompt | TextPair],
+        *,
+        prompt_name: str | Sequence[str | None] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[RenderedText]:
+        """Token ids of each. `prompt_name`: for all, or one for each. Raises RequestError for what cannot be rendered."""
+        most = self._most(truncate_prompt_tokens)
+        self._check(instruction)
+        return self._render(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
+
+    def render_each(
+        self,
+        prompts: Sequence[Prompt | TextPair],
+        *,
+        prompt_name: str | Sequence[str | None] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+    ) -> list[RenderedText | RequestError]:
+        """As `render`, with an error in the place of what cannot be rendered. Raises RequestError for what is wrong with all of them."""
+        most = self._most(truncate_prompt_tokens)
+        self._check(instruction)
+        return self._render_each(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
+
+    def _render_each(
+        self, prompts: list[Any], befores: list[_Before], most: int | None, instruction: str | None
+    ) -> list[RenderedText | RequestError]:
+        try:
+            return list(self._render(prompts, befores, most, instruction))
+        except RequestError as error:
+            if len(prompts) == 1:
+                return [error]
+        # Errors are rare: halves without one are rendered at once.
+        half = len(prompts) // 2
+        parts = (slice(None, half), slice(half, None))
+        return [one for part in parts for one in self._render_each(prompts[part], befores[part], most, instruction)]
+
+    def _render(self, prompts: list[Any], befores: list[_Before], most: int | None, instruction: str | None) -> list[RenderedText]:
+        rendered: list[RenderedText | None] = []
+        texts: list[str | tuple[str, str]] = []
+        starts: list[int] = []
+        sides: list[Side] = []
+        for prompt, before in zip(prompts, befores, strict=True):
+            item = self._item(prompt, before)
+            if isinstance(item, RenderedText):
+                rendered.append(RenderedText(item.token_ids[:most]))
+            elif not isinstance(item, str) and self.template is not None:
+                query, document = item
+                rendered.append(RenderedText(score_tokens(self.renderer, self.template, query, document, instruction, max_tokens=most)))
+            else:
+                rendered.append(None)
+                texts.append(item)
+                starts.append(self._left_out.get(before.text, 0) if isinstance(item, str) else 0)
+                sides.append(before.side if isinstance(item, str) else _NO_SIDE)
+        others = iter(self._tokens(texts, sides, most))
+        if self._left_out:
+            others = (one._replace(pooling_start=start) for one, start in zip(others, starts, strict=True))
+        return [next(others) if one is None else one for one in rendered]
+
+    def _tokens(self, texts: list[str | TextPair], sides: list[Side], most: int | None) -> list[RenderedText]:
+        """Of each text or pair, as its side wants it."""
+        rendered = dict[int, RenderedText]()
+        for side in dict.fromkeys(sides):
+            places = [place for place, one in enumerate(sides) if one == side]
+            limit = side.text_tokens(most, self.max_tokens)
+            for place, one in zip(places, self.renderer.render_texts([texts[i] for i in places], max_tokens=limit), strict=True):
+                rendered[place] = side.complete(one, self._num_opening)
+        return [rendered[place] for place in range(len(texts))]
+
+    def _item(self, prompt: Any, before: _Before) -> str | TextPair | RenderedText:
+        if isinstance(prompt, tuple):
+            if len(prompt) != 2 or not all(isinstance(text, str) for text in prompt):
+                raise RequestError("a pair must be two texts.", "input")
+            return (self._lowered(prompt[0]), self._lowered(prompt[1]))
+        parsed = parse_prompt(prompt)
+        if parsed.get("prompt_token_ids") is not None:
+            if before.is_asked_for:
+                raise RequestError(
+                    "prompt_name names what goes before a text, and token ids are read as they are: give a text, or no prompt_name.",
+                    "prompt_name",
+                )
+            return RenderedText(self.renderer.render_prompt(parsed)[0])
+        # An empty text is refused even where a prompt goes before it.
+        return self._lowered(before.text + parsed["prompt"]) if parsed["prompt"] else ""
+
+    def _num_tokens(self, prompt: str) -> int:
+        """Of a prompt with the special tokens around it, except for one at the end: as sentence-transformers counts them."""
+        (rendered,) = self.renderer.render_texts([prompt], max_tokens=self.max_tokens)
+        last = rendered.token_ids[-1:]
+        is_special = self.renderer.decode(last, skip_special_tokens=True) != self.renderer.decode(last)
+        return len(rendered.token_ids) - is_special
+
+    def _lowered(self, text: str) -> str:
+        return text.lower() if self.lower_case else text
+
+    def _most(self, truncate_prompt_tokens: int | None) -> int | None:
+        if truncate_prompt_tokens is None:
+            return None
+        if type(truncate_prompt_tokens) is not int or not (truncate_prompt_tokens == -1 or 1 <= truncate_prompt_tokens <= self.max_tokens):
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or an integer from 1 to {self.max_tokens}, not {truncate_prompt_tokens!r}.",
+                "truncate_prompt_tokens",
+            )
+        return self.max_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+
+    def _check(self, instruction: str | None) -> None:
+        if instruction is not None and self.template is None:
+            raise RequestError("this model takes no instruction: it has no score template.", "instruction")
+        if instruction is not None and self.template is not None and not self.template.takes_instruction:
+            raise RequestError("this model takes no instruction: its score template has no place {instruction}.", "instruction")
+
+    def _befores(self, names: str | Sequence[str | None] | None, count: int) -> list[_Before]:
+        """What goes before each prompt."""
+        if names is None or isinstance(names, str):
+            return [self._before(names)] * count
+        if not isinstance(names, list | tuple) or len(names) != count:
+            raise RequestError(f"prompt_name must be a name, or a list of {count}, one for each prompt.", "prompt_name")
+        return [self._before(name) for name in names]
+
+    def _before(self, name: str | None) -> _Before:
+        # The default prompt is text only: whoever wants a side names it.
+        side = _NO_SIDE if name is None else self.sides.get(str(name), _NO_SIDE)
+        is_asked_for = name is not None
+        name = name if name is not None else self.default_prompt_name
+        if name is None:
+            return _Before("", side, is_asked_for)
+        if not isinstance(name, str) or name not in self.prompts:
+            raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(str(name), self.prompts)}", "prompt_name")
+        return _Before(self.prompts[name] if side is _NO_SIDE else side.prompt, side, is_asked_for)
+
+    def _read_sides(self, found: SentenceTransformersConfig, config: VllmConfig) -> None:
+        folder = Path(config.renderer.tokenizer or found.folder)
+        self.sides = read_sides(found, folder, lambda text: self.renderer.render_prompt(text, add_special_tokens=False)[0])
+        self.prompts = {name: side.prompt for name, side in self.sides.items()} | self.prompts
+        if config.model.convert != "none" and not all(side.attend for side in self.sides.values()):
+            raise CheckpointError(
+                f"{found.folder!r} fills queries up with tokens that attention does not see, which is for encoders only, "
+                "and this is a language model."
+            )
+        if (longest := max((side.filled for side in self.sides.values()), default=0)) > self.max_tokens:
+            raise ConfigError(f"max_model_len is {self.max_tokens}, but the checkpoint fills its queries up to {longest} tokens.")
+        if any(side.marker is not None for side in self.sides.values()):
+            plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added)[0] for added in (False, True))
+            self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+
+
+def _check_processing(found: SentenceTransformersConfig) -> None:
+    """Raises CheckpointError for arguments of the tokenizer that would change what the model reads. Those of chat templates do not."""
+    if unknown := [key for key in found.transformer.processing_options if key != "chat_template"]:
+        raise CheckpointError(
+            f"the Transformer module of {found.folder!r} has processing_kwargs for {', '.join(map(repr, unknown))}, which is not supported."
+        )

@@ -1,0 +1,229 @@
+"""The engine in a process of its own, reached through ZeroMQ."""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import zmq
+from msgspec.structs import replace
+
+from toolkit_lm import errors
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.engine import wire
+from toolkit_lm.engine.client import EngineClient, EngineInfo
+from toolkit_lm.engine.process import EngineProcess
+from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, RequestError, ToolkitError
+from toolkit_lm.messages import EngineOutputs, EngineRequest
+from toolkit_lm.params import FinishReason
+from toolkit_lm.plugin import Plugins
+
+_LOOK = 1.0
+"""Seconds between two looks at whether the process lives, should a fork of it hold its lifeline open."""
+_LAST_WORDS = 200
+"""Milliseconds to wait for a dead process's last report, which may be on its way still."""
+_ENGINE_HOOKS = tuple(f"toolkit_register_{what}" for what in ("models", "attention_backends", "logits_processors", "pooling"))
+
+
+class ProcessClient(EngineClient):
+    """Sends commands to an engine process and takes its reports in. Once the process has died, every call says how."""
+
+    def __init__(self, config: VllmConfig, plugins: Plugins, process: EngineProcess) -> None:
+        """Returns while the engine still loads. `config` is resolved, but for the device. From now on the process is the client's.
+
+        Raises PluginError for plugins that it cannot have, ConfigError for options that cannot be sent to it.
+        """
+        self.phase = "importing"
+        self.process = process
+        start = _encode_start(config, plugins)
+        self._plugins = config.plugins
+        self._start_timeout = config.engine.start_timeout
+        self._progress_time = time.monotonic()
+        self._deadline = self._progress_time + self._start_timeout
+        self._info: EngineInfo | None = None
+        self._death: ToolkitError | None = None
+        self._closed = False
+        self._news = EngineOutputs(time=self._progress_time)
+        self._num_sent = 0
+        self._finished: dict[tuple[str, int | None], int] = {}
+        """Requests, or sequences of them, that were ended from here: after how many commands. What the engine said before is stale."""
+        self._bell, self._ear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ear.setblocking(False)
+        self._context = zmq.Context()
+        self._socket = wire.make_socket(self._context)
+        self._socket.connect(process.address)
+        self._poller = zmq.Poller()
+        for one in (self._socket, process.lifeline, self._ear):
+            self._poller.register(one, zmq.POLLIN)
+        self._send(start)
+
+    def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self._info is None:
+            self._check()
+            now = time.monotonic()
+            if now >= self._deadline:
+                what = f"the engine process was not ready after {self._start_timeout:g} seconds (start_timeout)"
+                self._die(EngineDeadError(f"{what}: it was still {self.phase}."))
+            elif now >= end or self._wait(min(end, self._deadline) - now):
+                return None
+        return self._info
+
+    @property
+    def progress_time(self) -> float:
+        return self._progress_time
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        self._check()
+        try:
+            message = wire.encode(wire.Add(list(requests)))
+        except Exception as error:
+            # Such as a logits processor's argument that is no plain value.
+            raise RequestError(f"the request cannot be sent to the engine process: {type(error).__name__}: {error}") from error
+        self._send(message)
+
+    def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
+        if self._death is None and not self._closed:
+            self._send(wire.encode(wire.Finish(request_id, reason, index)))
+            self._finished[request_id, index] = self._num_sent
+
+    def reset_prefix_cache(self) -> None:
+        self._check()
+        self._send(wire.encode(wire.ResetPrefixCache()))
+
+    def step(self, timeout: float | None = None) -> EngineOutputs:
+        if not _says_something(self._news):
+            self._check()
+            self._wait(timeout)
+        return self.news()
+
+    def news(self) -> EngineOutputs:
+        if not _says_something(self._news):
+            self._check()
+            self._take_reports()
+        news, self._news = self._news, EngineOutputs(time=self._progress_time)
+        return news
+
+    def wake(self) -> None:
+        # A full pipe wakes as well, and a closed one has nobody to wake.
+        with suppress(OSError):
+            self._bell.send(b"\0")
+
+    def dump_stacks(self) -> None:
+        self.process.send_signal(signal.SIGUSR1)
+
+    def shutdown(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._socket.close(linger=0)
+            self._context.term()
+            self.process.end()
+            self._bell.close()
+            self._ear.close()
+
+    def _send(self, message: bytes) -> None:
+        self._num_sent += 1
+        self._socket.send(message)
+
+    def _check(self) -> None:
+        if self._death is not None:
+            raise self._death
+        if self._closed:
+            raise EngineDeadError("the engine has been shut down.")
+
+    def _wait(self, timeout: float | None) -> bool:
+        """Takes reports in: waits until there are some, the process has died, or `timeout` seconds are over. True: a `wake` came."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            ready = dict(self._poller.poll(math.ceil(1000 * max(min(end - time.monotonic(), _LOOK), 0))))
+            self._take_reports()
+            if self.process.lifeline.fileno() in ready or not (ready or self.process.is_alive):
+                self._bury()
+                return False
+            if self._ear.fileno() in ready:
+                self._ear.recv(4096)
+                return True
+            if ready or time.monotonic() >= end:
+                return False
+
+    def _take_reports(self) -> None:
+        while True:
+            try:
+                message = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._take(wire.decode_report(message.buffer))
+
+    def _take(self, report: wire.Report) -> None:
+        self._progress_time = time.monotonic()
+        if isinstance(report, wire.News):
+            self._add_news(report)
+        elif isinstance(report, wire.Phase):
+            self.phase = report.name
+        elif isinstance(report, wire.Ready):
+            # The front has options of its own: those of plugins given from code.
+            config = replace(report.info.config, plugins=self._plugins)
+            self._info = EngineInfo(config=config, kv_cache=report.info.kv_cache, pooling=report.info.pooling)
+        else:
+            self._death = _as_error(report)
+
+    def _add_news(self, report: wire.News) -> None:
+        outputs, news = report.outputs, self._news
+        self._finished = {key: number for key, number in self._finished.items() if number > report.num_handled}
+        stale = self._finished.keys()
+        news.time = outputs.time
+        news.outputs += [o for o in outputs.outputs if not stale or not stale & {(o.request_id, None), (o.request_id, o.index)}]
+        news.admitted += outputs.admitted
+        news.events += outputs.events
+
+    def _bury(self) -> None:
+        """The process has died: finds out why."""
+        while self._death is None and self._socket.poll(_LAST_WORDS):
+            self._take_reports()
+        when = "" if self._info is not None else f" while {self.phase}"
+        self._die(self._death or EngineDeadError(f"the engine process {self.process.pid} has died{when}: {self.process.end()}."))
+
+    def _die(self, why: ToolkitError) -> None:
+        self._death = why
+        self.shutdown()
+
+
+def _encode_start(config: VllmConfig, plugins: Plugins) -> bytes:
+    from_code = [info for info in plugins.infos if info.distribution is None and info.status == "ok"]
+    for info in from_code:
+        if needed := [hook for hook in info.hooks if hook in _ENGINE_HOOKS]:
+            raise PluginError(
+                f"{info} implements {', '.join(needed)}, which an engine process needs too, and it is an object of this process only. "
+                "Install it as a distribution with an entry point, or set engine_process to False."
+            )
+    names = {info.name for info in from_code}
+    options = {name: values for name, values in config.plugins.plugin_option.items() if name not in names}
+    config = replace(config, plugins=replace(config.plugins, plugin_option=options))
+    try:
+        message = wire.encode(wire.Start(config, plugins.fingerprint(installed=True), plugins.has_event_listeners))
+        if msgspec.msgpack.decode(wire.encode(config.plugins), type=PluginsConfig) != config.plugins:
+            raise ValueError("options of plugins would arrive as other values")
+    except Exception as error:
+        raise ConfigError(
+            f"the config cannot be sent to an engine process: {type(error).__name__}: {error}. Options of plugins must be plain values: "
+            "texts, numbers, booleans, lists, mappings from texts. Or set engine_process to False."
+        ) from error
+    return message
+
+
+def _says_something(news: EngineOutputs) -> bool:
+    return bool(news.outputs or news.admitted or news.events)
+
+
+def _as_error(report: wire.Failed) -> ToolkitError:
+    """The error that ended the engine process, as an error of this one."""
+    kind = getattr(errors, report.kind, None) if report.kind else None
+    error: ToolkitError = EngineDeadError(f"the engine failed: {report.message}") if kind is None else kind(report.message)
+    error.add_note(f"In the engine process:\n{report.traceback}")
+    return error

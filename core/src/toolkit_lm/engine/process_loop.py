@@ -1,0 +1,115 @@
+"""What the engine process does: it loads an engine, then takes commands and gives news."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+
+import zmq
+
+from toolkit_lm import errors
+from toolkit_lm.engine import wire
+from toolkit_lm.engine.client import EngineInfo
+from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.engine.resolution import settle_device
+from toolkit_lm.errors import PluginError, ToolkitError
+from toolkit_lm.executor import InProcessExecutor
+from toolkit_lm.messages import EngineOutput, EngineRequest
+from toolkit_lm.plugin import Plugins, PluginWarning
+
+_LAST_WORDS = 1000
+"""Milliseconds that the last report gets to leave."""
+
+
+def serve(folder: str, connected: Callable[[], None]) -> None:
+    """Meets the front at the socket in `folder` and serves it until the engine fails; the front is told why.
+
+    `connected` is called when both ends are, and the folder is of no more use.
+    """
+    context = zmq.Context()
+    socket = wire.make_socket(context)
+    socket.bind(f"ipc://{folder}/engine")
+    try:
+        start = wire.decode_command(socket.recv())
+        assert isinstance(start, wire.Start)
+        connected()
+        core = _load(start, lambda name: socket.send(wire.encode(wire.Phase(name))))
+        socket.send(wire.encode(wire.Ready(EngineInfo(config=core.config, kv_cache=core.kv_cache, pooling=core.pooling))))
+        _Loop(core, socket).run()
+    except BaseException as error:
+        socket.send(wire.encode(_failed(error)))
+        socket.close(linger=_LAST_WORDS)
+        context.term()
+
+
+def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
+    with warnings.catch_warnings():
+        # The front has warned.
+        warnings.simplefilter("ignore", PluginWarning)
+        plugins = Plugins.load(start.config.plugins)
+    if difference := start.fingerprint.difference(plugins.fingerprint()):
+        raise PluginError(f"the plugins of the engine process are not those of its front. Here is the front:\n{difference}")
+    config = settle_device(start.config)
+    return EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=start.listening, on_phase=on_phase)
+
+
+class _Loop:
+    """Commands in, news out, a step at a time."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._socket = socket
+        self._num_handled = 1
+        """Commands; the first was Start."""
+        self._refusals: list[EngineOutput] = []
+
+    def run(self) -> None:
+        """Until the engine fails: raises why."""
+        while True:
+            num_handled, progress = self._num_handled, self._core.progress_time
+            self._take_commands()
+            news = self._core.step() if self._core.has_unfinished else self._core.news()
+            news.outputs += self._refusals
+            self._refusals = []
+            if (num_handled, progress) == (self._num_handled, self._core.progress_time):
+                # A sign of life would be a lie.
+                continue
+            # Large arrays among it are not copied.
+            self._socket.send(wire.encode(wire.News(news, self._num_handled)), copy=False)
+
+    def _take_commands(self) -> None:
+        """All that have come; where there is nothing else to do, waits for one."""
+        if not self._core.has_unfinished:
+            self._handle(self._socket.recv())
+        with suppress(zmq.Again):
+            while True:
+                self._handle(self._socket.recv(zmq.NOBLOCK))
+
+    def _handle(self, message: bytes) -> None:
+        self._num_handled += 1
+        command = wire.decode_command(message)
+        if isinstance(command, wire.Add):
+            for request in command.requests:
+                self._add(request)
+        elif isinstance(command, wire.Finish):
+            self._core.finish(command.request_id, command.reason, command.index)
+        elif isinstance(command, wire.ResetPrefixCache):
+            self._core.reset_prefix_cache()
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._core.add_request(request)
+        except Exception as error:
+            # Whatever it is, it is this request's: the others go on.
+            what = str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
+            params = request.params
+            sequences = range(params.n if params.use_beam_search else params.num_sequences)
+            self._refusals += [EngineOutput(request_id=request.request_id, index=i, finish_reason="error", error=what) for i in sequences]
+
+
+def _failed(error: BaseException) -> wire.Failed:
+    kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == errors.__name__), "")
+    message = str(error) if kind else f"{type(error).__name__}: {error}"
+    return wire.Failed(kind, message, "".join(traceback.format_exception(error)))

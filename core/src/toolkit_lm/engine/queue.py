@@ -1,0 +1,66 @@
+"""Backpressure: how many requests may wait for a place in the batch."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from toolkit_lm.config import LimitsConfig
+from toolkit_lm.errors import QueueFullError
+from toolkit_lm.messages import EngineRequest
+
+
+class QueueLimits:
+    """The requests that wait, as the front knows them: those that it has sent, and that the engine has not admitted yet."""
+
+    def __init__(self, config: LimitsConfig) -> None:
+        self.max_requests = config.max_queued_requests
+        self.max_tokens = config.max_queued_tokens
+        self._waiting: dict[str, tuple[float, int]] = {}
+        """By request id: when it came, and its prompt tokens."""
+        self._counted: set[str] = set()
+        """Those that count: of a batch its last request, which is admitted last."""
+        self._waits: deque[float] = deque(maxlen=32)
+        """Seconds that the last admitted ones waited."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._counted)
+
+    @property
+    def num_tokens(self) -> int:
+        # Copied in one go: other threads may ask while requests come and go.
+        return sum(tokens for _, tokens in list(self._waiting.values()))
+
+    def check(self, batch: Sequence[EngineRequest]) -> None:
+        """Raises QueueFullError where one more batch, which counts as one request, would be too much.
+
+        Prompts that are longer than the bound are let in when none waits.
+        """
+        tokens = sum(len(request.prompt_token_ids) for request in batch)
+        if self.max_requests is not None and self.num_requests >= max(self.max_requests, 1):
+            limit = f"{self.num_requests} requests wait already (max_queued_requests)"
+        elif self.max_tokens is not None and self._waiting and self.num_tokens + tokens > self.max_tokens:
+            limit = f"{self.num_tokens} prompt tokens wait already (max_queued_tokens is {self.max_tokens})"
+        else:
+            return
+        retry_after = min(max(median(self._waits), 1.0), 60.0) if self._waits else 1.0
+        raise QueueFullError(f"the engine is busy: {limit}. Try again later.", retry_after)
+
+    def add(self, batch: Sequence[EngineRequest]) -> None:
+        now = time.monotonic()
+        self._waiting.update((request.request_id, (now, len(request.prompt_token_ids))) for request in batch)
+        self._counted.update(request.request_id for request in batch[-1:])
+
+    def admit(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if request_id in self._waiting:
+                self._waits.append(time.monotonic() - self._waiting[request_id][0])
+            self.discard(request_id)
+
+    def discard(self, request_id: str) -> None:
+        """It was admitted, or has ended. Unknown ones are no error."""
+        self._waiting.pop(request_id, None)
+        self._counted.discard(request_id)

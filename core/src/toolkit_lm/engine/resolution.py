@@ -1,0 +1,192 @@
+"""From what was asked to what will run: a config in which nothing that can be known before the model is loaded is left open.
+
+Two choices stay with the loaded model: each layer's attention backend (the runner's), and the number of KV cache blocks (the engine's).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toolkit_lm.config import Checkpoint, VllmConfig
+from toolkit_lm.engine.checkpoint import read_checkpoint, read_json
+from toolkit_lm.engine.runner_type import RunnerChoice, choose_runner
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling import read_sentence_transformers
+from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
+
+_MOST_UNCUT = 8192
+"""Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
+_WHOLE_TOKENS = {"float32": 4096, "bfloat16": 8192, "float16": 8192}
+"""Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster, up to where a step's
+intermediate results leave the processor's last cache."""
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
+    """The config that an engine runs with. Raises ConfigError, CheckpointError, UnsupportedError, PluginError."""
+    return settle_device(resolve_configured(plugins.configure(config), plugins))
+
+
+def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
+    """As `resolve`, for a config that the plugins' `toolkit_configure` has seen, and without a look at the device. Imports no torch."""
+    asked_len = config.model.max_model_len
+    checkpoint = read_checkpoint(config, plugins)
+    config = config.with_checkpoint(checkpoint)
+    config = config.replace(
+        dtype=_dtype(config.model.dtype, checkpoint),
+        max_model_len=_max_model_len(
+            config.model.max_model_len, checkpoint, plugins.models.get(checkpoint.architecture).reserved_positions
+        ),
+        renderer=choose_renderer(config, plugins)[0],
+    )
+    choice = choose_runner(config, plugins)
+    if choice.runner == "generate" and not config.model.also:
+        check_pooler_options(config.pooler, PoolingKind.NONE)
+    if asked_len is None and choice.runner == "pooling":
+        config = config.replace(max_model_len=min(config.max_model_len, _trained_len(checkpoint) or config.max_model_len))
+    asked_budget = config.scheduler.max_num_batched_tokens
+    config = _for_runner(config, choice)
+    _check(config, asked_budget)
+    return config
+
+
+def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
+    """The config with what follows from the runner type."""
+    generates = choice.runner == "generate"
+    caching, chunked = config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill
+    budget = config.scheduler.max_num_batched_tokens
+    if chunked is None:
+        # A pooling model computes a prompt at once where it can: it then needs no KV cache. A native one may see texts as a whole.
+        too_long = choice.convert != "none" and config.max_model_len > max(_MOST_UNCUT, budget or 0)
+        chunked = generates or bool(caching) or too_long
+    if budget is None:
+        budget = max(config.scheduler.token_budget if chunked else _WHOLE_TOKENS[config.model.dtype], config.scheduler.max_num_seqs)
+        if not generates and choice.convert == "none":
+            # An encoder computes texts as a whole, whatever was asked for.
+            budget = max(budget, config.max_model_len)
+    if not chunked:
+        budget = max(budget, config.max_model_len)
+    return config.replace(
+        runner=choice.runner,
+        convert=choice.convert,
+        enable_prefix_caching=generates if caching is None else caching,
+        enable_chunked_prefill=chunked,
+        max_num_batched_tokens=budget,
+    )
+
+
+def settle_device(config: VllmConfig) -> VllmConfig:
+    """The config with a device that is there. Raises ConfigError. For the process that computes: it imports torch."""
+    return config.replace(device=_device(config.device.device))
+
+
+def _device(wanted: str) -> str:
+    import torch
+
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        # Whether a device is there shows when something is put on it; "meta" holds nothing.
+        torch.empty(1, device="none" if wanted == "meta" else wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        reason = str(error).splitlines()[0][:200]
+        raise ConfigError(f"device {wanted!r} cannot be used: {reason} Available: {', '.join(['cpu', *cuda])}.") from None
+    return wanted
+
+
+def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
+    if wanted != "auto":
+        return wanted
+    # transformers 5 writes `dtype`; earlier versions wrote `torch_dtype`.
+    dtype = checkpoint.hf_config.get("dtype") or checkpoint.hf_config.get("torch_dtype") or "float32"
+    dtype = str(dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ConfigError(f"the checkpoint's dtype {dtype!r} cannot be run. Choose one with --dtype: {', '.join(_DTYPES)}.")
+    return dtype
+
+
+def _max_model_len(wanted: int | None, checkpoint: Checkpoint, reserved: int) -> int:
+    """`reserved`: positions that no token has."""
+    longest = checkpoint_max_len(checkpoint.hf_config)
+    longest = None if longest is None else longest - reserved
+    if longest is None:
+        if wanted is None:
+            raise ConfigError("the checkpoint's config.json states no max_position_embeddings: give --max-model-len.")
+        return wanted
+    if wanted is not None and wanted > longest:
+        raise ConfigError(f"max_model_len {wanted} is more than the checkpoint's positions, {longest}.")
+    return wanted or longest
+
+
+def _trained_len(checkpoint: Checkpoint) -> int | None:
+    """The longest input that a checkpoint's sentence-transformers files allow; None where they do not say.
+
+    Since version 5.4 it stands with the tokenizer only.
+    """
+    found = read_sentence_transformers(checkpoint.path)
+    if found is None or found.max_seq_length is not None:
+        return None if found is None else found.max_seq_length
+    file = Path(checkpoint.path, "tokenizer_config.json")
+    length = read_json(file).get("model_max_length") if file.is_file() else None
+    # transformers writes 1e30, as an integer, where there is none.
+    return length if type(length) is int and length > 0 else None
+
+
+def checkpoint_max_len(hf_config: dict[str, Any]) -> int | None:
+    """Positions that a checkpoint can tell apart; rotary scaling that stretches them included."""
+    length = hf_config.get("max_position_embeddings") or hf_config.get("n_positions")
+    if not isinstance(length, int):
+        return None
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise CheckpointError(f"config.json: rope_parameters must be an object, not {rope!r}.")
+    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
+    if factor is not None and not isinstance(factor, int | float):
+        raise CheckpointError(f"config.json: the rotary scaling's factor must be a number, not {factor!r}.")
+    # linear and dynamic state the trained length, yarn may; llama3 and longrope state the stretched one.
+    if factor and kind in ("linear", "dynamic"):
+        return int(length * factor)
+    if factor and kind == "yarn":
+        return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
+    return length
+
+
+def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
+    """The name of the renderer, and each candidate with the reason it was refused (None: able). Raises UnsupportedError."""
+    assert config.checkpoint is not None
+    wanted = config.renderer.renderer
+    if wanted == "auto":
+        wanted = plugins.models.get(config.checkpoint.architecture).renderer or "auto"
+    if wanted != "auto":
+        plugins.renderers.get(wanted)
+        return wanted, [(wanted, None)]
+    folder = Path(config.renderer.tokenizer or config.checkpoint.path)
+    candidates: list[tuple[str, str | None]] = []
+    for entry in plugins.renderers.entries():
+        found = any((folder / name).exists() for name in entry.reads)
+        candidates.append((entry.key, None if found else f"{str(folder)!r} has none of {', '.join(entry.reads)}"))
+    able = [name for name, refusal in candidates if refusal is None]
+    if not able:
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in candidates) or "none is installed"
+        raise UnsupportedError(f"no renderer can read the tokenizer of {config.model.model!r}: {reasons}.")
+    return able[0], candidates
+
+
+def _check(config: VllmConfig, asked_budget: int | None) -> None:
+    """Options that are fine each, but not together. `asked_budget`: max_num_batched_tokens as it was given."""
+    parallel, scheduler = config.parallel, config.scheduler
+    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
+        sizes = f"{parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
+        raise ConfigError(f"tensor_parallel_size {sizes} needs an executor of several workers, and none is installed. Able: 1 x 1.")
+    if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
+        raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
+    # Where prompts are only pooled, and whole, none of them waits for a token in each step.
+    in_parts = config.model.runner != "pooling" or scheduler.enable_chunked_prefill
+    if in_parts and scheduler.token_budget < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({asked_budget}) must be at least max_num_seqs ({scheduler.max_num_seqs}), so that each running "
+            f"sequence can get a token in each step: raise it to {scheduler.max_num_seqs}, or give --max-num-seqs {asked_budget}."
+        )

@@ -1,0 +1,74 @@
+"""Which runner and which convert type an engine gets: from what was asked, and from what the checkpoint is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.config.tasks import CONVERT_TASKS, RunnerType, default_runner
+from toolkit_lm.errors import ConfigError, UnsupportedError, nearest
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling import read_sentence_transformers
+
+SENTENCE_TRANSFORMERS = "modules.json"
+"""The file of a checkpoint folder that makes it a pooling model of sentence-transformers' kind."""
+
+
+class RunnerChoice(NamedTuple):
+    """What `--runner` and `--convert` come to."""
+
+    runner: RunnerType
+    convert: str
+    """"none": the model class as it is."""
+
+
+def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
+    """The runner and convert type of a config whose checkpoint is known. Raises ConfigError for a combination that is none."""
+    assert config.checkpoint is not None
+    name = config.checkpoint.hf_config["architectures"][0]
+    wanted, convert = config.model.runner, config.model.convert
+    by_name, by_name_convert = default_runner(name)
+    if (Path(config.checkpoint.path) / SENTENCE_TRANSFORMERS).is_file() and by_name == "generate":
+        found = read_sentence_transformers(config.checkpoint.path)
+        by_name, by_name_convert = "pooling", "classify" if found is not None and found.logit_score is not None else "embed"
+    native = plugins.models.get(config.checkpoint.architecture).runner == "pooling"
+    if wanted == "draft" or (wanted != "auto" and native and wanted != "pooling"):
+        why = "no drafter is installed" if wanted == "draft" else f"{name!r} is a pooling model"
+        raise ConfigError(f"runner {wanted!r}: {why}. Able: {'pooling' if native else 'generate, pooling'}.")
+    _check_convert(convert, name, native, plugins)
+    runner: RunnerType = wanted if wanted != "auto" else "pooling" if native or convert not in ("auto", "none") else by_name
+    if runner == "generate":
+        if convert not in ("auto", "none"):
+            beside = " or --also embed" if convert == "embed" else ""
+            raise ConfigError(f"runner 'generate' takes convert 'none', not {convert!r}. Able: --runner pooling{beside}.")
+        _check_also(config.model.also)
+        return RunnerChoice("generate", "none")
+    if config.model.also:
+        raise ConfigError(f"also {', '.join(config.model.also)} is for engines that generate, and this one is for pooling.")
+    if native:
+        return RunnerChoice("pooling", "none")
+    if convert == "none":
+        raise ConfigError(f"runner 'pooling' cannot run {name!r} as it is. Able: --convert {' or '.join(plugins.converters)}.")
+    return RunnerChoice("pooling", convert if convert != "auto" else by_name_convert if by_name_convert != "none" else "embed")
+
+
+def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> None:
+    if convert == "reward" and not (native and "Reward" in name):
+        able = "auto" if native else "classify, for a checkpoint with a trained score head"
+        raise ConfigError(
+            f"convert 'reward' is for native reward models, and {name!r} is none: no other model can be made into one. "
+            f"Able: --convert {able}."
+        )
+    known = ["auto", "none", "reward", *plugins.converters]
+    if convert not in known:
+        raise ConfigError(f"there is no convert type {convert!r}. {nearest(convert, known)}")
+    # The table calls reward models embedders, which is how those that are not native are taken.
+    if native and convert in CONVERT_TASKS and ("Reward" in name or default_runner(name)[1] != convert):
+        raise UnsupportedError(f"{name!r} is a pooling model already, and not of convert type {convert!r}. Able: --convert auto.")
+
+
+def _check_also(also: list[str]) -> None:
+    for convert in also:
+        if convert != "embed":
+            raise ConfigError(f"also {convert!r}: a generating engine can serve embeddings beside generation only. Able: embed.")

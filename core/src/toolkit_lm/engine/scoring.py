@@ -1,0 +1,214 @@
+"""How well texts fit together, with whatever the model is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+
+import numpy as np
+
+from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
+from toolkit_lm.engine.pooling_texts import PoolingTexts
+from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.outputs import PoolingRequestOutput, ScoringRequestOutput
+from toolkit_lm.pooling import Side
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.prompts import TextPair
+
+
+def cosine(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two embeddings [D]: a bi-encoder's score, from -1 to 1. 0 where one of them has no length."""
+    first, second = first.astype(np.float64), second.astype(np.float64)
+    lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
+    return min(max(float(first @ second) / lengths, -1.0), 1.0) if lengths else 0.0
+
+
+def dot(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two embeddings [D]: their dot product."""
+    return float(first.astype(np.float64) @ second.astype(np.float64))
+
+
+def euclidean(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two embeddings [D]: their distance, negated: 0 at most, and more for what is nearer."""
+    return -float(np.linalg.norm(first.astype(np.float64) - second.astype(np.float64)))
+
+
+def manhattan(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two embeddings [D]: the sum of the distances in each dimension, negated."""
+    return -float(np.abs(first.astype(np.float64) - second.astype(np.float64)).sum())
+
+
+SIMILARITIES: Mapping[str, Callable[[np.ndarray, np.ndarray], float]] = MappingProxyType(
+    {"cosine": cosine, "dot": dot, "euclidean": euclidean, "manhattan": manhattan}
+)
+"""How bi-encoders compare, by sentence-transformers' names and definitions."""
+
+
+_NO_TOKENS = -1e9
+"""What sentence-transformers gives a document of which no token is compared."""
+
+
+def max_sim(query: np.ndarray, document: np.ndarray) -> float:
+    """Of two texts' token embeddings [tokens, D]: a late-interaction score (Khattab and Zaharia 2020).
+
+    For each token of the query the dot product with the document's token that fits best, summed. A document without tokens fits worst.
+    """
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else _NO_TOKENS
+
+
+def mean_max_sim(query: np.ndarray, document: np.ndarray) -> float:
+    """As `max_sim`, divided by the number of the query's tokens."""
+    return max_sim(query, document) / max(len(query), 1)
+
+
+class ScoreKind(Enum):
+    """What a model's score is made of."""
+
+    CROSS_ENCODER = "cross-encoder"
+    BI_ENCODER = "bi-encoder"
+    LATE_INTERACTION = "late interaction"
+
+
+def score_kind(tasks: Collection[Task]) -> ScoreKind:
+    """How a model that serves `tasks` scores. Raises RequestError when it cannot."""
+    if "score" in tasks:
+        return ScoreKind.CROSS_ENCODER
+    if "embed" in tasks:
+        return ScoreKind.BI_ENCODER
+    if "token_embed" in tasks:
+        # A model that embeds tokens only is made for this.
+        return ScoreKind.LATE_INTERACTION
+    # With one label it would serve "score" too.
+    why = ": its classifier has several labels, and a score needs one" if "classify" in tasks else ""
+    way_out = f" {way_to_serve('embed')} Rerankers: --convert classify." if "generate" in tasks else ""
+    raise RequestError(f"this model does not score texts{why}. Supported: {', '.join(tasks)}.{way_out}", "task")
+
+
+_TASKS: dict[ScoreKind, PoolingTask] = {
+    ScoreKind.CROSS_ENCODER: "score",
+    ScoreKind.BI_ENCODER: "embed",
+    ScoreKind.LATE_INTERACTION: "token_embed",
+}
+_SIDES = ("query", "document")
+
+
+class Scoring:
+    """Pairs of texts to be scored: what the engine is to compute for them, and what comes of it.
+
+    A cross-encoder reads each pair. Other models read each distinct text once, queries and documents with the prompts that the
+    checkpoint has for them.
+    """
+
+    def __init__(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        tasks: Collection[Task],
+        texts: PoolingTexts,
+        *,
+        fields: tuple[str, str] = ("queries", "documents"),
+    ) -> None:
+        """One query for all documents, or one for each. `tasks` and `texts`: those of the model. `fields`: what errors call the two.
+
+        Raises RequestError.
+        """
+        self.kind = score_kind(tasks)
+        self.task = _TASKS[self.kind]
+        is_late = self.kind is ScoreKind.LATE_INTERACTION
+        self._compare = SIMILARITIES[texts.similarity] if not is_late else mean_max_sim if texts.averages else max_sim
+        self._sides: Mapping[str, Side] = texts.sides if is_late else {}
+        self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
+        pairs = _pairs(queries, documents, fields)
+        self._pairs, self._texts, self._fields = pairs, texts, fields
+        self._alone = isinstance(queries, str), isinstance(documents, str)
+        self.prompts: list[str | TextPair]
+        """What the engine is to read."""
+        self.prompt_names: list[str | None]
+        """The name of the checkpoint's prompt that goes before each."""
+        self.names: list[str]
+        """What errors call each."""
+        if self.kind is ScoreKind.CROSS_ENCODER:
+            self.prompts = list(pairs)
+            self.prompt_names = [None] * len(pairs)
+            self.names = [self._name(1, number) for number in range(len(pairs))]
+            return
+        first: dict[tuple[int, str], str] = {}
+        for number, pair in enumerate(pairs):
+            for side in (0, 1):
+                first.setdefault((side, pair[side]), self._name(side, number))
+        places = {key: place for place, key in enumerate(first)}
+        self._places = [(places[0, query], places[1, document]) for query, document in pairs]
+        self.prompts = [text for _, text in first]
+        self.prompt_names = [_SIDES[side] if _SIDES[side] in texts.prompts else None for side, _ in first]
+        self.names = list(first.values())
+
+    def _name(self, side: int, number: int) -> str:
+        return self._fields[side] if self._alone[side] else f"{self._fields[side]}[{number}]"
+
+    def culprit(self, error: RequestError) -> RequestError:
+        """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for its query alone.
+
+        It tokenizes the queries again.
+        """
+        if self.kind is not ScoreKind.CROSS_ENCODER or error.param != self._fields[1]:
+            return error
+        is_too_long = isinstance(error, ContextLengthError)
+        first: dict[str, int] = {}
+        for number, (query, _) in enumerate(self._pairs):
+            first.setdefault(query, number)
+        for query, number in first.items():
+            name, most = self._name(0, number), self._texts.max_tokens
+            try:
+                [rendered] = self._texts.renderer.render_texts([query], max_tokens=None if is_too_long else most)
+            except RequestError as its:
+                return type(its)(f"{name}: {its}", self._fields[0])
+            if is_too_long and len(rendered.token_ids) >= most:
+                limit = f"with a document it must stay within max_model_len, {most}"
+                return ContextLengthError(f"{name} alone has {len(rendered.token_ids)} tokens; {limit}.", self._fields[0])
+        return error
+
+    def params(self, given: PoolingParams | None = None) -> PoolingParams:
+        """What was `given`, with the task, and with `normalize` as the comparison needs it. Raises RequestError."""
+        given = PoolingParams() if given is None else given
+        if not isinstance(given, PoolingParams):
+            raise RequestError(f"params must be PoolingParams, not a {type(given).__name__}.", "params")
+        if given.task not in (self.task, PoolingParams().task):
+            raise RequestError(f"this model scores by the task {self.task!r}, but params are for {given.task!r}.", "task")
+        return given.replace(task=self.task, normalize=self._normalize if given.normalize is None else given.normalize)
+
+    def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
+        """One for each pair, of what the engine gave for `prompts`."""
+        if self.kind is ScoreKind.CROSS_ENCODER:
+            return [ScoringRequestOutput.of(output) for output in outputs]
+        vectors = [self._compared(output, name) for output, name in zip(outputs, self.prompt_names, strict=True)]
+        return [self._score(outputs[i], outputs[j], vectors[i], vectors[j]) for i, j in self._places]
+
+    def _compared(self, output: PoolingRequestOutput, name: str | None) -> np.ndarray | None:
+        """What is compared of it; None where it failed."""
+        side = None if name is None else self._sides.get(name)
+        return output.data if output.data is None or side is None else output.data[side.compared(output.prompt_token_ids)]
+
+    def _score(
+        self, query: PoolingRequestOutput, document: PoolingRequestOutput, first: np.ndarray | None, second: np.ndarray | None
+    ) -> ScoringRequestOutput:
+        score = float("nan") if first is None or second is None else self._compare(first, second)
+        return ScoringRequestOutput(document.request_id, score, document.num_cached_tokens, query.error or document.error)
+
+
+def _pairs(queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str]) -> list[TextPair]:
+    queries, documents = _texts(queries, fields[0]), _texts(documents, fields[1])
+    if len(queries) == 1:
+        queries = queries * len(documents)
+    if len(queries) != len(documents):
+        wanted = "give one query, or one for each document"
+        raise RequestError(f"{len(queries)} queries for {len(documents)} documents: {wanted}.", fields[0])
+    return list(zip(queries, documents, strict=True))
+
+
+def _texts(given: str | Sequence[str], param: str) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(text, str) for text in given):
+        raise RequestError(f"{param} must be a text, or a list of texts.", param)
+    return list(given)

@@ -1,0 +1,61 @@
+"""What happened, for plugins that watch: the argument of the hook `toolkit_event`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+from toolkit_lm.params import FinishReason
+
+RequestEventKind = Literal["queued", "scheduled", "first_token", "preempted", "finished", "aborted"]
+
+
+class RequestEvent(Struct, frozen=True, kw_only=True, tag="request"):
+    """A step in one request's life. Times are time.monotonic() seconds, which the processes of a machine share."""
+
+    kind: RequestEventKind
+    """The last is "finished", or "aborted" when the caller or its deadline ended the request."""
+    request_id: str
+    time: float
+    arrival_time: float
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    """Over all sequences of the request; final when kind is "finished" or "aborted"."""
+    num_sequences: int = 1
+    scheduled_time: float | None = None
+    """When the request first entered a batch."""
+    first_token_time: float | None = None
+    finish_reason: FinishReason | None = None
+    """Of the sequence that ended last."""
+    context: dict[str, str] = field(default_factory=dict)
+    """What the caller attached to the request, such as its trace headers."""
+
+
+class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
+    """One step of the engine, after it."""
+
+    time: float
+    duration: float
+    """Seconds from planning to results."""
+    num_tokens: int
+    """Tokens computed in the step."""
+
+
+class LoadEvent(Struct, frozen=True, kw_only=True, tag="load"):
+    """How full the engine is, after a step or after requests have come or gone between steps."""
+
+    time: float
+    num_running: int
+    """Sequences in the batch."""
+    num_waiting: int
+    """Requests without a place in the batch."""
+    num_used_blocks: int
+    num_total_blocks: int
+    num_used_host_blocks: int = 0
+    """Of the pool that preempted requests are swapped to."""
+    num_total_host_blocks: int = 0
+
+
+Event = RequestEvent | StepEvent | LoadEvent

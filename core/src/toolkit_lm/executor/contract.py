@@ -1,0 +1,64 @@
+"""The executor contract: how the engine reaches its workers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from concurrent.futures import Future
+
+from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection
+from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+
+
+class Executor(ABC):
+    """One worker per device, all of them running the same plans. Methods are called from the engine's thread, in the order below."""
+
+    overlaps: bool = False
+    """`execute` returns before the step is over, so that the next one can be planned meanwhile."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Makes the model on every worker and loads its weights. Raises CheckpointError, PluginError, UnsupportedError."""
+
+    @abstractmethod
+    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """By attention layer: what it caches."""
+
+    @abstractmethod
+    def selections(self) -> dict[str, Selection]:
+        """By attention layer: its backend, and why."""
+
+    @abstractmethod
+    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
+        """The pooling tasks that the model serves, and what each allows."""
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes that each worker's device has to spare; the least, where they differ."""
+
+    @abstractmethod
+    def free_host_memory(self) -> int:
+        """Bytes of host memory that each worker can have; the least, where they differ."""
+
+    @abstractmethod
+    def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+        """Allocates the KV cache on every worker."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Runs what the first request would otherwise wait for. Also asked of a loaded engine when a step has failed: does it still work?
+
+        No block of the cache is in use at that time, and what free blocks hold is not relied on.
+        """
+
+    @abstractmethod
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        """Starts a step. Steps run in the order of the calls."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raises EngineDeadError when a worker is gone."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Ends the workers and releases their memory. Safe to call twice."""

@@ -1,0 +1,163 @@
+"""LLM: the offline face. The same loop as the server's, driven until all is done."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from toolkit_lm.config import VllmConfig, load_options
+from toolkit_lm.engine import LLMEngine, PreparedRequest
+from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
+from toolkit_lm.llm_pooling import PoolingFace
+from toolkit_lm.outputs import RequestOutput
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.prompts import Conversation, Prompt
+
+Progress = Callable[[int, int], None]
+"""Called with (finished requests, all requests)."""
+
+
+class LLM(PoolingFace):
+    """Generates for whole lists of prompts.
+
+    llm = LLM(model="tiny")
+    for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+        print(output.outputs[0].text)
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: VllmConfig | None = None,
+        plugins: Plugins | Sequence[object] | Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        """Loads a model: in this process, unless the option `engine_process` is True.
+
+        `options` are those of VllmConfig, by name; TOOLKIT_LM_* variables give the others.
+
+        `config` takes the place of all of these. `plugins` are names of installed plugins to load, or plugin objects from code, or loaded
+        Plugins. Raises ToolkitError.
+        """
+        if model is not None:
+            options["model"] = model
+        if not isinstance(plugins, Plugins) and plugins and all(isinstance(p, str) for p in plugins):
+            options["plugins"], plugins = list(plugins), ()
+        if config is not None and options:
+            raise ConfigError(f"give either config or options, not both: {', '.join(options)}.")
+        if config is None:
+            config = VllmConfig.make(**load_options(VllmConfig.options(), options, environ=os.environ))
+        self.engine = LLMEngine(config, plugins=plugins)
+        self._ids = count()
+        self._lock = threading.Lock()
+
+    @property
+    def config(self) -> VllmConfig:
+        """The resolved config."""
+        return self.engine.config
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
+        use_tqdm: bool = True,
+        progress: Progress | None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts: texts, {"prompt": text} or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
+
+        `params` is one for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
+        anything is computed. Calls from several threads run one after another.
+        """
+        if not isinstance(prompts, str | Mapping | Sequence):
+            raise RequestError(f"prompts must be a text, a dict or a list of these, not a {type(prompts).__name__}.", "prompt")
+        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = self._params(params, len(prompts))
+        priorities = [0] * len(prompts) if priority is None else list(priority)
+        if len(priorities) != len(prompts):
+            raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts: give one for each.", "priority")
+        prepared = [self.engine.prepare(self._next_id(), p, s, priority=n) for p, s, n in zip(prompts, each, priorities, strict=True)]
+        return self._run(prepared, use_tqdm, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        progress: Progress | None = None,
+        **render_options: Any,
+    ) -> list[RequestOutput]:
+        """Answers a conversation, or each of several, through the chat template. `render_options` are Renderer.render_conversation's."""
+        conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
+        each = self._params(params, len(conversations))
+        prepared = [self.engine.prepare_chat(self._next_id(), c, s, **render_options) for c, s in zip(conversations, each, strict=True)]
+        return self._run(prepared, use_tqdm, progress)
+
+    def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * count
+        if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
+            raise RequestError("params must be SamplingParams, or a list of them.", "params")
+        if len(params) != count:
+            raise RequestError(f"{len(params)} sampling params for {count} prompts: give one, or one for each.", "params")
+        return list(params)
+
+    def _next_id(self) -> str:
+        return f"llm-{next(self._ids)}"
+
+    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]:
+        if progress is None and use_tqdm and prepared:
+            return self._run_with_bar(prepared)
+        ids = [p.message.request_id for p in prepared]
+        with self._lock:
+            if self.engine.has_unfinished_requests():
+                raise ToolkitError("the engine has requests under way that were added by hand: finish them with engine.step() first.")
+            try:
+                for one in prepared:
+                    self.engine.submit(one)
+                return self._drain(ids, progress)
+            finally:
+                # An interrupt in the middle must not leave requests behind for the next call.
+                if self.engine.abort(ids):
+                    self.engine.advance(timeout=0)
+
+    def _drain(self, ids: list[str], progress: Progress | None) -> list[Any]:
+        done: dict[str, Any] = {}
+        while len(done) < len(ids):
+            for state in self.engine.advance():
+                if state.finished:
+                    done[state.request_id] = state.snapshot()
+                    if progress is not None:
+                        progress(len(done), len(ids))
+        return [done[request_id] for request_id in ids]
+
+    def _run_with_bar(self, prepared: list[PreparedRequest]) -> list[Any]:
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task("Processed prompts", total=len(prepared))
+            return self._run(prepared, False, lambda done, total: bar.update(task, completed=done))
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached of prompts that were seen before."""
+        with self._lock:
+            self.engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Releases the model and its memory."""
+        self.engine.shutdown()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()

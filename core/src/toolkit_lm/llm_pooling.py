@@ -1,0 +1,167 @@
+"""What `LLM` does with pooling models: embed, classify, score, rerank, encode."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+
+from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.engine import LLMEngine, PreparedRequest
+from toolkit_lm.engine.pooling_batch import all_prepared, listed, params_of_each, prepare_each
+from toolkit_lm.engine.scoring import Scoring
+from toolkit_lm.errors import RequestError, nearest
+from toolkit_lm.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RerankResult,
+    ScoringRequestOutput,
+)
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.prompts import Prompt, TextPair
+
+Progress = Callable[[int, int], None]
+
+
+class ScoreOptions(TypedDict, total=False):
+    """How `score` and `rerank` treat texts."""
+
+    truncate_prompt_tokens: int | None
+    """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an error."""
+    instruction: str | None
+    """For rerankers that take one."""
+    use_tqdm: bool
+    """Show a bar, in a terminal. True where not given."""
+    progress: Progress | None
+    """Called with (finished prompts, all prompts), in place of the bar."""
+
+
+class EncodeOptions(ScoreOptions, total=False):
+    """How `encode`, `embed` and `classify` treat prompts."""
+
+    prompt_name: str | Sequence[str | None] | None
+    """One of the checkpoint's prompts ("query", "document"), which goes before each text; or one for each."""
+    names: Sequence[str] | None
+    """What errors call the prompts."""
+
+
+class PoolingFace(ABC):
+    """The pooling half of LLM. What one call asks is checked as a whole before anything is computed."""
+
+    engine: LLMEngine
+
+    def encode(
+        self,
+        prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        task: PoolingTask | None = None,
+        **options: Unpack[EncodeOptions],
+    ) -> list[PoolingRequestOutput]:
+        """Any pooling task of the model, raw. `task` stands in for params that say nothing else.
+
+        Raises RequestError for a bad prompt or a task that the model does not serve.
+        """
+        _check_names("encode", options, EncodeOptions)
+        many = listed(prompts)
+        prepared = prepare_each(
+            self.engine,
+            [self._next_id() for _ in many],
+            many,
+            params_of_each(self.engine, params, task, len(many)),
+            prompt_name=options.get("prompt_name"),
+            truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
+            instruction=options.get("instruction"),
+        )
+        ready = all_prepared(prepared, options.get("names") or [f"prompt {index}" for index in range(len(many))])
+        # Sequences of equal length that meet in a step are computed together.
+        order = sorted(range(len(ready)), key=lambda i: len(ready[i].message.prompt_token_ids))
+        outputs = self._run([ready[i] for i in order], options.get("use_tqdm", True), options.get("progress"))
+        by_place = dict(zip(order, outputs, strict=True))
+        return [by_place[i] for i in range(len(ready))]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[EncodeOptions],
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt."""
+        _check_names("embed", options, EncodeOptions)
+        return [EmbeddingRequestOutput.of(output) for output in self.encode(_no_pair(prompts), params, task="embed", **options)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[EncodeOptions],
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the model's labels, for each prompt."""
+        _check_names("classify", options, EncodeOptions)
+        return [ClassificationRequestOutput.of(output) for output in self.encode(_no_pair(prompts), params, task="classify", **options)]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        params: PoolingParams | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> list[ScoringRequestOutput]:
+        """How well documents fit queries: one query with each document, or as many queries as documents, pair by pair.
+
+        A cross-encoder reads both texts together; of an embedding model it is the cosine, or what its files say; of a late-interaction
+        model the sum of the best products of token embeddings.
+        """
+        _check_names("score", options, ScoreOptions)
+        return self._score(Scoring(queries, documents, self.engine.tasks, self.engine.texts), params, options)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        params: PoolingParams | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> list[RerankResult]:
+        """The documents by how well they fit the query, best first. Those that could not be scored come last, with their errors."""
+        _check_names("rerank", options, ScoreOptions)
+        if top_n is not None and (type(top_n) is not int or top_n < 1):
+            raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
+        if not isinstance(query, str):
+            raise RequestError(f"query must be a text, not a {type(query).__name__}.", "query")
+        scoring = Scoring(query, documents, self.engine.tasks, self.engine.texts, fields=("query", "documents"))
+        scores = self._score(scoring, params, options)
+        texts = [documents] if isinstance(documents, str) else documents
+        results = [
+            RerankResult(index, output.score, text, output.error) for index, (output, text) in enumerate(zip(scores, texts, strict=True))
+        ]
+        return sorted(results, key=lambda result: math.inf if result.error is not None else -result.relevance_score)[:top_n]
+
+    def _score(self, scoring: Scoring, params: PoolingParams | None, options: ScoreOptions) -> list[ScoringRequestOutput]:
+        each = scoring.params(params)
+        try:
+            outputs = self.encode(scoring.prompts, each, prompt_name=scoring.prompt_names, names=scoring.names, **options)
+        except RequestError as error:
+            raise scoring.culprit(error) from None
+        return scoring.scores(outputs)
+
+    @abstractmethod
+    def _next_id(self) -> str: ...
+
+    @abstractmethod
+    def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]: ...
+
+
+def _check_names(method: str, options: Mapping[str, object], known: type[ScoreOptions]) -> None:
+    """Raises TypeError for a keyword that `method` does not take."""
+    for name in options.keys() - known.__annotations__.keys():
+        of_params = name in PoolingParams.__struct_fields__ and name != "task"
+        way_out = f"Give PoolingParams({name}={options[name]!r})." if of_params else nearest(name, known.__annotations__)
+        raise TypeError(f"LLM.{method}() takes no {name!r}. {way_out}")
+
+
+def _no_pair(prompts: Prompt | Sequence[Prompt]) -> Prompt | Sequence[Prompt]:
+    """A tuple is as many prompts as it has items, and not one pair, where a pair is no prompt."""
+    return list(prompts) if isinstance(prompts, tuple) else prompts

@@ -1,0 +1,223 @@
+"""Everything that crosses a process boundary: msgspec structs, never pickle.
+
+front → engine: EngineRequest, abort ids. engine → front: EngineOutputs. engine → worker: StepPlan. worker → engine: StepResult.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from toolkit_lm.events import Event
+from toolkit_lm.params import FinishReason, SamplingParams
+from toolkit_lm.pooling_params import PoolingParams
+
+
+class PoolingRules(Struct, frozen=True):
+    """What a model allows the scheduler to do with a task's prompts."""
+
+    chunkable: bool
+    """They may be computed in several steps."""
+    reads_prefix_cache: bool
+    """They may begin after a cached prefix."""
+    size: int | None
+    """Of the last axis of its results; None: not known."""
+
+
+class Array(Struct, frozen=True):
+    """A tensor on its way between processes: C order, little-endian."""
+
+    dtype: str
+    """numpy's name of it, such as "float32"."""
+    shape: list[int]
+    data: memoryview
+    """A view of the tensor's own memory, or of the message's: it is not copied on the way in."""
+
+
+class TokenizedWords(Struct, kw_only=True, frozen=True):
+    """What the texts among the sampling parameters are in tokens."""
+
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Sequences of which the last token is not to be drawn after the others."""
+    dry_breakers: list[int] = field(default_factory=list)
+
+
+class EngineRequest(Struct, kw_only=True):
+    """Tokens in. All preparation of input has ended: no text from here on."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    eos_token_ids: list[int] = field(default_factory=list)
+    """End a sequence unless params.ignore_eos."""
+    words: TokenizedWords = field(default_factory=TokenizedWords)
+    priority: int = 0
+    """Smaller is served first, under the policy 'priority'."""
+    arrival_time: float = 0.0
+    """time.monotonic() of the front."""
+    deadline: float | None = None
+    """time.monotonic() at which it ends with "timeout", wherever it is."""
+    cache_salt: str | None = None
+    """Only requests of the same salt share cached prefixes."""
+    context: dict[str, str] = field(default_factory=dict)
+    """For events: what the caller attached."""
+    pooling: PoolingParams | None = None
+    """Set: the prompt is pooled, and no token is drawn; `params` has no meaning."""
+    second_text_start: int | None = None
+    """Of a pair of texts: the position of the first token of the second (token type 1, where the model has types)."""
+    pooling_start: int = 0
+    """Position of the first token that is pooled. Those before, of the checkpoint's prompt, are read and left out of the vector."""
+    num_attended: int | None = None
+    """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them; None: all."""
+
+
+class TokenLogprobs(Struct):
+    """Log probabilities of one token, sampled or of the prompt.
+
+    Natural logarithms of the model's own distribution, before any sampling parameter.
+    """
+
+    token_ids: list[int]
+    """The token, then the likeliest ones in order."""
+    logprobs: list[float]
+    rank: int
+    """Rank of the token, 1 for the likeliest."""
+
+
+class Candidates(Struct):
+    """The likeliest next tokens of one sequence, in order. Log probabilities are those of the tokens that the request allows."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class EngineOutput(Struct, kw_only=True):
+    """Tokens out: what one step gave to one sequence."""
+
+    request_id: str
+    index: int
+    """Which of the request's n sequences."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    """One per token of token_ids, where the request asked for them."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's next tokens, from its second token on, where the request asked for them."""
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The token that ended the sequence, when one of params.stop_token_ids did."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose keys and values were found in the cache."""
+    cumulative_logprob: float | None = None
+    """Of a sequence that a beam search has found: it comes whole."""
+    score: float | None = None
+    """What the beam search ranks it by."""
+    error: str | None = None
+    """What went wrong, when finish_reason is "error"."""
+    pooled: Array | None = None
+    """A pooling request's result."""
+
+
+class EngineOutputs(Struct, kw_only=True):
+    """What one step, or one call between steps, gave."""
+
+    time: float
+    """time.monotonic() at which the engine gave it."""
+    outputs: list[EngineOutput] = field(default_factory=list)
+    admitted: list[str] = field(default_factory=list)
+    """Requests that left the queue for the batch, for the first time."""
+    events: list[Event] = field(default_factory=list)
+    """In order; empty when nobody listens."""
+
+
+class NewSequence(Struct, kw_only=True):
+    """A sequence that the runner does not hold: admitted now, forked, or back from a preemption."""
+
+    seq_id: int
+    token_ids: list[int]
+    """All known tokens: the prompt, then the output so far."""
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    block_tables: list[list[int]]
+    """Per KV group, the ids of its blocks."""
+    params: SamplingParams
+    seed: int
+    """Resolved: the request's own, or one drawn for it."""
+    stop_token_ids: list[int]
+    """All tokens that end it; they are kept from being drawn while fewer than min_tokens are out."""
+    words: TokenizedWords = field(default_factory=TokenizedWords)
+    mirostat_mu: float | None = None
+    """Where the sequence's last draw left mirostat; None before the first."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log probabilities were returned before: they are not computed again."""
+    pooling: PoolingParams | None = None
+    second_text_start: int | None = None
+    pooling_start: int = 0
+    num_attended: int | None = None
+    num_candidates: int = 0
+    """Of a beam: how many of the likeliest tokens are returned where others draw one."""
+
+
+class ScheduledSequence(Struct):
+    """One row of the flat batch."""
+
+    seq_id: int
+    num_tokens: int
+    """Tokens to compute now, from num_computed_tokens on."""
+    new_blocks: list[list[int]]
+    """Per KV group, block ids to append to the table; for a NewSequence of the same plan these are in its block_tables already."""
+    samples: bool
+    """True when the last of these tokens is the sequence's last: a next token is drawn, or a beam search's candidates are returned."""
+
+
+class BlockCopy(Struct):
+    """Copy a block's keys and values, in all layers of a KV group, before the step writes (copy on write)."""
+
+    group: int
+    source: int
+    target: int
+
+
+class BlockMove(Struct):
+    """Replace an entry of a sequence's block table: it now owns a copy."""
+
+    seq_id: int
+    group: int
+    index: int
+    block: int
+
+
+class StepPlan(Struct, kw_only=True):
+    """What the scheduler tells the workers to do in one step."""
+
+    new: list[NewSequence] = field(default_factory=list)
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    """Sequences that the runner forgets first: finished, aborted or preempted."""
+    swap_out: list[BlockCopy] = field(default_factory=list)
+    """From the device's pool (source) to the host's (target), before anything else is written."""
+    swap_in: list[BlockCopy] = field(default_factory=list)
+    """From the host's pool (source) to the device's (target), next."""
+    copies: list[BlockCopy] = field(default_factory=list)
+    moves: list[BlockMove] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.scheduled)
+
+
+class StepResult(Struct, kw_only=True):
+    """What came of a step, in the order of `plan.scheduled`."""
+
+    token_ids: list[list[int]]
+    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, nor for a beam, one for a decode."""
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Per row; empty when no row asked for any."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for them."""
+    mirostat_mu: dict[int, float] = field(default_factory=dict)
+    """By seq_id, what NewSequence is to bring back after a preemption."""
+    candidates: dict[int, Candidates] = field(default_factory=dict)
+    """By seq_id, of the rows of beam searches. They draw no token."""
+    pooled: dict[int, Array] = field(default_factory=dict)
+    """By seq_id, of the pooling sequences whose last token was computed."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others go on."""

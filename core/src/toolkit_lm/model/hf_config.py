@@ -1,0 +1,42 @@
+"""Reading values from a checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast, overload
+
+from toolkit_lm.errors import CheckpointError, nearest
+
+T = TypeVar("T")
+
+
+class HFConfig:
+    """A checkpoint's config.json, with checked access: `HFConfig(vllm_config.hf_config).require("hidden_size", int)`.
+
+    Raises CheckpointError that names the key.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """The value of `key`, which must be there and of type `kind`."""
+        value = self.get(key, kind)
+        if value is None:
+            raise CheckpointError(f"config.json has no {key!r}, which this model needs. {nearest(key, self.values)}")
+        return value
+
+    @overload
+    def get(self, key: str, kind: type[T]) -> T | None: ...
+    @overload
+    def get(self, key: str, kind: type[T], default: T) -> T: ...
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value of `key`, of type `kind`; `default` where it is missing or null."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if kind is float and type(value) is int:
+            return cast(T, float(value))
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise CheckpointError(f"config.json: {key!r} must be of type {kind.__name__}, not {value!r}.")
+        return value

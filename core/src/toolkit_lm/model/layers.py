@@ -1,0 +1,53 @@
+"""The layers of a model, of which a pipeline rank owns a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from toolkit_lm.config import ParallelConfig
+
+
+class Absent(nn.Module):
+    """Stands for a module that another pipeline rank owns. Weights under its name are passed over."""
+
+
+class Layers(nn.ModuleList):
+    """All layers of a model, numbered as in the checkpoint; `owned` are those that this rank runs."""
+
+    owned: tuple[nn.Module, ...]
+
+
+def make_layers(count: int, factory: Callable[[str], nn.Module], prefix: str, parallel: ParallelConfig) -> Layers:
+    """Calls `factory` with the name ("model.layers.3") of each layer that this pipeline rank owns.
+
+    Ranks own contiguous slices whose lengths differ by one at most; the last ranks take the longer ones, as the first has the embedding.
+    """
+    rank, ranks = parallel.pipeline_parallel_rank, parallel.pipeline_parallel_size
+    start, end = count * rank // ranks, count * (rank + 1) // ranks
+    layers = Layers(factory(join(prefix, str(i))) if start <= i < end else Absent() for i in range(count))
+    layers.owned = tuple(layers[start:end])
+    return layers
+
+
+def is_first_stage(parallel: ParallelConfig) -> bool:
+    """Whether this pipeline rank embeds the tokens."""
+    return parallel.pipeline_parallel_rank == 0
+
+
+def is_last_stage(parallel: ParallelConfig) -> bool:
+    """Whether this pipeline rank gives the final hidden states."""
+    return parallel.pipeline_parallel_rank == parallel.pipeline_parallel_size - 1
+
+
+def join(prefix: str, name: str) -> str:
+    """The name of a module's child: "model" and "norm" -> "model.norm"; a root's prefix is empty."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def layer_index(prefix: str) -> int:
+    """The number of the layer that a module belongs to: "model.layers.3.self_attn" -> 3."""
+    numbers = [part for part in prefix.split(".") if part.isdigit()]
+    assert numbers, f"{prefix!r} names no layer"
+    return int(numbers[0])

@@ -1,0 +1,113 @@
+"""Matches the tensors of a checkpoint with the parameters of a module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model.layers import Absent
+from toolkit_lm.model.parameters import load_whole
+
+MOST_NAMED = 10
+
+
+class _Target(NamedTuple):
+    """Where a tensor of the checkpoint goes."""
+
+    param: Tensor
+    name: str
+    shard_id: int | None
+
+
+def load_parameters(
+    module: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    packed: Mapping[str, tuple[str, ...]],
+    renames: Sequence[tuple[str, str]],
+    ignored: Sequence[str],
+) -> set[str]:
+    """Fills the parameters and persistent buffers of `module` from `weights` (name, full tensor); returns the names of those filled.
+
+    `packed` names the checkpoint's tensors that a parameter packs, in order ({"qkv_proj": ("q_proj", "k_proj", "v_proj")}); a checkpoint
+    may also hold them packed. `renames` are (pattern, replacement) for `re.sub`, tried in order on each name of the checkpoint;
+    `ignored` are patterns of renamed names to pass over (`re.search`).
+
+    Raises CheckpointError that names all weights that are missing, unexpected or do not fit.
+    """
+    targets, aliases = _targets(module, packed)
+    elsewhere = [rf"^{re.escape(name)}\." for name, child in module.named_modules() if isinstance(child, Absent)]
+    skipped = re.compile("|".join([*ignored, *elsewhere]) or "(?!)")
+    seen: dict[str, set[int | None]] = {}
+    unexpected, misfits, kept = [], [], {}
+
+    def load(name: str, target: _Target, tensor: Tensor) -> None:
+        seen.setdefault(target.name, set()).add(target.shard_id)
+        try:
+            getattr(target.param, "weight_loader", load_whole)(target.param, tensor, target.shard_id)
+        except CheckpointError as error:
+            misfits.append(f"{name} {error}")
+
+    for name, tensor in weights:
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        if name in aliases:
+            kept[name] = tensor
+        elif name in targets:
+            load(name, targets[name], tensor)
+        elif not skipped.search(name):
+            unexpected.append(name)
+    # A tied weight has several names. The checkpoint may hold any of them, and the first is the one that counts.
+    for name, tensor in kept.items():
+        if aliases[name].name not in seen:
+            load(name, aliases[name], tensor)
+    missing = [name for name, target in targets.items() if _is_missing(target, name, seen.get(target.name, set()), packed)]
+    _complain(missing, unexpected, misfits)
+    return set(seen)
+
+
+def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, _Target], dict[str, _Target]]:
+    """By name in the checkpoint: all parameters, packed and apart; and the second names of tied ones."""
+    targets: dict[str, _Target] = {}
+    aliases: dict[str, _Target] = {}
+    first: dict[int, _Target] = {}
+    for name, param in module.state_dict(keep_vars=True).items():
+        if id(param) in first:
+            aliases[name] = first[id(param)]
+            continue
+        targets[name] = first[id(param)] = _Target(param, name, None)
+        for part_name, shard_id in _parts(name, packed):
+            targets[part_name] = _Target(param, name, shard_id)
+    return targets, aliases
+
+
+def _parts(name: str, packed: Mapping[str, tuple[str, ...]]) -> list[tuple[str, int]]:
+    """The names of the tensors that a parameter packs: "a.qkv_proj.weight" -> [("a.q_proj.weight", 0), ...]."""
+    components = name.split(".")
+    for i, component in enumerate(components):
+        if component in packed:
+            return [(".".join([*components[:i], part, *components[i + 1 :]]), shard_id) for shard_id, part in enumerate(packed[component])]
+    return []
+
+
+def _is_missing(target: _Target, name: str, seen: set[int | None], packed: Mapping[str, tuple[str, ...]]) -> bool:
+    # A packed parameter is reported by its parts, which is how nearly all checkpoints hold it.
+    if None in seen or target.shard_id in seen:
+        return False
+    return target.shard_id is not None or not _parts(name, packed)
+
+
+def _complain(missing: list[str], unexpected: list[str], misfits: list[str]) -> None:
+    problems = {"missing": missing, "unexpected": unexpected, "not fitting": misfits}
+    found = [f"{len(names)} {what}: {_listed(names)}" for what, names in problems.items() if names]
+    if found:
+        raise CheckpointError("; ".join(found) + ".")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(sorted(names)[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,139 @@
+"""Mixtures of experts (Shazeer et al. 2017): which experts a token goes to, and their grouped product."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import tensor_parallel_group
+from toolkit_lm.model.activation import GatedActivation
+from toolkit_lm.model.parameters import Part, ShardLoader, torch_dtype
+from toolkit_lm.model.projection import Projection
+
+_FUSED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
+_ALIGNMENT = 16
+"""Bytes. The grouped product takes only rows whose length is a multiple of it."""
+
+
+def route_top_k(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    """The router's logits [T, E] -> the `top_k` likeliest experts of each token [T, K] (int64), and their weights [T, K] (float32).
+
+    Weights are probabilities over all experts; with `normalize` those of a token's experts sum to one.
+    """
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(top_k, dim=-1)
+    return experts, weights / weights.sum(-1, keepdim=True) if normalize else weights
+
+
+def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Cuts the tensors that hold all experts into one per expert, which is how `RoutedExperts` names its weights.
+
+    "a.experts.gate_up_proj" [E, 2 * inner, H] gives "a.experts.0.gate_up_proj.weight" [2 * inner, H], and so on; "a.experts.down_proj"
+    [E, H, inner] likewise. Other weights, those that are stored per expert too, pass through.
+    """
+    for name, tensor in weights:
+        fused = _FUSED.match(name)
+        if fused and tensor.ndim == 3:
+            yield from ((f"{fused[1]}.{i}.{fused[2]}.weight", expert) for i, expert in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
+class _ExpertProjection(Projection):
+    """A projection of one expert. Its weight is a slice of the tensor that holds those of all experts."""
+
+    def __init__(self, weight: Tensor, loader: ShardLoader) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.weight.weight_loader = loader  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x, None)
+
+
+class _Expert(nn.Module):
+    """Gated feed-forward: [rows, H] -> [rows, H], of which the ranks' results are to be summed."""
+
+    def __init__(self, gate_up_proj: _ExpertProjection, act_fn: GatedActivation, down_proj: _ExpertProjection) -> None:
+        super().__init__()
+        self.gate_up_proj = gate_up_proj
+        self.act_fn = act_fn
+        self.down_proj = down_proj
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        return out
+
+
+class RoutedExperts(nn.Module):
+    """Gated feed-forward experts, of which each token goes to a few. Each rank holds a share of every expert's inner dimensions.
+
+    Weights are named "0.gate_up_proj.weight" [2 * inner, H], "0.down_proj.weight" [H, inner], "1.gate_up_proj.weight", ... A model whose
+    checkpoints may hold all experts in one tensor passes them through `split_experts`.
+
+    Raises ConfigError when the inner dimensions cannot be split evenly over the ranks.
+    """
+
+    stacked: tuple[Tensor, Tensor] | None
+    """The weights of all experts, for one grouped product: gate and up [E, 2 * inner, H], down [E, H, inner]. None: one by one."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        inner_size: int,
+        *,
+        activation: str = "silu",
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.num_experts = num_experts
+        self.parallel = vllm_config.parallel
+        self.act_fn = GatedActivation(activation)
+        inner = Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
+        dtype = torch_dtype(vllm_config.model.dtype)
+        gate_up = torch.empty(num_experts, 2 * inner.size, hidden_size, dtype=dtype)
+        down = torch.empty(num_experts, hidden_size, inner.size, dtype=dtype)
+        gate_up_loader, down_loader = ShardLoader((inner, inner)), ShardLoader((inner,), dim=1)
+        for i in range(num_experts):
+            projections = _ExpertProjection(gate_up[i], gate_up_loader), _ExpertProjection(down[i], down_loader)
+            self.add_module(str(i), _Expert(projections[0], self.act_fn, projections[1]))
+        is_aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size))
+        self.stacked = (gate_up, down) if is_aligned else None
+
+    def process_weights_after_loading(self) -> None:
+        # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed weights. The experts pack theirs next.
+        if self.stacked is not None and self.stacked[0].device.type == "cpu":
+            self.stacked = None
+
+    def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Tokens x [T, H], the experts of each [T, K] (int64) and their weights [T, K] (float32) -> [T, H], summed over experts."""
+        chosen, order = experts.flatten().sort(stable=True)
+        rows = x[order // experts.shape[1]]
+        sorted_out = self._one_by_one(rows, chosen) if self.stacked is None else self._grouped(rows, chosen, *self.stacked)
+        out = torch.empty_like(sorted_out)
+        out[order] = sorted_out
+        summed = (out.view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+        return tensor_parallel_group(self.parallel).all_reduce(summed)
+
+    def _grouped(self, rows: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows."""
+        ends = torch.searchsorted(chosen, torch.arange(self.num_experts, device=chosen.device), right=True, out_int32=True)
+        return F.grouped_mm(self.act_fn(F.grouped_mm(rows, gate_up.mT, offs=ends)), down.mT, offs=ends)
+
+    def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        """As _grouped, over the experts that are hit."""
+        hit, counts = torch.unique_consecutive(chosen, return_counts=True)
+        sizes, out = counts.tolist(), torch.empty_like(rows)
+        for expert, its_rows, its_out in zip(hit.tolist(), torch.split(rows, sizes), torch.split(out, sizes), strict=True):
+            its_out.copy_(self.get_submodule(str(expert))(its_rows))
+        return out
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}"

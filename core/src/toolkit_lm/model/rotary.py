@@ -1,0 +1,63 @@
+"""Rotary position embeddings: the table of angles, and turning queries and keys by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model.parameters import torch_dtype
+from toolkit_lm.model.rope_scaling import RopeParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of T tokens. Made once per step, used by every layer."""
+
+    cos: Tensor
+    """[T, 1, rotated dimensions]."""
+    sin: Tensor
+    """As cos; negative where the other half is subtracted."""
+    interleaved: bool
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotates heads x [T, num_heads, head_size], in place, and returns them. Dimensions past the rotated ones stay."""
+        size = self.cos.shape[-1]
+        rotated = x if size == x.shape[-1] else x[..., :size]
+        if self.interleaved:
+            swapped = rotated.reshape(*rotated.shape[:-1], size // 2, 2).flip(-1).flatten(-2)
+        else:
+            swapped = rotated.roll(size // 2, -1)
+        rotated.mul_(self.cos).addcmul_(swapped, self.sin)
+        return x
+
+
+class RotaryEmbedding(nn.Module):
+    """The cosines and sines of all positions below the engine's max_model_len. One per kind of layer; layers share it.
+
+    With `interleaved`, pairs are neighbouring dimensions (GPT-J); without, dimension i and i + half (GPT-NeoX, Llama).
+    """
+
+    table: Tensor
+    """[max_model_len, rotated dimensions], in the model's dtype: cosines, then sines, of half the dimensions each."""
+
+    def __init__(self, parameters: RopeParameters, *, interleaved: bool = False, vllm_config: VllmConfig) -> None:
+        super().__init__()
+        self.interleaved = interleaved
+        max_len = vllm_config.max_model_len
+        frequencies, attention_factor = parameters.inverse_frequencies(max_len)
+        if 2 * len(frequencies) > parameters.head_size:
+            raise CheckpointError(f"cannot rotate {2 * len(frequencies)} dimensions of heads of size {parameters.head_size}.")
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(attention_factor)
+        self.register_buffer("table", table.to(torch_dtype(vllm_config.model.dtype)), persistent=False)
+
+    def forward(self, positions: Tensor) -> Rotation:
+        """The rotation of tokens at positions [T]."""
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
+        if self.interleaved:
+            return Rotation(cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2), True)
+        return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False)

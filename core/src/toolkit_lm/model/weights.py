@@ -1,0 +1,77 @@
+"""The tensors of a checkpoint folder, mapped from its safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from toolkit_lm.errors import CheckpointError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+class CheckpointWeights:
+    """Iterates over (name, tensor) of a folder with model.safetensors, or with model.safetensors.index.json and the files it names.
+
+    Tensors are mapped: only what is read of them is read from disk. Raises CheckpointError that names a missing or broken file.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.files = self._find()
+
+    def __str__(self) -> str:
+        return str(self.folder / (SINGLE if self.files == [SINGLE] else INDEX))
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files:
+            with safe_open(self.folder / file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    yield name, tensors.get_tensor(name)
+
+    def _check(self, path: Path) -> None:
+        try:
+            with safe_open(path, framework="pt", device="cpu"):
+                pass  # Opening reads the header, and compares the lengths it states with the file's.
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is no readable safetensors file; it may be truncated: {error}") from error
+
+    def _find(self) -> list[str]:
+        if (self.folder / INDEX).is_file():
+            files = self._indexed()
+        elif (self.folder / SINGLE).is_file():
+            files = [SINGLE]
+        else:
+            raise CheckpointError(self._nothing())
+        if missing := [file for file in files if not (self.folder / file).is_file()]:
+            raise CheckpointError(f"{self.folder / INDEX} names files that are missing: {', '.join(missing)}.")
+        for file in files:
+            self._check(self.folder / file)
+        return files
+
+    def _indexed(self) -> list[str]:
+        path = self.folder / INDEX
+        try:
+            files = set(json.loads(path.read_bytes())["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
+        for file in files:
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{path} names {file!r}, which is no file of its own folder.")
+        return sorted(files)
+
+    def _nothing(self) -> str:
+        if not self.folder.is_dir():
+            return f"there is no checkpoint folder {self.folder}."
+        names = sorted(entry.name for entry in self.folder.iterdir())
+        if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
+            return (
+                f"{self.folder} holds weights as pickles only ({', '.join(pickled[:3])}), which can run code and are not read. "
+                "Convert to safetensors: load it with transformers and call save_pretrained."
+            )
+        return f"{self.folder} holds neither {SINGLE} nor {INDEX}. It holds: {', '.join(names[:20]) or 'nothing'}."

@@ -1,0 +1,141 @@
+"""What a user gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toolkit_lm.params import FinishReason
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(slots=True)
+class Logprob:
+    """The log probability of one candidate at one position."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest token."""
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n sequences, as far as it has come."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per output token: the token itself and the likeliest ones, by token id."""
+    cumulative_logprob: float | None = None
+    """The sum over its tokens, where `logprobs`, `best_of` or a beam search needs it."""
+    score: float | None = None
+    """What the sequences of `best_of` and of a beam search are ranked by, the highest first."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop text or stop token id that ended the sequence; None for end-of-sequence tokens."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request as far as it has come: whole texts, not deltas."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    error: str | None = None
+    """What went wrong, when a sequence's finish_reason is "error"."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """Per prompt token so far computed, where asked for: the token itself and the likeliest ones. None for the first."""
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """A pooling request: what `encode` gives, and what the other results are made of."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    data: np.ndarray | None
+    """float32, read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1]."""
+    finish_reason: FinishReason | None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    """What went wrong, when there is no data."""
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+AnyRequestOutput = RequestOutput | PoolingRequestOutput
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """What `embed` gives for one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    embedding: np.ndarray | None
+    """[D] float32, read-only."""
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
+        return cls(output.request_id, output.prompt_token_ids, output.data, output.num_cached_tokens, output.error)
+
+
+@dataclass(slots=True)
+class ClassificationRequestOutput:
+    """What `classify` gives for one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    probs: np.ndarray | None
+    """[labels] float32, read-only."""
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
+        return cls(output.request_id, output.prompt_token_ids, output.data, output.num_cached_tokens, output.error)
+
+
+@dataclass(slots=True)
+class ScoringRequestOutput:
+    """What `score` gives for one pair of texts."""
+
+    request_id: str
+    score: float
+    """NaN where there is an error."""
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
+        score = float("nan") if output.data is None else float(output.data[0])
+        return cls(output.request_id, score, output.num_cached_tokens, output.error)
+
+
+@dataclass(slots=True)
+class RerankResult:
+    """One document in `rerank`'s order."""
+
+    index: int
+    """Its place in the list that was given."""
+    relevance_score: float
+    """NaN where there is an error."""
+    document: str
+    error: str | None = None

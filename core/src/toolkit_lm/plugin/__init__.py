@@ -1,0 +1,66 @@
+"""The plugin framework: hooks, discovery, registries, and the fingerprint of a plugin set.
+
+A plugin is a distribution with an entry point in the group `toolkit_lm`. Its entry module is light (no torch, no transformers) and
+names what it brings as text, "module:attribute", which is imported only when it is used:
+
+    from toolkit_lm.plugin import ModelRegistry, hookimpl
+
+    @hookimpl
+    def toolkit_register_models(models: ModelRegistry) -> None:
+        models.add("MyForCausalLM", "toolkit_lm_mine.model:MyForCausalLM")
+"""
+
+from toolkit_lm.plugin.fingerprint import Fingerprint
+from toolkit_lm.plugin.info import PluginInfo, PluginWarning
+from toolkit_lm.plugin.listener import EventListener
+from toolkit_lm.plugin.markers import API_VERSION, hookimpl, hookspec
+from toolkit_lm.plugin.plugins import Plugins
+from toolkit_lm.plugin.registry import (
+    AttentionBackendEntry,
+    AttentionBackendRegistry,
+    CheckpointEntry,
+    CheckpointRegistry,
+    CommandEntry,
+    CommandRegistry,
+    ConverterEntry,
+    ConverterRegistry,
+    Entry,
+    LogitsProcessorEntry,
+    LogitsProcessorRegistry,
+    ModelEntry,
+    ModelRegistry,
+    Registry,
+    RendererEntry,
+    RendererRegistry,
+    ScoreTemplateEntry,
+    ScoreTemplateRegistry,
+)
+
+__all__ = [
+    "API_VERSION",
+    "AttentionBackendEntry",
+    "AttentionBackendRegistry",
+    "CheckpointEntry",
+    "CheckpointRegistry",
+    "CommandEntry",
+    "CommandRegistry",
+    "ConverterEntry",
+    "ConverterRegistry",
+    "Entry",
+    "EventListener",
+    "Fingerprint",
+    "LogitsProcessorEntry",
+    "LogitsProcessorRegistry",
+    "ModelEntry",
+    "ModelRegistry",
+    "PluginInfo",
+    "PluginWarning",
+    "Plugins",
+    "Registry",
+    "RendererEntry",
+    "RendererRegistry",
+    "ScoreTemplateEntry",
+    "ScoreTemplateRegistry",
+    "hookimpl",
+    "hookspec",
+]

@@ -1,0 +1,158 @@
+"""The first phase: which plugins are installed and wanted. Reads the metadata of distributions and imports nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from toolkit_lm._version import __version__
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.errors import PluginError, nearest
+from toolkit_lm.plugin.info import PluginInfo
+from toolkit_lm.plugin.markers import PROJECT
+
+CORE_DISTRIBUTION = "toolkit-lm-core"
+
+BUILTIN = frozenset(
+    f"toolkit-lm-{name}"
+    for name in (
+        "bench",
+        "cpu",
+        "decoder",
+        "encoder",
+        "moe",
+        "opentelemetry",
+        "pooling-adapters",
+        "renderer-hf",
+        "reward",
+        "sampling-extra",
+        "sdpa",
+        "server",
+        "tiny",
+        "transformers",
+    )
+)
+"""The distributions of this repository: they load first, so that third parties win where one result counts."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A plugin on its way to being loaded."""
+
+    info: PluginInfo
+    entry: importlib.metadata.EntryPoint | None = None
+    requirement: str | None = None
+    """What its distribution requires of toolkit-lm-core, such as ">=0.1,<0.2"."""
+    plugin: object | None = None
+    """The imported module or object, once there is one."""
+    required: bool = False
+    """Asked for by name or from code: a failure is fatal."""
+    refusal: str | None = None
+    """Why it is not even imported."""
+
+
+def discover(config: PluginsConfig) -> list[Candidate]:
+    """The installed plugins in load order, disabled ones included. Those that share a name are refused, but for one of this repository.
+
+    Raises PluginError where an option names a plugin that is not installed.
+    """
+    found = _without_copies(_installed())
+    names = {candidate.info.name for candidate in found}
+    for option, listed in (("plugins", config.plugins or []), ("disable_plugins", config.disable_plugins)):
+        for name in listed:
+            if name not in names:
+                raise PluginError(f"option {option!r} names plugin {name!r}, which is not installed. {nearest(name, names)}")
+    for candidate in found:
+        info = candidate.info
+        candidate.required = config.plugins is not None and info.name in config.plugins
+        if info.name in config.disable_plugins or (config.plugins is not None and not candidate.required):
+            info.status = "disabled"
+    found.sort(key=lambda c: (c.info.distribution not in BUILTIN, c.info.name, c.info.distribution or ""))
+    _refuse_duplicates([c for c in found if c.info.status != "disabled"])
+    return found
+
+
+def from_objects(objects: Sequence[object]) -> list[Candidate]:
+    """Plugins given from code, as modules or objects. An object may have a `name`; a failure of one is fatal."""
+    found = []
+    for plugin in objects:
+        if isinstance(plugin, str):
+            raise PluginError(
+                f"{plugin!r} is a text: plugins given from code are modules or objects. "
+                "To choose installed plugins by name, set the option 'plugins' of VllmConfig."
+            )
+        name = plugin.__name__ if isinstance(plugin, ModuleType) else getattr(plugin, "name", type(plugin).__name__)
+        file = getattr(plugin, "__file__", None)
+        found.append(Candidate(PluginInfo(str(name), file=file), plugin=plugin, required=True))
+    return found
+
+
+def check_api_version(candidate: Candidate) -> None:
+    """Raises PluginError when the plugin's distribution does not admit this version of core."""
+    if candidate.requirement is None:
+        candidate.info.notes.append(f"its distribution requires no version of {CORE_DISTRIBUTION}: a later core may break it")
+    elif not Requirement(f"{CORE_DISTRIBUTION}{candidate.requirement}").specifier.contains(__version__, prereleases=True):
+        raise PluginError(
+            f"it requires {CORE_DISTRIBUTION}{candidate.requirement}, and this is {CORE_DISTRIBUTION} {__version__}. "
+            f"Install a version of {candidate.info.distribution} that fits."
+        )
+
+
+def _installed() -> Iterator[Candidate]:
+    for distribution in importlib.metadata.distributions():
+        # Parsing a distribution's metadata is slow; most have no entry point of ours.
+        if PROJECT not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        for entry in distribution.entry_points.select(group=PROJECT):
+            info = PluginInfo(entry.name, canonicalize_name(distribution.name), distribution.version, _file(entry.module))
+            yield Candidate(info, entry, _core_requirement(distribution.requires or ()))
+
+
+def _file(module: str) -> str | None:
+    # A look at the top-level package imports nothing; its submodules cannot be found without importing it.
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec else None
+
+
+def _core_requirement(requires: Iterable[str]) -> str | None:
+    for text in requires:
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if canonicalize_name(requirement.name) == CORE_DISTRIBUTION and applies and requirement.specifier:
+            return str(requirement.specifier)
+    return None
+
+
+def _without_copies(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Of several metadata folders for one distribution at one version, the first on the path, which is also what is imported."""
+    first: dict[tuple[str | None, ...], Candidate] = {}
+    for candidate in candidates:
+        assert candidate.entry is not None
+        key = (candidate.info.name, candidate.info.distribution, candidate.info.version, candidate.entry.value)
+        first.setdefault(key, candidate)
+    return list(first.values())
+
+
+def _refuse_duplicates(candidates: Iterable[Candidate]) -> None:
+    """Of two with one name, neither is right, unless one is of this repository."""
+    named: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        named.setdefault(candidate.info.name, []).append(candidate)
+    for name, same in named.items():
+        if len(same) > 1:
+            both = " and ".join(str(candidate.info) for candidate in same)
+            for candidate in same:
+                if candidate.info.distribution not in BUILTIN:
+                    candidate.refusal = f"two installed plugins have the name {name!r}: {both}. Uninstall one"

@@ -1,0 +1,72 @@
+"""Fingerprint: what makes two processes' plugin sets the same."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import msgspec
+from msgspec import Struct
+
+from toolkit_lm._version import __version__
+from toolkit_lm.plugin.info import PluginInfo
+
+
+class PluginPrint(Struct, frozen=True):
+    """One plugin of a fingerprint."""
+
+    name: str
+    distribution: str | None
+    version: str | None
+    content: str
+    """SHA-256 over the .py files of its package."""
+
+
+class Fingerprint(Struct, frozen=True):
+    """The version of core and the loaded plugins, in load order. Equal fingerprints mean equal code."""
+
+    core: str
+    plugins: tuple[PluginPrint, ...]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of it all, as hex."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+    def difference(self, other: Fingerprint) -> str:
+        """What sets `other` apart, one line each; empty when they are equal."""
+        lines = [] if self.core == other.core else [f"toolkit-lm-core: {self.core} here, {other.core} there"]
+        here, there = ({plugin.name: plugin for plugin in one.plugins} for one in (self, other))
+        for name in sorted(here.keys() | there.keys()):
+            a, b = here.get(name), there.get(name)
+            if a is None or b is None:
+                lines.append(f"plugin {name!r}: only {'there' if a is None else 'here'}")
+            elif a != b:
+                lines.append(f"plugin {name!r}: {_state(a)} here, {_state(b)} there")
+        if not lines and self != other:
+            lines.append(f"load order: {', '.join(here)} here, {', '.join(there)} there")
+        return "\n".join(lines)
+
+
+def fingerprint(plugins: list[tuple[PluginInfo, object]]) -> Fingerprint:
+    """The fingerprint of loaded plugins. Reads their files."""
+    return Fingerprint(__version__, tuple(PluginPrint(i.name, i.distribution, i.version, _content(p)) for i, p in plugins))
+
+
+def _state(plugin: PluginPrint) -> str:
+    return f"{plugin.distribution or 'from code'} {plugin.version or ''} ({plugin.content[:12]})"
+
+
+def _content(plugin: object) -> str:
+    module = plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__
+    package = sys.modules.get(module.partition(".")[0])
+    digest = hashlib.sha256()
+    roots, file = getattr(package, "__path__", None), getattr(package, "__file__", None)
+    for root in roots or []:
+        for path in sorted(Path(root).rglob("*.py")):
+            digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    if roots is None and file:
+        digest.update(Path(file).read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,130 @@
+"""Core's hooks. A plugin implements any of them in its entry module, marked with `@hookimpl`, with all or some of the arguments.
+
+Every process that runs a part of an engine loads the plugins at its start, on its main thread, before anything else; the register
+hooks are called then, once per `Plugins` object, plugin by plugin: an implementation that raises fails with its own plugin only.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.events import Event
+from toolkit_lm.plugin.listener import EventListener
+from toolkit_lm.plugin.markers import hookspec
+from toolkit_lm.plugin.registry import (
+    AttentionBackendRegistry,
+    CheckpointRegistry,
+    CommandRegistry,
+    ConverterRegistry,
+    LogitsProcessorRegistry,
+    ModelRegistry,
+    RendererRegistry,
+    ScoreTemplateRegistry,
+)
+
+
+@hookspec
+def toolkit_register_hookspecs() -> ModuleType | list[ModuleType]:
+    """Brings hooks of the plugin's own.
+
+    Caller: the loader, before any other hook. Process: every one. Thread: main. Return: the module, or modules, whose functions are
+    marked with `@hookspec`; of all plugins.
+    """
+    raise NotImplementedError
+
+
+@hookspec
+def toolkit_register_models(models: ModelRegistry) -> None:
+    """Registers model classes under the architectures that checkpoints name.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
+    """Registers attention backends.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_renderers(renderers: RendererRegistry) -> None:
+    """Registers renderers.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
+    """Registers logits processors, which requests ask for by name.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_pooling(converters: ConverterRegistry) -> None:
+    """Registers pooling adapters: functions that make a pooling model of another model's class.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_score_templates(templates: ScoreTemplateRegistry) -> None:
+    """Registers score templates: the prompts in which rerankers made of language models read a query and a document.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
+    """Registers checkpoint folders that ship inside the plugin's package, under names that MODEL may give.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    """Registers sub-commands of `toolkit`.
+
+    Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
+    are called.
+    """
+
+
+@hookspec
+def toolkit_configure(config: VllmConfig) -> VllmConfig | None:
+    """Changes the config of an engine before it is resolved, for instance `config.replace(block_size=32)`.
+
+    Caller: the engine, once at its start. Process: the front. Thread: the one that makes the engine. Return: the replaced config, or
+    None to leave it; all implementations are called in load order, each with what the one before returned. One that raises is fatal.
+    """
+
+
+@hookspec
+def toolkit_event(event: Event) -> None:
+    """Watches requests and steps, for instance for metrics.
+
+    Caller: the front, as it takes in what the engine gave, so it must be quick. Process: the front. Thread: the one that takes the
+    engine's outputs: the caller's own of `LLM` and `LLMEngine`, a thread of its own of `AsyncLLM`. Return: nothing; all implementations
+    are called. One that raises is warned about once, and called no more.
+    """
+
+
+@hookspec
+def toolkit_watch(config: VllmConfig, options: Any) -> EventListener | None:
+    """Makes what watches one engine, where `toolkit_event` would mix up engines, or where there may be nothing to watch for.
+
+    `config` is resolved; `options` are the plugin's own: an instance of its `Options`, or None where it has none.
+
+    Caller: the engine, once at its start. Process: the front. Thread: the one that makes the engine. Return: a listener, which gets each
+    event where `toolkit_event` would, or None; all implementations are called. One that raises is fatal.
+    """

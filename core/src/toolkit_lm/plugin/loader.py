@@ -1,0 +1,199 @@
+"""The second phase: wanted plugins are imported under guard, their hooks are checked, and their entries are collected."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from toolkit_lm.errors import PluginError, ToolkitError, nearest
+from toolkit_lm.plugin import hookspecs
+from toolkit_lm.plugin.discovery import Candidate, check_api_version
+from toolkit_lm.plugin.info import PluginInfo, PluginWarning
+from toolkit_lm.plugin.markers import HOOK_PREFIX, PROJECT
+from toolkit_lm.plugin.registry import Registries
+
+SLOW_IMPORT = 0.1
+"""Seconds of CPU time above which importing an entry module is warned about."""
+HEAVY = ("torch", "transformers")
+"""Packages that an entry module must not import."""
+
+REGISTER_HOOKS = {
+    "toolkit_register_models": "models",
+    "toolkit_register_attention_backends": "attention_backends",
+    "toolkit_register_renderers": "renderers",
+    "toolkit_register_logits_processors": "logits_processors",
+    "toolkit_register_pooling": "converters",
+    "toolkit_register_score_templates": "score_templates",
+    "toolkit_register_checkpoints": "checkpoints",
+    "toolkit_register_commands": "commands",
+}
+"""Hook -> the field of Registries that it fills."""
+
+
+@dataclass
+class Loader:
+    """Brings candidates into one pluggy manager, each within its own error boundary."""
+
+    manager: pluggy.PluginManager = field(default_factory=lambda: pluggy.PluginManager(PROJECT))
+    registries: Registries = field(default_factory=Registries)
+
+    def load(self, candidates: list[Candidate]) -> None:
+        """Loads all candidates that are not disabled; each one's `info` then says what became of it."""
+        self.manager.add_hookspecs(hookspecs)
+        for step in (self._import, self._add_hookspecs, self._register, self._collect):
+            for candidate in candidates:
+                if candidate.info.status == "ok":
+                    with self._boundary(candidate):
+                        step(candidate)
+        absent = [info.name for info in (c.info for c in candidates) if info.status != "ok"]
+        hint = f"Plugins that are not in use, and might add it: {', '.join(absent)}." if absent else ""
+        self.registries = self.registries.copy(None, hint)
+
+    @contextmanager
+    def _boundary(self, candidate: Candidate) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            info = candidate.info
+            what = str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
+            message = f"{info}: {what}{_place(error, info)}"
+            if candidate.required:
+                raise PluginError(message) from error
+            info.status, info.error, info.traceback = "broken", what, "".join(traceback.format_exception(error))
+            if candidate.plugin is not None and self.manager.is_registered(candidate.plugin):
+                self.manager.unregister(candidate.plugin)
+            warnings.warn(
+                f"{message.rstrip('.')}. It is left out. `toolkit plugins show {info.name}` prints the traceback; "
+                f"`--disable-plugins {info.name}` silences this.",
+                PluginWarning,
+                stacklevel=5,
+            )
+
+    def _import(self, candidate: Candidate) -> None:
+        info = candidate.info
+        if candidate.refusal is not None:
+            raise PluginError(candidate.refusal)
+        if candidate.entry is not None:
+            check_api_version(candidate)
+            light = [name for name in HEAVY if name not in sys.modules]
+            start = time.thread_time()
+            module = importlib.import_module(candidate.entry.module)
+            info.import_seconds = time.thread_time() - start
+            info.file = module.__file__
+            candidate.plugin = candidate.entry.load()
+            heavy = [name for name in light if name in sys.modules]
+            if heavy or info.import_seconds > SLOW_IMPORT:
+                _warn_of_cost(info, heavy)
+        if inspect.isclass(candidate.plugin):
+            raise PluginError(f"{candidate.plugin.__name__} is a class: a plugin is a module or an instance")
+
+    def _add_hookspecs(self, candidate: Candidate) -> None:
+        bring = getattr(candidate.plugin, "toolkit_register_hookspecs", None)
+        if bring is None or not _is_marked(bring, "impl"):
+            return
+        brought = bring()
+        for module in brought if isinstance(brought, list) else [brought]:
+            for name in vars(module):
+                if _is_marked(getattr(module, name), "spec"):
+                    self._refuse_spec(name)
+            self.manager.add_hookspecs(module)
+
+    def _refuse_spec(self, name: str) -> None:
+        if not name.startswith(HOOK_PREFIX):
+            raise PluginError(f"hook {name!r} must have a name that starts with {HOOK_PREFIX!r}")
+        if self._has_spec(name):
+            raise PluginError(f"hook {name!r} has a specification already")
+
+    def _register(self, candidate: Candidate) -> None:
+        plugin, info = candidate.plugin, candidate.info
+        known = [name for name in vars(self.manager.hook) if self._has_spec(name)]
+        for name in _hook_names(plugin):
+            function = getattr(plugin, name)
+            options = getattr(function, f"{PROJECT}_impl", None)
+            if options is None:
+                raise PluginError(f"{name!r} is not marked with @hookimpl, so that it would never be called")
+            hook = options.get("specname") or name
+            if hook not in known:
+                raise PluginError(f"there is no hook {hook!r}. {nearest(hook, known)}")
+            for refused in ("wrapper", "hookwrapper", "tryfirst", "trylast"):
+                if options.get(refused):
+                    raise PluginError(f"{name!r} says {refused}=True: implementations are plain functions here, called in load order")
+            self._check_arguments(hook, function)
+            info.hooks.append(hook)
+        self.manager.register(plugin, name=info.name)
+
+    def _check_arguments(self, hook: str, function: Callable[..., Any]) -> None:
+        known = getattr(self.manager.hook, hook).spec.argnames
+        for argument in inspect.signature(function).parameters.values():
+            if argument.default is argument.empty and argument.name not in known:
+                raise PluginError(f"hook {hook!r} has no argument {argument.name!r}. {nearest(argument.name, known)}")
+
+    def _collect(self, candidate: Candidate) -> None:
+        staged = self.registries.copy(candidate.info)
+        for hook, registry in REGISTER_HOOKS.items():
+            for call in implementations(self.manager, hook, candidate.info.name):
+                call(**{_argument(hook): getattr(staged, registry)})
+        self.registries = staged
+
+    def _has_spec(self, hook: str) -> bool:
+        caller = getattr(self.manager.hook, hook, None)
+        return caller is not None and caller.has_spec()
+
+
+def implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> list[Callable[..., Any]]:
+    """What a plugin implements of a hook, to be called with keywords for all the hook's arguments."""
+    found = [impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == plugin]
+    return [_with_subset(impl.function, impl.argnames) for impl in found]
+
+
+def _with_subset(function: Callable[..., Any], argnames: Iterable[str]) -> Callable[..., Any]:
+    def call(**arguments: Any) -> Any:
+        return function(**{name: arguments[name] for name in argnames})
+
+    return call
+
+
+def _argument(hook: str) -> str:
+    (name,) = inspect.signature(getattr(hookspecs, hook)).parameters
+    return name
+
+
+def _hook_names(plugin: object) -> list[str]:
+    """Names in a plugin that are hooks, or look as if they were meant to be; the specifications that it may hold are none."""
+    names = []
+    for name in dir(plugin):
+        value = getattr(plugin, name, None)
+        if _is_marked(value, "impl") or (name.startswith(HOOK_PREFIX) and callable(value) and not _is_marked(value, "spec")):
+            names.append(name)
+    return names
+
+
+def _is_marked(function: object, kind: str) -> bool:
+    return isinstance(getattr(function, f"{PROJECT}_{kind}", None), dict)
+
+
+def _place(error: BaseException, info: PluginInfo) -> str:
+    """Where in the plugin's own package the error came up."""
+    if info.file is None:
+        return ""
+    home = str(Path(info.file).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == info.file or f.filename.startswith(home)]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def _warn_of_cost(info: PluginInfo, heavy: list[str]) -> None:
+    cause = f"imports {' and '.join(heavy)}" if heavy else "is slow"
+    note = f"its entry module {cause}: {info.import_seconds:.2f} s at each start. Import it in the target modules instead"
+    info.notes.append(note)
+    warnings.warn(f"{info}: {note}.", PluginWarning, stacklevel=6)

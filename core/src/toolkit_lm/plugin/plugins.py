@@ -1,0 +1,196 @@
+"""Plugins: one loaded set of plugins. An engine owns one; two in one process do not meet."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pluggy
+
+from toolkit_lm._version import __version__
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import ConfigError, PluginError, ToolkitError, nearest
+from toolkit_lm.events import Event
+from toolkit_lm.plugin import core
+from toolkit_lm.plugin.discovery import CORE_DISTRIBUTION, Candidate, discover, from_objects
+from toolkit_lm.plugin.fingerprint import Fingerprint, fingerprint
+from toolkit_lm.plugin.info import PluginInfo, PluginWarning
+from toolkit_lm.plugin.listener import EventListener
+from toolkit_lm.plugin.loader import Loader, implementations
+from toolkit_lm.plugin.options import make_options, option_fields
+from toolkit_lm.plugin.registry import (
+    AttentionBackendRegistry,
+    CheckpointRegistry,
+    CommandRegistry,
+    ConverterRegistry,
+    LogitsProcessorRegistry,
+    ModelRegistry,
+    RendererRegistry,
+    ScoreTemplateRegistry,
+)
+
+
+class Plugins:
+    """A loaded set of plugins: their registries, and typed methods around their hooks. `Plugins.load(config)` makes one."""
+
+    models: ModelRegistry
+    attention_backends: AttentionBackendRegistry
+    renderers: RendererRegistry
+    logits_processors: LogitsProcessorRegistry
+    converters: ConverterRegistry
+    score_templates: ScoreTemplateRegistry
+    checkpoints: CheckpointRegistry
+    commands: CommandRegistry
+    infos: list[PluginInfo]
+    """Every installed plugin in load order, with what became of it."""
+
+    def __init__(self, config: PluginsConfig, candidates: list[Candidate], loader: Loader) -> None:
+        """Use `Plugins.load`."""
+        self.config = config
+        self.infos = [candidate.info for candidate in candidates]
+        self._loaded = [(c.info, c.plugin) for c in candidates if c.info.status == "ok"]
+        self._manager = loader.manager
+        for name, registry in vars(loader.registries).items():
+            setattr(self, name, registry)
+        self._check_option_names()
+        self._options = {name: self._make_options(name, values) for name, values in config.plugin_option.items()}
+        self._fingerprints: dict[bool, Fingerprint] = {}
+        """By whether plugins given from code are left out."""
+        self._listeners = tuple(self.implementations("toolkit_event"))
+        self._watchers: list[tuple[PluginInfo, EventListener]] = []
+
+    @classmethod
+    def load(cls, config: PluginsConfig | None = None, extra: Sequence[object] = ()) -> Plugins:
+        """Finds and loads the installed plugins that `config` wants, then the objects or modules in `extra`.
+
+        Order: core, the distributions of this repository by name, other distributions by name, `extra`. A plugin that `config.plugins`
+        names, or that `extra` gives, must work; another that fails is a PluginWarning, and its info says why.
+
+        Raises PluginError (a plugin is unknown, twice there, or asked for and broken) and ConfigError (a plugin's options are wrong).
+        """
+        config = config or PluginsConfig()
+        itself = Candidate(PluginInfo("core", CORE_DISTRIBUTION, __version__, core.__file__), plugin=core, required=True)
+        candidates = [itself, *discover(config), *from_objects(extra)]
+        loader = Loader()
+        loader.load(candidates)
+        return cls(config, candidates, loader)
+
+    @property
+    def hook(self) -> pluggy.HookRelay:
+        """pluggy's relay, for hooks that plugins bring: `plugins.hook.toolkit_...(argument=...)`."""
+        return self._manager.hook
+
+    def info(self, name: str) -> PluginInfo:
+        """What is known of one plugin. Raises PluginError for an unknown name."""
+        for info in self.infos:
+            if info.name == name:
+                return info
+        raise PluginError(f"there is no plugin {name!r}. {nearest(name, [info.name for info in self.infos])}")
+
+    def implementations(self, hook: str) -> list[tuple[PluginInfo, Callable[..., Any]]]:
+        """Each plugin's implementation of a hook, in load order, to be called with the hook's arguments as keywords."""
+        return [(info, call) for info, _ in self._loaded for call in implementations(self._manager, hook, info.name)]
+
+    def configure(self, config: VllmConfig) -> VllmConfig:
+        """`config` after every plugin's `toolkit_configure`. Raises PluginError when one raises or returns something else."""
+        for info, call in self.implementations("toolkit_configure"):
+            try:
+                changed = call(config=config)
+            except Exception as error:
+                raise PluginError(f"{info} failed in toolkit_configure: {type(error).__name__}: {error}") from error
+            if changed is None:
+                continue
+            if not isinstance(changed, VllmConfig):
+                raise PluginError(f"{info}: toolkit_configure must return a VllmConfig or None, not a {type(changed).__name__}.")
+            if changed.plugins != config.plugins:
+                raise PluginError(f"{info}: toolkit_configure cannot change the options of plugins, which are loaded already.")
+            config = changed
+        return config
+
+    def watch(self, config: VllmConfig) -> None:
+        """Lets every plugin's `toolkit_watch` make what watches an engine of this config, until `close`.
+
+        Raises PluginError when one raises.
+        """
+        for info, call in self.implementations("toolkit_watch"):
+            try:
+                watcher: EventListener | None = call(config=config, options=self.options(info.name))
+                if watcher is not None:
+                    self._watchers.append((info, watcher))
+                    self._listeners += ((info, watcher.on_event),)
+            except Exception as error:
+                self.close()
+                what = str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
+                raise PluginError(f"{info} failed in toolkit_watch: {what}") from error
+
+    def close(self) -> None:
+        """Ends what `watch` has begun. Never raises: a plugin that does is warned about. Safe to call twice."""
+        watchers, self._watchers = self._watchers, []
+        ended = [watcher.on_event for _, watcher in watchers]
+        self._listeners = tuple(listener for listener in self._listeners if listener[1] not in ended)
+        for info, watcher in watchers:
+            try:
+                watcher.close()
+            except Exception as error:
+                message = f"{info} failed to close its event listener: {type(error).__name__}: {error}"
+                warnings.warn(message, PluginWarning, stacklevel=2)
+
+    @property
+    def has_event_listeners(self) -> bool:
+        """False: making an event would be for nothing."""
+        return bool(self._listeners)
+
+    def event(self, event: Event) -> None:
+        """Hands an event to every plugin that watches. Never raises: a plugin that does is warned about, and dropped."""
+        for listener in self._listeners:
+            info, call = listener
+            try:
+                call(event=event)
+            except Exception as error:
+                self._listeners = tuple(other for other in self._listeners if other is not listener)
+                message = f"{info} failed on an event, and gets no more events: {type(error).__name__}: {error}"
+                warnings.warn(message, PluginWarning, stacklevel=2)
+
+    def options(self, name: str) -> Any:
+        """A plugin's validated options: an instance of its `Options`, or None where it has none.
+
+        Raises PluginError for an unknown plugin, and ConfigError when an option without a default is not given.
+        """
+        if name not in self._options:
+            self._options[name] = self._make_options(name, {})
+        return self._options[name]
+
+    def option_fields(self, name: str) -> dict[str, str]:
+        """The options that a plugin has, each with its type as text."""
+        kind = self._options_class(name)
+        return {} if kind is None else option_fields(kind)
+
+    def fingerprint(self, *, installed: bool = False) -> Fingerprint:
+        """What other processes must have loaded too. `installed`: without plugins given from code.
+
+        The first call reads the files of all plugins; what becomes of the files later does not count, for it is not what was loaded.
+        """
+        if installed not in self._fingerprints:
+            wanted = [(info, plugin) for info, plugin in self._loaded if not installed or info.distribution is not None]
+            self._fingerprints[installed] = fingerprint(wanted)
+        return self._fingerprints[installed]
+
+    def _options_class(self, name: str) -> type[Any] | None:
+        self.info(name)
+        return next((getattr(plugin, "Options", None) for info, plugin in self._loaded if info.name == name), None)
+
+    def _make_options(self, name: str, values: dict[str, Any]) -> Any:
+        kind = self._options_class(name)
+        if kind is not None:
+            return make_options(self.info(name), kind, values)
+        if values:
+            raise ConfigError(f"{self.info(name)} takes no options, but is given {', '.join(map(repr, values))}.")
+        return None
+
+    def _check_option_names(self) -> None:
+        loaded = [info.name for info, _ in self._loaded]
+        for name in self.config.plugin_option:
+            if name not in loaded:
+                status = next((f" (it is {info.status})" for info in self.infos if info.name == name), "")
+                raise ConfigError(f"options are given for plugin {name!r}, which is not loaded{status}. {nearest(name, loaded)}")

@@ -1,0 +1,321 @@
+"""Registries: what plugins bring, under a key, as the text "module:attribute" that is imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, ToolkitError, UnsupportedError, nearest
+from toolkit_lm.plugin.info import PluginInfo
+
+_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_FOLDER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[\w-]+(/[\w-]+)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One thing that a plugin brings."""
+
+    key: str
+    target: str
+    """"module:attribute", imported when it is used."""
+    owner: PluginInfo
+    """The plugin that brings it."""
+    override: bool = False
+    """True: takes the place of another plugin's entry of this key."""
+    replaced: Entry | None = None
+    """The entry that this one took the place of."""
+
+    @property
+    def plugin(self) -> str:
+        """Name of the plugin that brings it."""
+        return self.owner.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry(Entry):
+    """A model class."""
+
+    runner: str = "generate"
+    """The kind of runner that drives it."""
+    renderer: str | None = None
+    """Name of the renderer that it needs; None: any that can read the checkpoint."""
+    reserved_positions: int = 0
+    """Of the checkpoint's max_position_embeddings, how many no token ever has (RoBERTa: those up to padding's)."""
+    is_fallback: bool = False
+    """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBackendEntry(Entry):
+    """An attention backend class."""
+
+    priority: int = 0
+    """Of the backends that do not refuse a layer, the one of the highest priority runs it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendererEntry(Entry):
+    """A renderer class."""
+
+    reads: tuple[str, ...] = ()
+    """File names; it can read a checkpoint folder that holds any of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsProcessorEntry(Entry):
+    """A logits processor class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConverterEntry(Entry):
+    """A function that makes a pooling model's class of another model's class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTemplateEntry(Entry):
+    """A score template."""
+
+    architectures: tuple[str, ...] = ()
+    """Rerankers of these architectures are given it where nobody names one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointEntry(Entry):
+    """A checkpoint folder that ships inside a package; `target` is "package:folder"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandEntry(Entry):
+    """A sub-command of `toolkit`: a function or a Typer app."""
+
+    help: str
+    """One line for `toolkit --help`, which does not import the command."""
+
+
+EntryT = TypeVar("EntryT", bound=Entry)
+
+
+@dataclass
+class Registry(Generic[EntryT]):
+    """Entries by key, in the order in which they came. Plugins add to it in their `toolkit_register_...` hook, and only there.
+
+    What a hook adds counts when all the register hooks of its plugin have returned: a plugin that raises leaves nothing behind.
+    """
+
+    noun: ClassVar[str] = "entry"
+    missing: ClassVar[type[ToolkitError]] = UnsupportedError
+
+    owner: PluginInfo | None = None
+    """The plugin whose hook is being called; None: the registry is closed."""
+    hint: str = ""
+    """A last sentence for the error about an unknown key."""
+    _entries: dict[str, EntryT] = field(default_factory=dict)
+
+    def copy(self, owner: PluginInfo | None, hint: str = "") -> Self:
+        """A copy that takes the entries of `owner`."""
+        return type(self)(owner=owner, hint=hint, _entries=dict(self._entries))
+
+    def get(self, key: str) -> EntryT:
+        """The entry of `key`. Raises for an unknown key, with the nearest known ones."""
+        if key not in self._entries:
+            raise self.missing(f"no {self.noun} {key!r} is registered. {nearest(key, self._entries)} {self.hint}".rstrip())
+        return self._entries[key]
+
+    def load(self, key: str) -> Any:
+        """Imports what is registered under `key`. Raises PluginError, naming the plugin and chaining the cause, when that fails."""
+        entry = self.get(key)
+        module, _, attributes = entry.target.partition(":")
+        try:
+            loaded: Any = importlib.import_module(module)
+            for attribute in attributes.split("."):
+                loaded = getattr(loaded, attribute)
+        except Exception as error:
+            raise PluginError(
+                f"{entry.owner}: {self.noun} {key!r} cannot be loaded from {entry.target!r}: {type(error).__name__}: {error}"
+            ) from error
+        return loaded
+
+    def keys(self) -> list[str]:
+        return list(self._entries)
+
+    def entries(self) -> list[EntryT]:
+        return list(self._entries.values())
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def _add(self, kind: type[EntryT], key: str, target: str, pattern: re.Pattern[str], shape: str, **fields: Any) -> None:
+        if self.owner is None:
+            raise PluginError(f"{self.noun} {key!r} cannot be added: plugins add to a registry in their toolkit_register_... hook only.")
+        if not isinstance(key, str) or not key.strip():
+            raise PluginError(f"{self.owner}: a {self.noun} needs a name, not {key!r}.")
+        if not isinstance(target, str) or not pattern.fullmatch(target):
+            raise PluginError(f"{self.owner}: the target of {self.noun} {key!r} must be a text {shape!r}, not {target!r}.")
+        new, old = kind(key=key, target=target, owner=self.owner, **fields), self._entries.get(key)
+        if old is None:
+            self._entries[key] = new
+            return
+        if old.override == new.override:
+            claim = "both say override=True" if new.override else "one of them must say override=True to win"
+            raise PluginError(f"{self.noun} {key!r} is registered by {old.owner} and by {new.owner}: {claim}.")
+        winner, loser = (new, old) if new.override else (old, new)
+        self._entries[key] = replace(winner, replaced=loser)
+
+
+class ModelRegistry(Registry[ModelEntry]):
+    """Model classes, by the architecture that a checkpoint's config.json names; and fallbacks, by their own names."""
+
+    noun = "model architecture"
+    missing = UnsupportedError
+
+    def add(
+        self,
+        architecture: str,
+        target: str,
+        *,
+        runner: str = "generate",
+        renderer: str | None = None,
+        reserved_positions: int = 0,
+        override: bool = False,
+    ) -> None:
+        """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
+        fields = {"runner": runner, "renderer": renderer, "reserved_positions": reserved_positions, "override": override}
+        self._add(ModelEntry, architecture, target, _TARGET, "module:Class", **fields)
+
+    def add_fallback(
+        self, name: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False
+    ) -> None:
+        """Registers a `FallbackModel`: of those that do not refuse a checkpoint without a class of its own, the first runs it.
+
+        `name` is what the option `model_impl` calls it. Raises PluginError, as `add` does.
+        """
+        fields = {"runner": runner, "renderer": renderer, "override": override, "is_fallback": True}
+        self._add(ModelEntry, name, target, _TARGET, "module:Class", **fields)
+
+    def architectures(self) -> list[str]:
+        """The architectures that have a class of their own."""
+        return [entry.key for entry in self.entries() if not entry.is_fallback]
+
+    def fallbacks(self) -> list[str]:
+        """The names of the fallbacks, in the order in which they are asked."""
+        return [entry.key for entry in self.entries() if entry.is_fallback]
+
+
+class AttentionBackendRegistry(Registry[AttentionBackendEntry]):
+    """Attention backends, by name."""
+
+    noun = "attention backend"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, priority: int = 0, override: bool = False) -> None:
+        """Registers a backend class. Of those that do not refuse a layer, the one of the highest priority is chosen."""
+        self._add(AttentionBackendEntry, name, target, _TARGET, "module:Class", priority=priority, override=override)
+
+
+class RendererRegistry(Registry[RendererEntry]):
+    """Renderers, by name."""
+
+    noun = "renderer"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, reads: tuple[str, ...] = ("tokenizer.json",), override: bool = False) -> None:
+        """Registers a renderer class. `reads`: file names, any of which in a checkpoint folder says that it can read it."""
+        self._add(RendererEntry, name, target, _TARGET, "module:Class", reads=tuple(reads), override=override)
+
+
+class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
+    """Logits processors, by the name that SamplingParams.logits_processors gives."""
+
+    noun = "logits processor"
+    missing = RequestError
+
+    def add(self, name: str, target: str, *, override: bool = False) -> None:
+        """Registers a subclass of toolkit_lm.sampling.LogitsProcessor."""
+        self._add(LogitsProcessorEntry, name, target, _TARGET, "module:Class", override=override)
+
+
+class ConverterRegistry(Registry[ConverterEntry]):
+    """Pooling adapters, by the convert type that they are for: "embed", "classify", ..."""
+
+    noun = "convert type"
+    missing = ConfigError
+
+    def add(self, convert: str, target: str, *, override: bool = False) -> None:
+        """Registers a function (model class, vllm_config) -> pooling model class. It raises UnsupportedError for what it cannot convert."""
+        self._add(ConverterEntry, convert, target, _TARGET, "module:function", override=override)
+
+
+class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
+    """The prompts of rerankers, by the name that the option score_template gives."""
+
+    noun = "score template"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, architectures: tuple[str, ...] = (), override: bool = False) -> None:
+        """Registers an toolkit_lm.renderer.ScoreTemplate. Its module must not import torch: the front, which has none, uses it.
+
+        `architectures`: of language models that, where they have no trained classifier and are to classify, are rerankers of this kind.
+        """
+        self._add(ScoreTemplateEntry, name, target, _TARGET, "module:NAME", architectures=tuple(architectures), override=override)
+
+
+class CheckpointRegistry(Registry[CheckpointEntry]):
+    """Checkpoint folders that ship inside packages, by the name that MODEL may give."""
+
+    noun = "checkpoint"
+    missing = ConfigError
+
+    def add(self, name: str, folder: str, *, override: bool = False) -> None:
+        """Registers a folder, as "package:folder/inside/it"."""
+        self._add(CheckpointEntry, name, folder, _FOLDER, "package:folder", override=override)
+
+    def path(self, name: str) -> Path:
+        """The folder of a registered checkpoint. Raises CheckpointError when it is not there."""
+        entry = self.get(name)
+        package, _, folder = entry.target.partition(":")
+        spec = importlib.util.find_spec(package)
+        for root in (spec.submodule_search_locations if spec else None) or ():
+            if (path := Path(root, folder)).is_dir():
+                return path
+        raise CheckpointError(f"{entry.owner}: checkpoint {name!r} is registered, but there is no folder {entry.target!r}.")
+
+
+class CommandRegistry(Registry[CommandEntry]):
+    """Sub-commands of `toolkit`, by name."""
+
+    noun = "command"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, help: str, override: bool = False) -> None:
+        """Registers a command: the target is a function that Typer can read, or a Typer app. `help`: one line for `toolkit --help`."""
+        self._add(CommandEntry, name, target, _TARGET, "module:function", help=help, override=override)
+
+
+@dataclass
+class Registries:
+    """All registries of one plugin set."""
+
+    models: ModelRegistry = field(default_factory=ModelRegistry)
+    attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
+    renderers: RendererRegistry = field(default_factory=RendererRegistry)
+    logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
+    converters: ConverterRegistry = field(default_factory=ConverterRegistry)
+    score_templates: ScoreTemplateRegistry = field(default_factory=ScoreTemplateRegistry)
+    checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
+    commands: CommandRegistry = field(default_factory=CommandRegistry)
+
+    def copy(self, owner: PluginInfo | None, hint: str = "") -> Registries:
+        """A copy that takes the entries of `owner`."""
+        return Registries(**{name: registry.copy(owner, hint) for name, registry in vars(self).items()})

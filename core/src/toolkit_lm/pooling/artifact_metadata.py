@@ -1,0 +1,46 @@
+"""What the library of ColBERT's authors says of a checkpoint: artifact.metadata. Importing it needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from toolkit_lm.pooling.json_file import JsonObject, choose
+from toolkit_lm.pooling.module_config import positive
+
+
+class ArtifactMetadata(Struct, frozen=True, kw_only=True):
+    """The settings that decide over vectors and scores, with the library's defaults."""
+
+    dim: int = 128
+    """Size of a token's vector."""
+    query_marker: str = "[unused0]"
+    document_marker: str = "[unused1]"
+    query_length: int = 32
+    """Tokens of each query, which is cut or filled up to it."""
+    document_length: int = 220
+    """Tokens of the longest document."""
+    attend: bool = False
+    """The model's attention sees the tokens that queries are filled up with."""
+    mask_punctuation: bool = True
+    """Punctuation of documents is not compared."""
+
+
+def read_artifact_metadata(folder: Path) -> ArtifactMetadata:
+    """Defaults stand for what is missing, the file itself too. Raises CheckpointError."""
+    path = folder / "artifact.metadata"
+    said = JsonObject.read(path) if path.is_file() else JsonObject(repr(str(path)), {})
+    # Its other keys are about training and indexing.
+    choose(said.source, "similarity", said.take_or("similarity", str) or "cosine", ["cosine"])
+    choose(said.source, "interaction", said.take_or("interaction", str) or "colbert", ["colbert"])
+    values = {
+        "dim": positive(said, "dim"),
+        "query_marker": said.take_or("query_token_id", str),
+        "document_marker": said.take_or("doc_token_id", str),
+        "query_length": positive(said, "query_maxlen"),
+        "document_length": positive(said, "doc_maxlen"),
+        "attend": said.take_or("attend_to_mask_tokens", bool),
+        "mask_punctuation": said.take_or("mask_punctuation", bool),
+    }
+    return ArtifactMetadata(**{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]

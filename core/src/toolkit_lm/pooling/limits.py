@@ -1,0 +1,42 @@
+"""What a request may ask of a pooler, checked without torch: the front calls it too, before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toolkit_lm.errors import CheckpointError, RequestError
+from toolkit_lm.pooling_params import PoolingParams
+
+_OF_EMBEDDINGS = ("dimensions", "normalize")
+_OF_CLASSES = ("use_activation",)
+_OF_TOKEN_CLASSES = ("step_tag_id", "returned_token_ids")
+_MEANINGLESS = {
+    "embed": (*_OF_CLASSES, *_OF_TOKEN_CLASSES),
+    "token_embed": (*_OF_CLASSES, *_OF_TOKEN_CLASSES),
+    "classify": (*_OF_EMBEDDINGS, *_OF_TOKEN_CLASSES),
+    "score": (*_OF_EMBEDDINGS, *_OF_TOKEN_CLASSES),
+    "token_classify": _OF_EMBEDDINGS,
+}
+"""Parameters that say nothing to a task."""
+
+_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
+
+
+def check_params(params: PoolingParams, size: int) -> None:
+    """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding, or the number of logits."""
+    for name in _MEANINGLESS[params.task]:
+        if getattr(params, name) is not None:
+            raise RequestError(f"{name} means nothing to the task {params.task!r}.", name)
+    if params.dimensions is not None and params.dimensions > size:
+        raise RequestError(f"dimensions is {params.dimensions}, but the model's embeddings have {size}: ask for 1 to {size}.", "dimensions")
+    if wrong := [i for i in params.returned_token_ids or () if i >= size]:
+        raise RequestError(f"returned_token_ids has {wrong[0]}, but the model gives {size} logits.", "returned_token_ids")
+
+
+def hidden_size(hf_config: dict[str, Any]) -> int:
+    """Size of a token's vector, of a checkpoint's config.json. Raises CheckpointError."""
+    for values in (hf_config, hf_config.get("text_config") or {}):
+        for key in _HIDDEN_SIZE:
+            if type(values.get(key)) is int:
+                return int(values[key])
+    raise CheckpointError(f"config.json has none of {', '.join(_HIDDEN_SIZE)}: the size of embeddings is unknown.")

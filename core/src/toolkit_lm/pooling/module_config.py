@@ -1,0 +1,371 @@
+"""The modules of sentence-transformers: what each one's config.json says, in the forms of all its versions. Importing it needs no torch."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct, field
+
+from toolkit_lm.errors import CheckpointError, nearest
+from toolkit_lm.pooling.json_file import JsonObject, choose
+
+Level = Literal["sentence", "token"]
+_LEVELS: dict[str, Level] = {"sentence_embedding": "sentence", "token_embeddings": "token"}
+
+MODES = {
+    "cls": "CLS",
+    "max": "MAX",
+    "mean": "MEAN",
+    "mean_sqrt_len_tokens": "MEAN_SQRT_LEN",
+    "weightedmean": "WEIGHTED_MEAN",
+    "lasttoken": "LAST",
+}
+"""The names of pooling modes since version 5.4, and ours."""
+OLD_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""The keys before version 5.4, in the order in which their vectors are concatenated."""
+
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Mish", "Softplus")
+"""Classes of torch.nn that a Dense module may name."""
+
+_TRANSFORMER_FILES = tuple(
+    f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+_TASKS = {
+    "feature-extraction": ("token_embeddings", "last_hidden_state"),
+    "sequence-classification": ("scores", "logits"),
+    "text-generation": ("causal_logits", "logits"),
+}
+"""What a transformer of each task hands on, and what of the model's output that is."""
+_HARMLESS = ("torch_dtype", "dtype", "attn_implementation", "trust_remote_code", "revision", "add_pooling_layer", "use_fast", "device_map")
+"""Arguments of the transformer that do not change what it computes, or that are decided elsewhere."""
+
+
+class QueryExpansion(Struct, frozen=True, kw_only=True):
+    """How a late-interaction model fills up short queries."""
+
+    length: int
+    """Tokens of a filled-up query, special tokens included."""
+    strategy: Literal["fixed", "min"] = "fixed"
+    """fixed: longer queries are truncated to `length`. min: they are not."""
+    attend: bool = False
+    """The model's attention sees the tokens that are filled in."""
+    token: str | None = None
+    """What is filled in. None: the tokenizer's mask token."""
+
+
+class Transformer(Struct, frozen=True, kw_only=True):
+    """The model itself, and how its input is prepared."""
+
+    path: str = ""
+    """Its folder, relative to the checkpoint's."""
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+    query_length: int | None = None
+    document_length: int | None = None
+    query_expansion: QueryExpansion | None = None
+    processing_options: dict[str, Any] = field(default_factory=dict)
+
+
+class Pooling(Struct, frozen=True, kw_only=True):
+    """Vectors of tokens to one vector: the methods' vectors side by side."""
+
+    size: int
+    """Of a token's vector."""
+    methods: tuple[str, ...]
+    include_prompt: bool = True
+
+
+class Dense(Struct, frozen=True, kw_only=True):
+    """activation(x W^T + b), plus x (or a projection of it) where `residual`. Weights lie in `folder`."""
+
+    folder: str
+    level: Level
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str
+    residual: bool = False
+
+
+class LayerNorm(Struct, frozen=True, kw_only=True):
+    """Layer normalisation with learned scale and bias. Weights lie in `folder`."""
+
+    folder: str
+    size: int
+    level: Level = "sentence"
+
+
+class Normalize(Struct, frozen=True, kw_only=True):
+    """To length 1 (L2)."""
+
+    level: Level = "sentence"
+
+
+class TokenMask(Struct, frozen=True, kw_only=True):
+    """Which tokens' vectors a late-interaction model leaves out."""
+
+    skiplist_words: list[str] = field(default_factory=list)
+    """Words of the vocabulary."""
+    skiplist_tasks: list[str] = field(default_factory=lambda: ["document"])
+    """The roles ("query", "document") whose tokens in the list are left out."""
+    keep_only_token_ids: list[int] | None = None
+    """Of a document, only these tokens are kept."""
+
+
+class LogitScore(Struct, frozen=True, kw_only=True):
+    """A cross-encoder's score from a language model's logits: of one token, or the difference of two."""
+
+    true_token_id: int
+    false_token_id: int | None = None
+
+
+Head: TypeAlias = Dense | LayerNorm | Normalize
+Module: TypeAlias = Transformer | Pooling | Head | TokenMask | LogitScore
+
+PUNCTUATION = TokenMask(skiplist_words=list(string.punctuation))
+"""What PyLate's models leave out of documents."""
+
+
+def parse_module(listing: Path, entry: Any, default_level: Level) -> Module | None:
+    """The module of an entry of modules.json; None for one that does nothing when a model is used (Dropout).
+
+    `default_level` is that of a Dense module that does not say. Raises CheckpointError.
+    """
+    said = JsonObject(f"{str(listing)!r}, in its list", entry)
+    said.ignore(("idx", "name"))
+    path, kind = said.take("path", str), said.take("type", str)
+    said.take_or("kwargs", list)
+    said.finish()
+    if path.startswith("/") or ".." in Path(path).parts:
+        raise CheckpointError(f"{str(listing)!r} names the path {path!r}, which is outside its own folder.")
+    name = _class_name(kind)
+    if name is None:
+        raise CheckpointError(f"{str(listing)!r} names a module of type {kind!r}, which is not understood. {nearest(kind, _known_types())}")
+    if name == "Transformer":
+        if path and (listing.parent / path / "config.json").is_file():
+            raise CheckpointError(
+                f"{str(listing)!r} has the language model in the folder {path!r}, which is not supported: "
+                "move its files beside modules.json."
+            )
+        return parse_transformer(listing.parent, path)
+    return _PARSERS[name](listing.parent / path, default_level)
+
+
+def _class_name(kind: str) -> str | None:
+    """The class that a type names: the path of a class, or, in old versions, of the module file of the same name."""
+    home, _, name = kind.rpartition(".")
+    if name not in ("Transformer", *_PARSERS):
+        return None
+    snake = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
+    homes = {"sentence_transformers", "sentence_transformers.models", f"sentence_transformers.models.{name}", f"pylate.models.{name}"}
+    rooms = ("base", "sentence_transformer", "cross_encoder", "multi_vector_encoder")
+    homes |= {f"sentence_transformers.{room}.modules{end}" for room in rooms for end in ("", f".{snake}")}
+    return name if home in homes else None
+
+
+def _known_types() -> list[str]:
+    return [f"sentence_transformers.models.{name}" for name in ("Transformer", *_PARSERS)]
+
+
+def find_transformer_config(folder: Path) -> Path | None:
+    """The file that describes the transformer module in `folder`; None where there is none."""
+    return next((folder / name for name in _TRANSFORMER_FILES if (folder / name).is_file()), None)
+
+
+def parse_transformer(root: Path, path: str = "") -> Transformer:
+    """What sentence_bert_config.json (or one of its old names) says. Raises CheckpointError."""
+    file = find_transformer_config(root / path)
+    if file is None:
+        return Transformer(path=path)
+    said = JsonObject.read(file)
+    said.ignore(("unpad_inputs",))
+    _check_output(said)
+    longest = _longest_of_arguments(said)
+    transformer = Transformer(
+        path=path,
+        max_seq_length=positive(said, "max_seq_length") or longest,
+        do_lower_case=said.take_or("do_lower_case", bool) or False,
+        query_length=positive(said, "query_length"),
+        document_length=positive(said, "document_length"),
+        query_expansion=parse_expansion(said),
+        processing_options=said.take_or("processing_kwargs", dict) or {},
+    )
+    said.finish()
+    return transformer
+
+
+def _check_output(said: JsonObject) -> None:
+    """The transformer must hand on what this project's models give."""
+    task = said.take_or("transformer_task", str) or "feature-extraction"
+    output, part = _TASKS[choose(said.source, "transformer_task", task, _TASKS)]
+    choose(said.source, "module_output_name", said.take_or("module_output_name", str) or output, [output])
+    modalities = said.take_or("modality_config", dict)
+    if modalities is not None:
+        text = JsonObject(f"{said.source}, in modality_config", modalities.get("text"))
+        text.ignore(("format",))
+        choose(text.source, "method", text.take("method", str), ["forward"])
+        choose(text.source, "method_output_name", text.take("method_output_name", str), [part])
+        text.finish()
+
+
+def _longest_of_arguments(said: JsonObject) -> int | None:
+    """`model_max_length` among the arguments of model, config and tokenizer. Raises CheckpointError for one that changes results."""
+    longest = None
+    for new, old in (("model_kwargs", "model_args"), ("config_kwargs", "config_args"), ("processor_kwargs", "tokenizer_args")):
+        for key in (new, old):
+            arguments = JsonObject(f"{said.source}, in {key}", said.take_or(key, dict) or {})
+            arguments.ignore(_HARMLESS)
+            if new == "processor_kwargs":
+                longest = positive(arguments, "model_max_length") or longest
+                arguments.ignore(("padding_side",))
+            arguments.finish()
+    return longest
+
+
+def parse_expansion(said: JsonObject) -> QueryExpansion | None:
+    """The key `query_expansion`. Raises CheckpointError."""
+    values = said.take_or("query_expansion", dict)
+    if values is None:
+        return None
+    inner = JsonObject(f"{said.source}, in query_expansion", values)
+    strategy = choose(inner.source, "strategy", inner.take("strategy", str), ["fixed", "min"])
+    length = positive(inner, "length")
+    if length is None:
+        raise CheckpointError(f"{inner.source} does not say 'length'.")
+    attend, token = inner.take_or("attend", bool) or False, inner.take_or("token", str)
+    inner.finish()
+    return QueryExpansion(length=length, strategy="fixed" if strategy == "fixed" else "min", attend=attend, token=token)
+
+
+def _parse_pooling(folder: Path, _: Level) -> Pooling:
+    said = JsonObject.read(folder / "config.json")
+    size = positive(said, "embedding_dimension" if "embedding_dimension" in said else "word_embedding_dimension")
+    if size is None:
+        raise CheckpointError(f"{said.source} says neither 'embedding_dimension' nor 'word_embedding_dimension'.")
+    old = [mode for key, mode in OLD_MODES.items() if said.take_or(key, bool)]
+    modes = _modes(said) if "pooling_mode" in said else old
+    said.ignore(("pooling_mode",))
+    if not modes:
+        raise CheckpointError(f"{said.source} turns no pooling mode on. Known: pooling_mode {', '.join(MODES)}; {', '.join(OLD_MODES)}.")
+    include_prompt = said.take_or("include_prompt", bool)
+    said.finish()
+    return Pooling(size=size, methods=tuple(MODES[mode] for mode in modes), include_prompt=include_prompt is not False)
+
+
+def _modes(said: JsonObject) -> list[str]:
+    """The key `pooling_mode`: one name, or several whose vectors are concatenated."""
+    value = said.take_any("pooling_mode")
+    modes = value if isinstance(value, list) else [value]
+    return [choose(said.source, "pooling_mode", mode, MODES) for mode in modes]
+
+
+def _parse_dense(folder: Path, default_level: Level) -> Dense:
+    said = JsonObject.read(folder / "config.json")
+    level = _level(said, default_level)
+    sizes = positive(said, "in_features"), positive(said, "out_features")
+    if None in sizes:
+        raise CheckpointError(f"{said.source} does not say 'in_features' and 'out_features'.")
+    dense = Dense(
+        folder=str(folder),
+        level=level,
+        in_features=sizes[0] or 0,
+        out_features=sizes[1] or 0,
+        bias=said.take("bias", bool),
+        activation=activation_class(said.source, "activation_function", said.take("activation_function", str)),
+        residual=said.take_or("use_residual", bool) or False,
+    )
+    said.finish()
+    return dense
+
+
+def _level(said: JsonObject, default: Level) -> Level:
+    """Which vectors a module takes and gives: both the same."""
+    taken = said.take_or("module_input_name", str)
+    given = said.take_or("module_output_name", str) or taken
+    if taken is None:
+        return default
+    level = _LEVELS[choose(said.source, "module_input_name", taken, _LEVELS)]
+    choose(said.source, "module_output_name", given or taken, [taken])
+    return level
+
+
+def _parse_layer_norm(folder: Path, _: Level) -> LayerNorm:
+    said = JsonObject.read(folder / "config.json")
+    size = positive(said, "dimension")
+    if size is None:
+        raise CheckpointError(f"{said.source} does not say 'dimension'.")
+    said.finish()
+    return LayerNorm(folder=str(folder), size=size)
+
+
+def _parse_normalize(folder: Path, _: Level) -> Normalize:
+    # Old versions saved no config.json, or an empty one: the module had nothing to say.
+    if not (folder / "config.json").is_file():
+        return Normalize()
+    said = JsonObject.read(folder / "config.json")
+    level = _level(said, "sentence")
+    said.finish()
+    return Normalize(level=level)
+
+
+def _parse_token_mask(folder: Path, _: Level) -> TokenMask:
+    said = JsonObject.read(folder / "config.json")
+    words, tasks = said.take_or("skiplist_words", list), said.take_or("skiplist_tasks", list)
+    mask = TokenMask(
+        skiplist_words=words or [],
+        skiplist_tasks=["document"] if tasks is None else tasks,
+        keep_only_token_ids=said.take_or("keep_only_token_ids", list),
+    )
+    said.finish()
+    return mask
+
+
+def _parse_logit_score(folder: Path, _: Level) -> LogitScore:
+    said = JsonObject.read(folder / "config.json")
+    choose(said.source, "module_input_name", said.take_or("module_input_name", str) or "causal_logits", ["causal_logits"])
+    score = LogitScore(true_token_id=said.take("true_token_id", int), false_token_id=said.take_or("false_token_id", int))
+    said.finish()
+    return score
+
+
+def _parse_dropout(folder: Path, _: Level) -> None:
+    return None
+
+
+_PARSERS: dict[str, Callable[[Path, Level], Module | None]] = {
+    "Pooling": _parse_pooling,
+    "Dense": _parse_dense,
+    "LayerNorm": _parse_layer_norm,
+    "Normalize": _parse_normalize,
+    "MultiVectorMask": _parse_token_mask,
+    "LogitScore": _parse_logit_score,
+    "Dropout": _parse_dropout,
+}
+
+
+def activation_class(source: str, key: str, path: str) -> str:
+    """The class of torch.nn that a path names ("torch.nn.modules.activation.Tanh" -> "Tanh"). Raises CheckpointError."""
+    match = re.fullmatch(r"torch\.nn\.(?:modules\.\w+\.)?(\w+)", path)
+    if match is None or match[1] not in ACTIVATIONS:
+        known = ", ".join(f"torch.nn.{name}" for name in ACTIVATIONS)
+        raise CheckpointError(f"{source}: {key!r} is {path!r}, which is not understood. Known: {known}.")
+    return match[1]
+
+
+def positive(said: JsonObject, key: str) -> int | None:
+    """The value of a key that is a count, or missing. Raises CheckpointError."""
+    value = said.take_or(key, int)
+    if value is not None and value < 1:
+        raise CheckpointError(f"{said.source}: {key!r} must be at least 1, not {value}.")
+    return value

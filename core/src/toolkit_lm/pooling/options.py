@@ -1,0 +1,47 @@
+"""Which options of PoolerConfig mean something to which model. What is given and means nothing is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+from toolkit_lm.config import PoolerConfig
+from toolkit_lm.errors import ConfigError
+
+
+class PoolingKind(Enum):
+    """What a model's pooler is made for, as errors call the model."""
+
+    NONE = "an engine that generates only"
+    EMBEDDER = "an embedding model"
+    CLASSIFIER = "a native classifier"
+    CONVERTED = "a language model made into a classifier"
+    TOKENS = "a classifier or reward model of tokens"
+
+
+_LABELS = (PoolingKind.CLASSIFIER, PoolingKind.CONVERTED, PoolingKind.TOKENS)
+_KINDS: Mapping[str, tuple[PoolingKind, ...]] = MappingProxyType(
+    {
+        "pooling_type": (PoolingKind.EMBEDDER, *_LABELS),
+        "normalize": (PoolingKind.EMBEDDER,),
+        "use_activation": _LABELS,
+        "logit_mean": _LABELS,
+        "logit_sigma": _LABELS,
+        "step_tag_id": (PoolingKind.TOKENS,),
+        "returned_token_ids": (PoolingKind.TOKENS,),
+        "classifier_method": (PoolingKind.CONVERTED,),
+        "classifier_tokens": (PoolingKind.CONVERTED,),
+        "score_template": (PoolingKind.CLASSIFIER, PoolingKind.CONVERTED),
+    }
+)
+"""By option: the models to which it means something."""
+
+
+def check_pooler_options(options: PoolerConfig, kind: PoolingKind) -> None:
+    """Raises ConfigError for an option that was given, and that means nothing to such a model."""
+    unset = PoolerConfig()
+    for name, kinds in _KINDS.items():
+        if kind not in kinds and getattr(options, name) != getattr(unset, name):
+            able = " or ".join(one.value for one in kinds)
+            raise ConfigError(f"option {name!r} means nothing to {kind.value}. It is for {able}.")

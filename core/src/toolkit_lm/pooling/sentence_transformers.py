@@ -1,0 +1,275 @@
+"""What sentence-transformers says of a checkpoint: modules.json, each module's config.json, prompts. Importing it needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.pooling.artifact_metadata import read_artifact_metadata
+from toolkit_lm.pooling.json_file import JsonObject, choose, read_json_file
+from toolkit_lm.pooling.module_config import (
+    PUNCTUATION,
+    Dense,
+    Head,
+    LogitScore,
+    Module,
+    Normalize,
+    Pooling,
+    QueryExpansion,
+    TokenMask,
+    Transformer,
+    activation_class,
+    find_transformer_config,
+    parse_expansion,
+    parse_module,
+    parse_transformer,
+    positive,
+)
+
+_SIMILARITIES = {name: name for name in ("cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim")} | {
+    "dot_product": "dot",
+    "MaxSim": "maxsim",
+}
+_MODEL_TYPES = ("SentenceTransformer", "CrossEncoder", "MultiVectorEncoder", "ColBERT")
+_PYLATE_KEYS = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
+_PYLATE_QUERY = 32
+"""Tokens of a query of PyLate's models that do not say."""
+
+
+class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
+    """A checkpoint's sentence-transformers files, in the one form that their old and new versions share."""
+
+    folder: str
+    has_modules: bool = False
+    """There is a modules.json: what it does not list is not done."""
+    transformer: Transformer = field(default_factory=Transformer)
+    """The model itself: its longest input, and how input is prepared."""
+    pooling: Pooling | None = None
+    heads: tuple[Head, ...] = ()
+    """What is applied to the pooled vector, in order."""
+    token_heads: tuple[Head, ...] = ()
+    """What is applied to each token's vector, in order; before pooling, where there is any."""
+    token_mask: TokenMask | None = None
+    """Which tokens a late-interaction model leaves out; None where it is none."""
+    logit_score: LogitScore | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Texts that are put before the input, by name ("query", "document", ...)."""
+    markers: dict[str, str] = field(default_factory=dict)
+    """What some of them begin with, by name: one token, where the vocabulary has it."""
+    default_prompt_name: str | None = None
+    similarity: str | None = None
+    """cosine, dot, euclidean, manhattan, maxsim or meanmaxsim; None: not said."""
+    truncate_dim: int | None = None
+    """Dimensions that are kept of an embedding where a request does not say."""
+    activation: str | None = None
+    """A cross-encoder's activation, a class of torch.nn ("Sigmoid", "Identity", ...); None: not said."""
+
+    @property
+    def max_seq_length(self) -> int | None:
+        """Tokens of the longest input, special tokens included; None: not said."""
+        transformer, expansion = self.transformer, self.transformer.query_expansion
+        if transformer.max_seq_length is None:
+            return None
+        # PyLate's own count of a document leaves its marker out.
+        lengths = (transformer.query_length, transformer.document_length, expansion.length if expansion is not None else None)
+        return max(transformer.max_seq_length, *(length or 0 for length in lengths))
+
+    @property
+    def is_late_interaction(self) -> bool:
+        """Texts are compared by the vectors of their tokens (MaxSim)."""
+        return self.token_mask is not None
+
+    @property
+    def ends_normalized(self) -> bool:
+        """The modules give embeddings of length 1."""
+        return bool(self.heads) and isinstance(self.heads[-1], Normalize)
+
+    @property
+    def embedding_size(self) -> int | None:
+        """Size of an embedding; None: not said."""
+        sizes = [head.out_features for head in self.heads or self.token_heads if isinstance(head, Dense)]
+        if sizes:
+            return sizes[-1]
+        return self.pooling.size * len(self.pooling.methods) if self.pooling else None
+
+
+def read_sentence_transformers(folder: str | Path) -> SentenceTransformersConfig | None:
+    """What the files of sentence-transformers beside a checkpoint say; None where there are none.
+
+    The forms of all its versions are read. Raises CheckpointError that names the file, and the module, key or value in it that is not
+    understood.
+    """
+    folder = Path(folder)
+    listing, general_path = folder / "modules.json", folder / "config_sentence_transformers.json"
+    activation = _activation_of_model(folder / "config.json")
+    of_authors = not listing.is_file() and _is_of_colberts_authors(folder / "config.json")
+    known = of_authors or activation is not None or find_transformer_config(folder) is not None
+    if not (known or listing.is_file() or general_path.is_file()):
+        return None
+    general = _read_general(general_path) if general_path.is_file() else _General()
+    if of_authors:
+        _read_authors(folder, general)
+    modules: list[Module] = _read_modules(listing, general) if listing.is_file() else [parse_transformer(folder)]
+    if of_authors:
+        modules.append(general.skiplist)
+    if general.lengths and isinstance(modules[0], Transformer):
+        modules[0] = _with_lengths(modules[0], general.lengths)
+    return SentenceTransformersConfig(
+        folder=str(folder),
+        has_modules=listing.is_file(),
+        prompts=general.prompts,
+        markers=general.markers,
+        default_prompt_name=general.default_prompt_name,
+        similarity=general.similarity,
+        truncate_dim=general.truncate_dim,
+        activation=general.activation or activation,
+        **_sorted(modules, listing),
+    )
+
+
+class _General(Struct, kw_only=True):
+    """config_sentence_transformers.json."""
+
+    model_type: str | None = None
+    activation: str | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    markers: dict[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    similarity: str | None = None
+    truncate_dim: int | None = None
+    lengths: dict[str, Any] = field(default_factory=dict)
+    """What PyLate's models say of their transformer here."""
+    skiplist: TokenMask = PUNCTUATION
+
+
+def _read_general(path: Path) -> _General:
+    said = JsonObject.read(path)
+    said.ignore(("__version__", "requirements", "keep_in_fp32_modules"))
+    general = _General(
+        model_type=said.take_or("model_type", str),
+        prompts=_prompts(said),
+        default_prompt_name=said.take_or("default_prompt_name", str),
+        truncate_dim=positive(said, "truncate_dim"),
+    )
+    if general.model_type is not None:
+        choose(said.source, "model_type", general.model_type, _MODEL_TYPES)
+    if general.default_prompt_name is not None:
+        choose(said.source, "default_prompt_name", general.default_prompt_name, general.prompts)
+    if (similarity := said.take_or("similarity_fn_name", str)) is not None:
+        general.similarity = _SIMILARITIES[choose(said.source, "similarity_fn_name", similarity, _SIMILARITIES)]
+    if (activation := said.take_or("activation_fn", str)) is not None:
+        general.activation = activation_class(said.source, "activation_fn", activation)
+    _read_pylate(said, general)
+    said.finish()
+    return general
+
+
+def _prompts(said: JsonObject) -> dict[str, str]:
+    prompts = said.take_or("prompts", dict) or {}
+    for name, text in prompts.items():
+        if not isinstance(text, str | None):
+            raise CheckpointError(f"{said.source}: the prompt {name!r} must be text, not {text!r}.")
+    return {name: text for name, text in prompts.items() if text is not None}
+
+
+def _read_pylate(said: JsonObject, general: _General) -> None:
+    """PyLate's keys: its models put a marker before the prompt, and fill up queries unless told otherwise."""
+    if not any(key in said for key in (*_PYLATE_KEYS, "query_length", "document_length", "query_expansion")):
+        return
+    for name in ("query", "document"):
+        if prefix := said.take_or(f"{name}_prefix", str):
+            general.markers[name] = prefix
+            general.prompts[name] = prefix + general.prompts.get(name, "").removeprefix(prefix)
+    length, document_length = positive(said, "query_length"), positive(said, "document_length")
+    expands, attends = said.take_or("do_query_expansion", bool), said.take_or("attend_to_expansion_tokens", bool)
+    if "query_expansion" in said:
+        expansion = parse_expansion(said)
+    elif expands is not False:
+        expansion = QueryExpansion(length=length or _PYLATE_QUERY, attend=bool(attends))
+    else:
+        expansion = None
+    lengths = {"query_length": length, "document_length": document_length}
+    general.lengths = {key: value for key, value in lengths.items() if value is not None} | {"query_expansion": expansion}
+    if (words := said.take_or("skiplist_words", list)) is not None:
+        general.skiplist = TokenMask(skiplist_words=words)
+    # Its first versions did not name a type.
+    general.model_type = general.model_type or "ColBERT"
+
+
+def _is_of_colberts_authors(path: Path) -> bool:
+    """config.json names the class of the library of ColBERT's authors."""
+    return path.is_file() and "HF_ColBERT" in (JsonObject.read(path).take_or("architectures", list) or [])
+
+
+def _read_authors(folder: Path, general: _General) -> None:
+    """What that library does; what the files of sentence-transformers say counts before it."""
+    said = read_artifact_metadata(folder)
+    general.markers = {"query": f"{said.query_marker} ", "document": f"{said.document_marker} "}
+    general.prompts = general.markers | general.prompts
+    general.skiplist = PUNCTUATION if said.mask_punctuation else TokenMask()
+    general.lengths = {
+        "document_length": said.document_length,
+        "query_expansion": QueryExpansion(length=said.query_length, attend=said.attend),
+        **general.lengths,
+    }
+
+
+def _with_lengths(transformer: Transformer, lengths: dict[str, Any]) -> Transformer:
+    """With what the module's own file leaves open."""
+    left_open = {key: value for key, value in lengths.items() if value is not None and getattr(transformer, key) is None}
+    return msgspec.structs.replace(transformer, **left_open)
+
+
+def _read_modules(path: Path, general: _General) -> list[Module]:
+    """The chain that modules.json lists."""
+    listed = read_json_file(path)
+    if not isinstance(listed, list) or not listed:
+        raise CheckpointError(f"{str(path)!r} must hold a list of modules.")
+    token_level = general.model_type in ("ColBERT", "MultiVectorEncoder")
+    found = (parse_module(path, entry, "token" if token_level else "sentence") for entry in listed)
+    modules = [module for module in found if module is not None]
+    if general.model_type == "ColBERT":
+        # PyLate lists its Transformer and Dense only. It skips punctuation and normalizes without saying so.
+        modules += [general.skiplist, Normalize(level="token")]
+    return modules
+
+
+def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
+    """The modules by what they do. Raises CheckpointError where their order makes no sense."""
+    found: dict[str, Any] = {"heads": (), "token_heads": ()}
+    for index, module in enumerate(modules):
+        if isinstance(module, Transformer) != (index == 0):
+            raise CheckpointError(f"{str(path)!r}: the first module, and no other, must be a Transformer.")
+        if isinstance(module, Head):
+            pooled = "pooling" in found
+            if pooled != (module.level == "sentence"):
+                where = f"{module.level} vectors stands {'after' if pooled else 'before'} the Pooling module"
+                raise CheckpointError(f"{str(path)!r}: a {type(module).__name__} of {where}.")
+            key = "heads" if pooled else "token_heads"
+            found[key] = (*found[key], module)
+            continue
+        names = {Transformer: "transformer", Pooling: "pooling", TokenMask: "token_mask", LogitScore: "logit_score"}
+        name = names[type(module)]
+        if name in found:
+            raise CheckpointError(f"{str(path)!r} lists more than one {type(module).__name__} module.")
+        found[name] = module
+    return found
+
+
+def _activation_of_model(path: Path) -> str | None:
+    """What a cross-encoder says in config.json: since version 4 in an object `sentence_transformers`, before that in a key."""
+    if not path.is_file():
+        return None
+    hf_config = JsonObject.read(path)
+    if (values := hf_config.take_or("sentence_transformers", dict)) is not None:
+        said = JsonObject(f"{hf_config.source}, in sentence_transformers", values)
+        said.ignore(("version",))
+        activation = said.take_or("activation_fn", str)
+        said.finish()
+        return activation_class(said.source, "activation_fn", activation) if activation is not None else None
+    old = hf_config.take_or("sbert_ce_default_activation_function", str)
+    return activation_class(hf_config.source, "sbert_ce_default_activation_function", old) if old is not None else None

@@ -1,0 +1,133 @@
+"""Renderer: messages or prompts become token ids; token ids become text. Needs no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import Struct
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.prompts import Conversation, Prompt
+
+
+class MultiModalFeatureSpec(Struct, kw_only=True):
+    """One non-text input of a prompt, and where its placeholder tokens stand."""
+
+    modality: str
+    identifier: str
+    """Content hash, the key of caches."""
+    offset: int
+    """Index of the first placeholder token in the prompt."""
+    length: int
+    """Placeholder tokens."""
+
+
+class RenderedText(NamedTuple):
+    """A text, or a pair of texts, in tokens."""
+
+    token_ids: list[int]
+    second_text_start: int | None = None
+    """Of a pair: the position of the first token that belongs to the second text."""
+    pooling_start: int = 0
+    """Position of the first token that an embedding is made of: after the checkpoint's prompt, where that is left out."""
+    num_attended: int | None = None
+    """Only so many tokens, from the first on, are seen by attention; None: all."""
+
+
+class DecodeStream(ABC):
+    """Turns one sequence's tokens into text, as they come."""
+
+    @abstractmethod
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens add. Bytes of an unfinished character are held back."""
+
+    @abstractmethod
+    def flush(self) -> str:
+        """What was held back, with U+FFFD for bytes that make no character. Ends the stream."""
+
+
+class Renderer(ABC):
+    """All preparation of input ends here: the engine takes tokens in and gives tokens out.
+
+    One instance serves all requests of an engine, from several threads. Methods raise RequestError for input that cannot be rendered.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+        """Token ids of a conversation, through the chat template.
+
+        `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False), `tools`, `chat_template_kwargs`
+        (a mapping of further names for the template).
+        """
+
+    @abstractmethod
+    def render_prompt(
+        self,
+        prompt: Prompt,
+        multi_modal_data: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+        """Token ids of a prompt. Token ids are passed on as they are, once they are seen to be in the vocabulary."""
+
+    def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
+        """Token ids of whole texts, or pairs of texts joined as the model wants them, special tokens included; for pooling.
+
+        What is longer than `max_tokens` is cut at the end (of a pair, the longer text first), special tokens kept. This one renders
+        texts one by one; pairs are for renderers that know how to join them.
+        """
+        rendered = []
+        for text in texts:
+            if not isinstance(text, str):
+                raise RequestError(f"{type(self).__name__} does not know how to join a pair of texts.", "input")
+            rendered.append(RenderedText(self.render_prompt(text)[0][:max_tokens]))
+        return rendered
+
+    def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """Of each text the beginning that `max_tokens` have room for, special tokens included. A text that is not too long stays as it is.
+
+        Raises RequestError for `max_tokens` where they have room for no text. This one tries lengths by halves.
+        """
+
+        def length(text: str) -> int:
+            return len(self.render_texts([text])[0].token_ids)
+
+        cut = []
+        for text in texts:
+            kept = len(text)
+            if length(text) > max_tokens:
+                kept = bisect_right(range(1, len(text)), max_tokens, key=lambda end: length(text[:end]))
+                if not kept:
+                    raise RequestError(f"{max_tokens} tokens have no room for a text.", "max_tokens")
+            cut.append(text[:kept])
+        return cut
+
+    @abstractmethod
+    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+        """A new stream for one sequence's output. The prompt's last tokens decide how the first token joins on (a leading space)."""
+
+    @abstractmethod
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of these tokens together."""
+
+    @abstractmethod
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token's own text (for logprobs), special tokens included."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Token ids below this one can be decoded."""
+
+    @property
+    @abstractmethod
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end a sequence: those of the checkpoint's generation config, config and tokenizer."""

@@ -1,0 +1,134 @@
+"""Score templates: the one text that a reranker made of a language model reads in place of a query and a document. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from msgspec import Struct
+
+from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
+from toolkit_lm.renderer.contract import Renderer
+
+_PLACE = re.compile(r"\{(query|document|instruction)\}")
+_DOCUMENT = "{document}"
+
+
+class ScoreTemplate(Struct, frozen=True, kw_only=True):
+    """A prompt with the places {query}, {document} and, if the model takes one, {instruction}. Other braces are plain text.
+
+    Raises ConfigError for a place that is missing or in the wrong piece.
+    """
+
+    pieces: tuple[str, ...]
+    """Are tokenized apart, as in the training of models whose authors do so, and joined. One piece ends with {document}: where a prompt is
+    too long, its end is cut."""
+    instruction: str = ""
+    """Stands for that of a request that brings none."""
+    instruction_text: str = "{instruction}"
+    """How an instruction is written where {instruction} stands; nothing is written where there is none."""
+    add_special_tokens: bool = False
+    """The tokenizer's special tokens (such as the one that begins a text) are put around the whole."""
+    classifier_method: str | None = None
+    """The option that its reranker scores with, where the classifier is made of the language-modeling head."""
+    classifier_tokens: tuple[str, ...] = ()
+    """As classifier_method."""
+
+    def __post_init__(self) -> None:
+        text = "".join(self.pieces)
+        for place in ("{query}", _DOCUMENT):
+            if text.count(place) != 1:
+                raise ConfigError(f"a score template needs the place {place} once, and this one has it {text.count(place)} times.")
+        if not self.pieces[self.document_piece].endswith(_DOCUMENT):
+            raise ConfigError(f"a piece of a score template must end with {_DOCUMENT}, so that it can be cut there.")
+
+    @property
+    def document_piece(self) -> int:
+        """The number of the piece that ends with the document."""
+        return next(index for index, piece in enumerate(self.pieces) if _DOCUMENT in piece)
+
+    @property
+    def takes_instruction(self) -> bool:
+        return any("{instruction}" in piece for piece in self.pieces)
+
+    def render(self, query: str, document: str, instruction: str | None = None) -> list[str]:
+        """The pieces, with their places filled. What is filled in is not looked into for places."""
+        given = instruction or self.instruction
+        written = self.instruction_text.replace("{instruction}", given) if given else ""
+        values = {"query": query, "document": document, "instruction": written}
+        return [_PLACE.sub(lambda place: values[place[1]], piece) for piece in self.pieces]
+
+
+def score_prompt(template: ScoreTemplate, query: str, document: str, instruction: str | None = None) -> str:
+    """The whole text, for people to read: `score_tokens` is what models read."""
+    return "".join(template.render(query, document, instruction))
+
+
+def score_tokens(
+    renderer: Renderer,
+    template: ScoreTemplate,
+    query: str,
+    document: str,
+    instruction: str | None = None,
+    *,
+    max_tokens: int | None = None,
+) -> list[int]:
+    """The token ids of a query and a document. Of what is longer than `max_tokens`, the end of the document is cut.
+
+    Raises RequestError for a text that cannot be rendered or is empty, and where all but the document is too long already.
+    """
+    _check(query, document, instruction)
+    pieces, cut = template.render(query, document, instruction), template.document_piece
+    first = next(filter(None, pieces))
+    before, after = _special_tokens(renderer, first) if template.add_special_tokens or max_tokens is not None else ([], [])
+    tokens = [[] if max_tokens is not None and index == cut else _tokens(renderer, piece) for index, piece in enumerate(pieces)]
+    opening, closing = (before, after) if template.add_special_tokens else ([], [])
+    if max_tokens is not None:
+        head = _tokens(renderer, template.render(query, "", instruction)[cut])
+        room = max_tokens - sum(map(len, tokens)) - len(opening) - len(closing)
+        if room > 0:
+            whole = renderer.render_texts([pieces[cut]], max_tokens=room + len(before) + len(after))[0].token_ids
+            tokens[cut] = whole[len(before) : len(whole) - len(after)]
+        # Where the room ends before the document, what is kept is a beginning of what stands before it in its piece.
+        if room < 1 or (len(tokens[cut]) == room and tokens[cut] == head[:room]):
+            taken = max_tokens - room + len(head)
+            raise ContextLengthError(
+                f"all but the document takes {taken} tokens, and {max_tokens} are allowed: ask for more, or shorten the query.",
+                "truncate_prompt_tokens",
+            )
+    return [*opening, *(token for piece in tokens for token in piece), *closing]
+
+
+def read_score_template(path: Path) -> ScoreTemplate:
+    """A template from a file. It is tokenized in two pieces: to the end of the document, and what follows.
+
+    A last line break is not part of it. Raises ConfigError.
+    """
+    try:
+        text = path.read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"score_template {str(path)!r} cannot be read: {error}") from error
+    head, place, tail = text.partition(_DOCUMENT)
+    try:
+        return ScoreTemplate(pieces=(head + place, tail), add_special_tokens=True)
+    except ConfigError as error:
+        raise ConfigError(f"score_template {str(path)!r}: {error}") from None
+
+
+def _check(query: str, document: str, instruction: str | None) -> None:
+    for name, text in (("query", query), ("document", document)):
+        if not text:
+            raise RequestError(f"the {name} is empty.", "input")
+    if instruction is not None and not isinstance(instruction, str):
+        raise RequestError(f"the instruction must be a text, not a {type(instruction).__name__}.", "instruction")
+
+
+def _tokens(renderer: Renderer, piece: str) -> list[int]:
+    return renderer.render_prompt(piece, add_special_tokens=False)[0] if piece else []
+
+
+def _special_tokens(renderer: Renderer, text: str) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    plain, whole = (renderer.render_prompt(text, add_special_tokens=added)[0] for added in (False, True))
+    start = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0)
+    return whole[:start], whole[start + len(plain) :]

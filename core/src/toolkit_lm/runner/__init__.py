@@ -1,0 +1,8 @@
+"""The runner: model, caches and the persistent batch on one device."""
+
+from toolkit_lm.runner.backends import load_model_class, select_backends
+from toolkit_lm.runner.batch import PersistentBatch, StepInputs
+from toolkit_lm.runner.memory import free_memory
+from toolkit_lm.runner.model_runner import ModelRunner
+
+__all__ = ["ModelRunner", "PersistentBatch", "StepInputs", "free_memory", "load_model_class", "select_backends"]

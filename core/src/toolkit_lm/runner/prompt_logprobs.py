@@ -1,0 +1,39 @@
+"""Log probabilities of prompt tokens, from the hidden states of a prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.messages import StepPlan, TokenLogprobs
+from toolkit_lm.runner.batch import PersistentBatch, StepInputs
+from toolkit_lm.sampling import token_logprobs
+
+_MOST_ROWS = 128
+"""Logits [rows, V] are made for this many tokens at a time, however long the chunk is."""
+
+
+def prompt_logprobs(
+    plan: StepPlan, inputs: StepInputs, batch: PersistentBatch, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor]
+) -> dict[int, list[TokenLogprobs]]:
+    """By seq_id, of the prompt tokens after those that this step computed; what was returned before is left out."""
+    found: dict[int, list[TokenLogprobs]] = {}
+    for index in np.flatnonzero(batch.sampling.prompt_logprobs[inputs.rows] >= 0):
+        row, offset, end = int(inputs.rows[index]), int(inputs.query_start[index]), int(inputs.query_start[index + 1])
+        start = int(inputs.positions[offset])
+        # The hidden state at a position speaks of the token after it.
+        first = max(start, int(batch.num_prompt_logprobs[row]))
+        last = min(start + end - offset, int(batch.history.num_prompt_tokens[row]) - 1)
+        known: list[TokenLogprobs] = []
+        for position in range(first, last, _MOST_ROWS):
+            stop = min(position + _MOST_ROWS, last)
+            logits = compute_logits(hidden_states[offset + position - start : offset + stop - start])
+            following = torch.from_numpy(batch.history.token_ids[row, position + 1 : stop + 1].astype(np.int64)).to(logits.device)
+            known += token_logprobs(logits, following, np.full(stop - position, batch.sampling.prompt_logprobs[row]))
+        if known:
+            batch.num_prompt_logprobs[row] = last
+            found[plan.scheduled[index].seq_id] = known
+    return found

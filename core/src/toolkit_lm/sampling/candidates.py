@@ -1,0 +1,41 @@
+"""What a beam search needs of the logits: each row's likeliest tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit_lm.messages import Candidates
+from toolkit_lm.sampling.masks import mask
+from toolkit_lm.sampling.rows import SamplingRows
+
+
+class Searched(NamedTuple):
+    """What a step found for the rows of beam searches."""
+
+    candidates: dict[int, Candidates]
+    """By row. Fewer than asked for where the vocabulary, or the request's masks, leave no more."""
+    errors: dict[int, str]
+    """By row: logits that hold NaN."""
+
+
+def search(logits: Tensor, rows: SamplingRows) -> Searched:
+    """The `num_candidates` likeliest tokens of each row of logits [R, V], any float dtype. The logits are left as they are.
+
+    Log probabilities are of the model's own distribution; masks come after, and take nothing off the tokens that they leave.
+    """
+    finite = torch.isfinite(logits.amax(dim=-1)).tolist()
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    mask(logprobs, rows)
+    best = logprobs.topk(min(int(rows.num_candidates.max()), logprobs.shape[-1]), dim=-1)
+    searched = Searched({}, {})
+    columns = zip(best.indices.tolist(), best.values.tolist(), rows.num_candidates.tolist(), finite, strict=True)
+    for row, (token_ids, values, wanted, is_finite) in enumerate(columns):
+        if is_finite:
+            left = sum(value > -torch.inf for value in values[:wanted])
+            searched.candidates[row] = Candidates(token_ids[:left], values[:left])
+        else:
+            searched.errors[row] = "the model's logits are not finite"
+    return searched

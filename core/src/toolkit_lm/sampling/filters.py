@@ -1,0 +1,108 @@
+"""Filters of the distribution: top-k, top-p, min-p, typical, XTC and mirostat, each on what the one before has left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.sampling.rows import SamplingRows
+from toolkit_lm.sampling.uniform import uniform
+
+XTC_STREAM = 1
+"""Of the random numbers that decide whether XTC is applied; the draw's own are stream 0."""
+
+
+def distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """[R, V] float32 -> [R, V] the probabilities that tokens are drawn with, after temperature and filters."""
+    # Shifting by the maximum first keeps tiny temperatures finite.
+    logits = (logits - logits.max(dim=-1, keepdim=True).values) / _column(rows.temperature, logits)
+    filtered = np.flatnonzero(rows.filtered)
+    if len(filtered) == len(rows):
+        return _filter(logits, rows)
+    probs = torch.softmax(logits, dim=-1)
+    if len(filtered):
+        index = torch.from_numpy(filtered).to(logits.device)
+        probs[index] = _filter(logits[index], rows.pick(filtered))
+    return probs
+
+
+def _filter(logits: Tensor, rows: SamplingRows) -> Tensor:
+    probs = torch.softmax(logits, dim=-1)
+    sorting = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1))
+    if len(sorting):
+        index = torch.from_numpy(sorting).to(logits.device)
+        probs[index] = _top(logits[index], rows.pick(sorting))
+    filters: list[tuple[np.ndarray, Callable[[Tensor, SamplingRows], Tensor]]] = [
+        (rows.min_p > 0, _min_p),
+        (rows.typical_p < 1, _typical),
+        (rows.xtc_probability > 0, _xtc),
+        (rows.mirostat_tau > 0, _mirostat),
+    ]
+    for uses, keeps in filters:
+        users = np.flatnonzero(uses)
+        if len(users):
+            index = torch.from_numpy(users).to(probs.device)
+            some = probs[index]
+            some = some.masked_fill(~keeps(some, rows.pick(users)), 0.0)
+            probs[index] = some / some.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def _top(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """[R, V] -> [R, V] probabilities after top-k and top-p, which keep the first of the tokens sorted by likelihood."""
+    # Sorting the logits and not the probabilities keeps the order of tokens whose probabilities round to the same.
+    logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    vocab_size = logits.shape[-1]
+    top_k = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, vocab_size)).to(logits.device)[:, None]
+    probs = torch.softmax(logits.masked_fill(torch.arange(vocab_size, device=logits.device) >= top_k, -torch.inf), dim=-1)
+    top_p = _column(rows.top_p, probs)
+    # 1.0 keeps all: rounding must not cut the tail off.
+    dropped = (probs.cumsum(dim=-1, dtype=torch.float64) - probs >= top_p) & (top_p < 1)
+    dropped[:, 0] = False
+    probs = probs.masked_fill(dropped, 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, probs / probs.sum(dim=-1, keepdim=True))
+
+
+# Each takes probabilities [R, V], and says which tokens are kept. Dropped ones are 0.
+
+
+def _min_p(probs: Tensor, rows: SamplingRows) -> Tensor:
+    return probs >= _column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True)
+
+
+def _typical(probs: Tensor, rows: SamplingRows) -> Tensor:
+    surprise = -probs.log()
+    entropy = (probs * surprise).nan_to_num(0.0).sum(dim=-1, keepdim=True)
+    distance = (surprise - entropy).abs()
+    nearest, order = distance.sort(dim=-1, stable=True)
+    total = probs.gather(-1, order).cumsum(dim=-1, dtype=torch.float64)
+    last = (total < _column(rows.typical_p, total)).sum(dim=-1, keepdim=True).clamp_(max=probs.shape[-1] - 1)
+    return (distance <= nearest.gather(-1, last)) & (probs > 0)
+
+
+def _xtc(probs: Tensor, rows: SamplingRows) -> Tensor:
+    applied = torch.from_numpy(uniform(rows.seed, rows.position, XTC_STREAM) < rows.xtc_probability).to(probs.device)[:, None]
+    top = probs >= _column(rows.xtc_threshold, probs)
+    least_likely = probs.masked_fill(~top, torch.inf).argmin(dim=-1, keepdim=True)
+    return (~(top & applied)).scatter_(-1, least_likely, True)
+
+
+def _mirostat(probs: Tensor, rows: SamplingRows) -> Tensor:
+    most = _column(rows.mirostat_mu, probs)
+    kept = -probs.log2() <= most
+    return kept.scatter_(-1, probs.argmax(dim=-1, keepdim=True), True)
+
+
+def learn(rows: SamplingRows, probs: np.ndarray) -> dict[int, float]:
+    """mirostat's mu after a draw, by row: `probs` [R] are those that the drawn tokens had."""
+    users = np.flatnonzero(rows.mirostat_tau > 0)
+    surprise = -np.log2(np.maximum(probs[users], np.finfo(np.float64).tiny))
+    mu = rows.mirostat_mu[users] - rows.mirostat_eta[users] * (surprise - rows.mirostat_tau[users])
+    return dict(zip(users.tolist(), mu.tolist(), strict=True))
+
+
+def _column(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like)[:, None]

@@ -1,0 +1,48 @@
+"""Rules about single tokens: allowed_token_ids, bad_words, logit_bias, and the stop tokens that min_tokens holds back."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.sampling.rows import SamplingRows
+
+
+def mask(logits: Tensor, rows: SamplingRows) -> None:
+    """Changes logits [R, V] in place, those of the rows that have such rules."""
+    vocab_size = logits.shape[-1]
+    _allow(logits, rows)
+    forbidden = {
+        row: rules.bad_words.forbidden(rows.history.output(rows.row[row]))
+        for row, rules in enumerate(rows.rules)
+        if rules.bad_words is not None
+    }
+    _put(logits, forbidden, -torch.inf)
+    biased = {row: rules for row, rules in enumerate(rows.rules) if rules.bias is not None}
+    if biased:
+        values = np.concatenate([rules.bias for rules in biased.values() if rules.bias is not None])
+        _put(logits, {row: rules.bias_ids for row, rules in biased.items() if rules.bias_ids is not None}, values)
+    early = np.flatnonzero(rows.position < rows.min_tokens)
+    _put(logits, {int(row): rows.rules[row].stop[rows.rules[row].stop < vocab_size] for row in early}, -torch.inf)
+
+
+def _allow(logits: Tensor, rows: SamplingRows) -> None:
+    allowed = {row: rules.allowed for row, rules in enumerate(rows.rules) if rules.allowed is not None}
+    if allowed:
+        index = _index(allowed, logits.device)
+        kept = logits[index]
+        logits[list(allowed)] = -torch.inf
+        logits[index] = kept
+
+
+def _put(logits: Tensor, token_ids: dict[int, np.ndarray], values: float | np.ndarray) -> None:
+    """Adds to the logits of each row's tokens: minus infinity rules them out."""
+    if token_ids:
+        added = torch.as_tensor(values, dtype=logits.dtype, device=logits.device)
+        logits.index_put_(_index(token_ids, logits.device), added, accumulate=True)
+
+
+def _index(token_ids: dict[int, np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    rows = np.repeat(list(token_ids), [len(ids) for ids in token_ids.values()])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(list(token_ids.values()))).to(device)

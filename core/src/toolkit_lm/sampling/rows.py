@@ -1,0 +1,146 @@
+"""Sampling parameters of many sequences as columns, one row each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from toolkit_lm.messages import NewSequence, TokenizedWords
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.sampling.bad_words import BadWords
+from toolkit_lm.sampling.history import TokenHistory
+
+_NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "xtc_probability",
+    "xtc_threshold",
+    "mirostat_eta",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+)
+"""Parameters that are columns of float32 as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """The parameters of one sequence that speak of single tokens."""
+
+    stop: np.ndarray
+    allowed: np.ndarray | None = None
+    bias_ids: np.ndarray | None = None
+    bias: np.ndarray | None = None
+    bad_words: BadWords | None = None
+    dry_breakers: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, params: SamplingParams, words: TokenizedWords, stop_token_ids: list[int]) -> TokenRules:
+        bias = params.logit_bias or {}
+        return cls(
+            stop=np.array(stop_token_ids, np.int64),
+            allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
+            bias_ids=np.array(list(bias), np.int64) if bias else None,
+            bias=np.array(list(bias.values()), np.float32) if bias else None,
+            bad_words=BadWords(words.bad_words) if words.bad_words else None,
+            dry_breakers=np.array(words.dry_breakers, np.int64) if params.dry_multiplier else None,
+        )
+
+
+_NO_RULES = TokenRules(np.zeros(0, np.int64))
+
+
+class SamplingRows:
+    """Columns over rows: what `sample` needs of each sequence. Rows are set when a sequence joins the batch, and picked per step."""
+
+    temperature: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    typical_p: np.ndarray
+    xtc_probability: np.ndarray
+    xtc_threshold: np.ndarray
+    mirostat_eta: np.ndarray
+    repetition_penalty: np.ndarray
+    presence_penalty: np.ndarray
+    frequency_penalty: np.ndarray
+    dry_multiplier: np.ndarray
+    dry_base: np.ndarray
+
+    def __init__(self, history: TokenHistory) -> None:
+        num_rows = len(history.num_tokens)
+        self.history = history
+        self.row = np.arange(num_rows)
+        """Each row's place in the history."""
+        for name in _NUMBERS:
+            setattr(self, name, np.zeros(num_rows, np.float32))
+        self.top_k = np.zeros(num_rows, np.int64)
+        """0: all."""
+        self.mirostat_tau = np.zeros(num_rows, np.float64)
+        """0: off."""
+        self.mirostat_mu = np.zeros(num_rows, np.float64)
+        self.dry_allowed_length = np.zeros(num_rows, np.int64)
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.key = np.zeros(num_rows, np.int64)
+        """The sequence's id, for its life."""
+        self.position = np.zeros(num_rows, np.int64)
+        """Output tokens drawn so far: the counter of the random numbers."""
+        self.min_tokens = np.zeros(num_rows, np.int64)
+        self.logprobs = np.full(num_rows, -1, np.int64)
+        """Alternatives wanted; -1: no logprobs at all."""
+        self.prompt_logprobs = np.full(num_rows, -1, np.int64)
+        self.num_candidates = np.zeros(num_rows, np.int64)
+        """Likeliest tokens that a beam search wants; 0: a token is drawn."""
+        self.penalized = np.zeros(num_rows, bool)
+        self.filtered = np.zeros(num_rows, bool)
+        """Some filter beside the temperature is on."""
+        self.processed = np.zeros(num_rows, bool)
+        """Plugins' logits processors are on."""
+        self.ruled = np.zeros(num_rows, bool)
+        """There are rules beside the stop tokens."""
+        self.rules = [_NO_RULES] * num_rows
+
+    def set(self, row: int, seq: NewSequence) -> None:
+        """Takes in a sequence; its tokens are in the history already."""
+        params = seq.params
+        for name in _NUMBERS:
+            getattr(self, name)[row] = getattr(params, name)
+        self.top_k[row] = max(params.top_k, 0)
+        self.mirostat_tau[row] = tau = params.mirostat_tau or 0.0
+        self.mirostat_mu[row] = 2 * tau if seq.mirostat_mu is None else seq.mirostat_mu
+        self.dry_allowed_length[row] = min(params.dry_allowed_length, 2**31)
+        self.seed[row] = seq.seed
+        self.key[row] = seq.seq_id
+        self.position[row] = len(seq.token_ids) - seq.num_prompt_tokens
+        self.min_tokens[row] = params.min_tokens
+        # The best of several are chosen by the log probabilities of their tokens.
+        self.logprobs[row] = (0 if params.ranks else -1) if params.logprobs is None else params.logprobs
+        self.num_candidates[row] = seq.num_candidates
+        self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.penalized[row] = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        self.filtered[row] = (
+            params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1 or params.xtc_probability > 0 or tau > 0
+        )
+        self.processed[row] = bool(params.logits_processors)
+        self.rules[row] = rules = TokenRules.of(params, seq.words, seq.stop_token_ids)
+        self.ruled[row] = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
+
+    @property
+    def edited(self) -> np.ndarray:
+        """[R] rows whose logits are not used as they are."""
+        return self.ruled | self.penalized | (self.dry_multiplier > 0) | self.processed | (self.position < self.min_tokens)
+
+    def pick(self, rows: np.ndarray) -> SamplingRows:
+        """The given rows [R], as columns of their own."""
+        picked = object.__new__(SamplingRows)
+        for name, column in vars(self).items():
+            setattr(picked, name, column[rows] if isinstance(column, np.ndarray) else column)
+        picked.rules = [self.rules[row] for row in rows]
+        return picked
+
+    def __len__(self) -> int:
+        return len(self.seed)

@@ -1,0 +1,128 @@
+"""The sampler: logits [R, V] and the rows' parameters become one token per row.
+
+The steps, in order; each works on what the one before has left, and only on the rows that ask for it:
+
+1. masks: allowed_token_ids, bad_words, logit_bias, and the stop tokens that min_tokens holds back;
+2. penalties: repetition, presence, frequency; then DRY;
+3. plugins' logits processors that are not argmax-invariant;
+4. greedy rows (temperature 0) take the likeliest token, the first of equals;
+5. temperature;
+6. filters: top-k, top-p, min-p, typical, XTC, mirostat;
+7. plugins' logits processors that are argmax-invariant;
+8. one draw by inverse distribution function, from one uniform number per row.
+
+A row's result is a function of its logits, parameters, tokens and seed (and mirostat's mu), and never of the other rows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.messages import TokenLogprobs
+from toolkit_lm.sampling.dry import dry
+from toolkit_lm.sampling.filters import distribution, learn
+from toolkit_lm.sampling.logprobs import token_logprobs
+from toolkit_lm.sampling.masks import mask
+from toolkit_lm.sampling.penalties import penalize
+from toolkit_lm.sampling.processors import ProcessorTable
+from toolkit_lm.sampling.rows import SamplingRows
+from toolkit_lm.sampling.uniform import uniform
+
+# Below this a temperature divides float32 logits into infinities, and the draw is the likeliest token anyway.
+_MIN_TEMPERATURE = 1e-5
+
+
+class Sampled(NamedTuple):
+    """What a step drew."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+    """Empty when no row asked."""
+    errors: dict[int, str]
+    """By row: logits that hold NaN, or allow no token; a plugin's logits processor that failed."""
+    mirostat_mu: dict[int, float]
+    """By row, for those that use mirostat: what its next draw begins with."""
+
+
+def sample(logits: Tensor, rows: SamplingRows, processors: ProcessorTable | None = None) -> Sampled:
+    """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are."""
+    best, token_ids = logits.max(dim=-1)
+    edited = np.flatnonzero(rows.edited)
+    changed = _edit(logits[_to(edited, logits)].float(), rows.pick(edited), processors) if len(edited) else None
+    if changed is not None:
+        best = best.float()
+        best[_to(edited, logits)], token_ids[_to(edited, logits)] = changed.max(dim=-1)
+    # max() passes NaN on, and is -inf where no token is allowed.
+    failed = ~torch.isfinite(best)
+    mu: dict[int, float] = {}
+    random = np.flatnonzero((rows.temperature >= _MIN_TEMPERATURE) & ~failed.cpu().numpy())
+    if len(random):
+        index = _to(random, logits)
+        scores = logits[index].float()
+        if changed is not None:
+            place = np.full(len(rows), -1)
+            place[edited] = np.arange(len(edited))
+            also_edited = np.flatnonzero(place[random] >= 0)
+            scores[_to(also_edited, logits)] = changed[_to(place[random[also_edited]], logits)]
+        token_ids[index], drawn_mu, none_left = _draw(scores, rows.pick(random), processors)
+        mu = {int(random[row]): value for row, value in drawn_mu.items()}
+        failed[index] |= none_left
+    errors = {row: _why_none(logits[row]) for row in failed.nonzero()[:, 0].tolist()}
+    if processors is not None and processors.errors:
+        errors |= {row: processors.errors[key] for row, key in enumerate(rows.key.tolist()) if key in processors.errors}
+    return Sampled(token_ids.tolist(), _logprobs(logits, token_ids, rows.logprobs), errors, mu)
+
+
+def _edit(logits: Tensor, rows: SamplingRows, processors: ProcessorTable | None) -> Tensor:
+    """The steps that come before greedy rows take the likeliest token. In place."""
+    mask(logits, rows)
+    penalize(logits, rows)
+    dry(logits, rows)
+    if processors is not None and rows.processed.any():
+        processors.apply(logits, rows, argmax_invariant=False)
+    return logits
+
+
+def _draw(logits: Tensor, rows: SamplingRows, processors: ProcessorTable | None) -> tuple[Tensor, dict[int, float], Tensor]:
+    """[R, V] float32 -> [R] tokens; mirostat's mu by row; [R] where nothing was left to draw."""
+    probs = distribution(logits, rows)
+    if processors is not None and rows.processed.any():
+        users = processors.users(rows, argmax_invariant=True)
+        if len(users):
+            left = probs[_to(users, probs)].log()
+            processors.apply(left, rows.pick(users), argmax_invariant=True)
+            probs[_to(users, probs)] = torch.softmax(left, dim=-1)
+    cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    u = torch.from_numpy(uniform(rows.seed, rows.position)).to(probs.device)[:, None]
+    # The first token whose cumulative probability exceeds u of the whole.
+    token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
+    mu = {}
+    if rows.mirostat_tau.any():
+        drawn = probs.double().gather(-1, token_ids) / cumulative[:, -1:]
+        mu = learn(rows, drawn[:, 0].cpu().numpy())
+    return token_ids[:, 0], mu, ~(cumulative[:, -1] > 0)
+
+
+def _why_none(logits: Tensor) -> str:
+    if torch.isfinite(logits.max()):
+        return "the request's sampling parameters leave no token that could be drawn"
+    return "the model's logits are not finite"
+
+
+def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[TokenLogprobs | None]:
+    asking = np.flatnonzero(wanted >= 0)
+    if not len(asking):
+        return []
+    rows: list[TokenLogprobs | None] = [None] * len(wanted)
+    index = _to(asking, logits)
+    for row, found in zip(asking, token_logprobs(logits[index], token_ids[index], wanted[asking]), strict=True):
+        rows[row] = found
+    return rows
+
+
+def _to(index: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(index).to(like.device)

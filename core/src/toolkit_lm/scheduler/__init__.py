@@ -1,0 +1,21 @@
+"""The scheduler, its policies, and the paged KV cache's bookkeeping."""
+
+from toolkit_lm.scheduler.block_manager import BlockManager, Growth, Write
+from toolkit_lm.scheduler.block_pool import BlockPool
+from toolkit_lm.scheduler.limits import RequestLimits
+from toolkit_lm.scheduler.policy import POLICIES, SchedulingPolicy
+from toolkit_lm.scheduler.request import Request, Sequence
+from toolkit_lm.scheduler.scheduler import Scheduler
+
+__all__ = [
+    "POLICIES",
+    "BlockManager",
+    "BlockPool",
+    "Growth",
+    "Request",
+    "RequestLimits",
+    "Scheduler",
+    "SchedulingPolicy",
+    "Sequence",
+    "Write",
+]

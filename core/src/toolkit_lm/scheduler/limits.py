@@ -1,0 +1,98 @@
+"""What an engine can serve at all, whatever else it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.config.tasks import PoolingTask, way_to_serve
+from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.messages import EngineRequest, PoolingRules
+
+_CUT = "Shorten it, or have it cut: truncate_prompt_tokens."
+
+
+class RequestLimits:
+    """Bounds that a request must keep. Thread-safe; a front has its own copy, so that a bad request never reaches the engine."""
+
+    def __init__(
+        self, config: VllmConfig, kv_cache: KVCacheConfig, pooling: Mapping[PoolingTask, PoolingRules] = MappingProxyType({})
+    ) -> None:
+        """`pooling`: the pooling tasks that the model serves."""
+        self.generates = config.model.runner != "pooling"
+        self.pooling = pooling
+        self.max_model_len = config.max_model_len
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.max_num_batched_tokens = config.scheduler.token_budget
+        self.num_blocks = kv_cache.num_blocks
+        self.specs = [group.spec for group in kv_cache.groups]
+
+    def check(self, message: EngineRequest) -> int:
+        """Most output tokens per sequence of a request. Raises RequestError for one that could never be served."""
+        prompt, params = len(message.prompt_token_ids), message.params
+        if prompt == 0:
+            raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
+        if message.pooling is not None:
+            return self._check_pooling(message.pooling.task, prompt, message.pooling_start)
+        if not self.generates:
+            raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
+        if prompt >= self.max_model_len:
+            limit = f"with at least one token of output it must stay within max_model_len, {self.max_model_len}"
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
+        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
+        if params.min_tokens > max_tokens:
+            room = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"
+            raise RequestError(f"min_tokens is {params.min_tokens}, but {room}.", "min_tokens")
+        param, width = params.widest
+        if width > self.max_num_seqs:
+            raise RequestError(f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", param)
+        needed = self._most_blocks(prompt, max_tokens, width)
+        if needed > self.num_blocks:
+            raise RequestError(
+                f"{width} sequences of up to {prompt + max_tokens} tokens take {needed} KV cache blocks, but there are "
+                f"{self.num_blocks}: lower {param} or max_tokens.",
+                param if width > 1 else "max_tokens",
+            )
+        return max_tokens
+
+    def rules(self, task: PoolingTask) -> PoolingRules:
+        """What holds for a task. Raises RequestError for one that the model does not serve."""
+        if task not in self.pooling:
+            way_out = f" {way_to_serve(task)}" if self.generates else ""
+            raise RequestError(f"the model does not support the task {task!r}. Supported: {self._served}.{way_out}", "task")
+        return self.pooling[task]
+
+    @property
+    def _served(self) -> str:
+        return ", ".join(self.pooling) or "generate"
+
+    def _check_pooling(self, task: PoolingTask, prompt: int, start: int) -> int:
+        """No output tokens."""
+        rules = self.rules(task)
+        if start >= prompt:
+            raise RequestError(
+                f"none of the {prompt} tokens is left to pool: the checkpoint leaves the {start} tokens of its prompt out "
+                "(include_prompt: false). Give a longer text, or allow more tokens.",
+                "prompt",
+            )
+        if prompt > self.max_model_len:
+            limit = f"it must stay within max_model_len, {self.max_model_len}"
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
+        if not rules.chunkable and prompt > self.max_num_batched_tokens:
+            limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
+        if (needed := self._most_blocks(prompt, 1, 1)) > self.num_blocks:
+            raise RequestError(f"a prompt of {prompt} tokens takes {needed} KV cache blocks, but there are {self.num_blocks}.", "prompt")
+        return 0
+
+    def _most_blocks(self, prompt: int, max_tokens: int, n: int) -> int:
+        """Blocks that a request can come to own. The last output token's key and value are never stored."""
+        total = 0
+        for spec in self.specs:
+            each = spec.blocks_for(prompt + max_tokens - 1, self.max_num_batched_tokens)
+            whole = -(-(prompt + max_tokens - 1) // spec.block_size)
+            shared = (prompt - 1) // spec.block_size if n > 1 and each == whole else 0
+            total += shared + n * (each - shared)
+        return total

@@ -1,0 +1,17 @@
+"""Any language model as embedder, classifier or reranker. This entry module only registers; each part is imported when it is used."""
+
+from toolkit_lm.plugin import ConverterRegistry, ScoreTemplateRegistry, hookimpl
+
+
+@hookimpl
+def toolkit_register_pooling(converters: ConverterRegistry) -> None:
+    converters.add("embed", "toolkit_lm_pooling_adapters.embedding:as_embedding_model")
+    converters.add("classify", "toolkit_lm_pooling_adapters.classification:as_seq_cls_model")
+
+
+@hookimpl
+def toolkit_register_score_templates(templates: ScoreTemplateRegistry) -> None:
+    home = "toolkit_lm_pooling_adapters.score_templates"
+    templates.add("qwen3-reranker", f"{home}:QWEN3_RERANKER", architectures=("Qwen3ForCausalLM",))
+    templates.add("mxbai-rerank-v2", f"{home}:MXBAI_RERANK_V2", architectures=("Qwen2ForCausalLM",))
+    templates.add("bge-reranker-v2-gemma", f"{home}:BGE_RERANKER_V2_GEMMA", architectures=("GemmaForCausalLM",))

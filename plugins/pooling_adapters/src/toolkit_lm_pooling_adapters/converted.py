@@ -1,0 +1,146 @@
+"""What all adapters do: a subclass of a language model's class, without the head, and with the checkpoint's names as they come."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from toolkit_lm.attention import Attention, AttentionType
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.model import Absent, Model, ParallelLMHead
+from toolkit_lm.pooling import Pooler
+from torch import Tensor, nn
+
+_HEAD_NAMES = ("lm_head", "embed_out", "output")
+"""What heads that are plain linear layers are called."""
+SCORE = "score."
+"""What the names of a classifier's weights begin with."""
+
+
+class Converted(Model):
+    """Mixed into the class of a language model: its head is gone, and `pooler` takes its place."""
+
+    original: ClassVar[type[Model]]
+    """The language model's class."""
+    pooler: Pooler
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        _check_direction(self, self.original.__name__)
+        self.head_name = _find_head(self, self.original.__name__)
+        self.has_head = not isinstance(self.get_submodule(self.head_name), Absent)
+        """False on all ranks of a pipeline but the last, which pools."""
+        self.head_weights = _names_of_head(self, self.head_name)
+        self.head_has_bias = getattr(self.get_submodule(self.head_name), "bias", None) is not None
+        owner, _, name = self.head_name.rpartition(".")
+        setattr(self.get_submodule(owner), name, Absent())
+
+    # A pooling model gives no logits of tokens.
+    compute_logits = Model.compute_logits
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(self._body(weights))
+
+    def take_head(self, name: str, tensor: Tensor) -> None:
+        """Is shown the head's tensors ("weight", "bias"), and a tied embedding as "weight", while the weights are loaded."""
+
+    def take_score(self, name: str, tensor: Tensor) -> None:
+        """Is shown the tensors of a trained classifier ("weight", "bias"), while the weights are loaded."""
+
+    def _body(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights of all but head and classifier, under the names that the language model's class knows."""
+        head = f"{self.head_name}."
+        tied = next((name for name in self.head_weights if not name.startswith(head)), None)
+        stand_in, seen = None, set()
+        for stored, tensor in weights:
+            if stored.startswith(SCORE):
+                self.take_score(stored.removeprefix(SCORE), tensor)
+                continue
+            name = self._full_name(stored)
+            final = self._renamed(name)
+            seen.add(final)
+            if final == tied:
+                self.take_head("weight", tensor)
+            if not final.startswith(head):
+                yield name, tensor
+                continue
+            self.take_head(final.removeprefix(head), tensor)
+            if final in self.head_weights:
+                stand_in = tensor
+        if tied is not None and tied not in seen and stand_in is not None:
+            # Of a tied pair the checkpoint holds the head only.
+            yield tied, stand_in
+
+    def _full_name(self, name: str) -> str:
+        """A checkpoint of the decoder alone lacks the decoder's own name: "layers.0..." is "model.layers.0..."."""
+        first = name.partition(".")[0]
+        children = dict(self.named_children())
+        owners = [owner for owner, child in children.items() if first in dict(child.named_children())]
+        return name if first in children or len(owners) != 1 else f"{owners[0]}.{name}"
+
+    def _renamed(self, name: str) -> str:
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+
+ConvertedT = TypeVar("ConvertedT", bound=Converted)
+
+
+def subclass(kind: type[ConvertedT], model_class: type[Model], suffix: str, **attributes: Any) -> type[Model]:
+    """The class of `model_class`'s models with `kind` mixed in; `model_class` stays as it is."""
+    name = f"{model_class.__name__}{suffix}"
+    doc = f"{model_class.__name__}, by the pooling adapter `{kind.__name__}`."
+    return type(name, (kind, model_class), {"__module__": model_class.__module__, "__doc__": doc, "original": model_class, **attributes})
+
+
+def is_pooling_model(model_class: type[Model], vllm_config: VllmConfig) -> bool:
+    """Whether a class is that of a pooling model already.
+
+    Raises UnsupportedError for one that is neither that nor a language model.
+    """
+    if issubclass(model_class, Converted):
+        return True
+    if model_class.compute_logits is not Model.compute_logits:
+        return False
+    with torch.device("meta"):
+        model = model_class(vllm_config=vllm_config)
+    if not isinstance(getattr(model, "pooler", None), Pooler):
+        raise _refusal(model_class.__name__, "it gives neither logits nor pooled vectors")
+    return True
+
+
+def _find_head(model: Model, name: str) -> str:
+    """Its name in `model`, whose class is called `name`. Of a pipeline rank without a head, that of what stands for it."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for found, module in modules.items():
+        if isinstance(module, ParallelLMHead):
+            return found
+    for found in _HEAD_NAMES:
+        if isinstance(modules.get(found), nn.Linear | Absent):
+            return found
+    raise _refusal(name, "it has no language-modeling head (lm_head)")
+
+
+def _check_direction(model: Model, name: str) -> None:
+    """Raises UnsupportedError where config.json asks for bidirectional attention, and the model looks back only."""
+    hf_config = model.vllm_config.hf_config
+    asked = [
+        key for key, off in (("is_causal", True), ("use_bidirectional_attention", False)) if hf_config.get(key, off) not in (off, None)
+    ]
+    layers = (module for module in model.modules() if isinstance(module, Attention))
+    if asked and any(layer.attention_type is AttentionType.DECODER for layer in layers):
+        raise _refusal(name, f"config.json's {asked[0]!r} asks for bidirectional attention, which this class does not have")
+
+
+def _names_of_head(model: Model, head: str) -> frozenset[str]:
+    """The names of the head's weight: with a tied embedding, the embedding's too."""
+    weight = getattr(model.get_submodule(head), "weight", None)
+    return frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is weight)
+
+
+def _refusal(name: str, reason: str) -> UnsupportedError:
+    return UnsupportedError(f"{name} cannot be converted into a pooling model: {reason}. Able: decoder-only language models.")

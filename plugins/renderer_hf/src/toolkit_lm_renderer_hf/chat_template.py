@@ -1,0 +1,278 @@
+"""Chat templates: found in the checkpoint or given by the operator, rendered in a sandbox as transformers renders them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
+from toolkit_lm.prompts import Conversation
+
+from toolkit_lm_renderer_hf.tokenizer import read_json
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "dict"})
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_PROBE = "probe-of-content"
+
+
+class ChatTemplate:
+    """The chat template of a checkpoint, or several by name: "tool_use" is taken where a conversation has tools, else "default".
+
+    Raises ConfigError for a template of the operator that does not parse, CheckpointError for one of the checkpoint.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: type[Exception] = CheckpointError) -> None:
+        environment = _environment()
+        self._sources = sources
+        self._special_tokens = special_tokens
+        try:
+            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
+        except TemplateSyntaxError as failure:
+            raise error(f"the chat template does not parse: line {failure.lineno}: {failure.message}") from failure
+        self._takes_parts = {name: self._probe(name) for name in sources}
+
+    def render(
+        self,
+        messages: Conversation,
+        *,
+        max_length: int,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as one text of at most `max_length` characters. Raises RequestError."""
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise RequestError(
+                f"the checkpoint has no chat template named {name!r}, only: {', '.join(sorted(self._templates))}.", "messages"
+            )
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        elif add_generation_prompt and continue_final_message:
+            raise RequestError("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
+        extra = _plain(chat_template_kwargs or {}, "chat_template_kwargs")
+        for key in extra:
+            if key in _RESERVED:
+                raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
+        chat = [_message(message, self._takes_parts[name]) for message in messages]
+        if not chat:
+            raise RequestError("the conversation is empty: give at least one message.", "messages")
+        final = _tag_final(chat) if continue_final_message else None
+        names = {
+            "messages": chat,
+            "tools": _plain(tools, "tools"),
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **extra,
+        }
+        text = self._run(name, names, max_length + len(_CONTINUE_TAG))
+        return text if final is None else _cut_final(text, final)
+
+    def _run(self, name: str, names: Mapping[str, Any], max_length: int) -> str:
+        chunks: list[str] = []
+        length = 0
+        try:
+            for chunk in self._templates[name].generate({**self._special_tokens, **names}):
+                chunks.append(chunk)
+                length += len(chunk)
+                if length > max_length:
+                    raise ContextLengthError(
+                        f"the conversation makes a text of more than {max_length} characters; longer ones are not tokenized.",
+                        "messages",
+                    )
+        except RequestError:
+            raise
+        except SecurityError as error:
+            raise RequestError(f"the chat template tried what its sandbox forbids: {error}", "messages") from error
+        except TemplateError as error:
+            raise RequestError(f"the chat template refuses this conversation: {error}", "messages") from error
+        except Exception as error:  # a template can raise whatever its expressions raise
+            raise RequestError(f"the chat template cannot render this conversation: {type(error).__name__}: {error}", "messages") from error
+        return "".join(chunks)
+
+    def _probe(self, name: str) -> bool:
+        """True where the template writes a text only when `content` is a list of parts."""
+
+        def writes(content: Any) -> bool:
+            try:
+                names = {
+                    "messages": [{"role": "user", "content": content}],
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": True,
+                }
+                return _PROBE in self._run(name, names, 10**6)
+            except RequestError:
+                return False
+
+        return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+
+
+def find_chat_template(
+    option: str | None, folder: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """The operator's template (a text, or the path of a file), else the checkpoint's; None where there is none.
+
+    Raises ConfigError or CheckpointError.
+    """
+    if option is not None:
+        return ChatTemplate({"default": _read_option(option)}, special_tokens, ConfigError)
+    found: Any
+    if (path := folder / "chat_template.jinja").is_file():
+        found = path.read_text(encoding="utf-8")
+    else:
+        found = tokenizer_config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if not found:
+        return None
+    if isinstance(found, str):
+        found = {"default": found}
+    elif isinstance(found, list):
+        found = {one["name"]: one["template"] for one in found}
+    return ChatTemplate(found, special_tokens)
+
+
+def _read_option(option: str) -> str:
+    if "{{" in option or "{%" in option:
+        return option
+    try:
+        return Path(option).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template {option!r} is neither a Jinja template nor a file that can be read: {error}") from error
+
+
+def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
+    """`message` as plain data, its content in the form that the template takes. Keys without a value are left out, as in transformers."""
+    if not isinstance(message, Mapping):
+        raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
+    plain = {key: value for key, value in _plain(message, "messages").items() if value is not None}
+    if not isinstance(plain.get("role"), str):
+        raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")
+    content = plain.get("content")
+    if isinstance(content, list):
+        texts = [_text_of(part) for part in content]
+        plain["content"] = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
+    elif isinstance(content, str):
+        plain["content"] = [{"type": "text", "text": content}] if takes_parts else content
+    elif content is not None:
+        raise RequestError(f"a message's content must be a text or a list of parts, not a {type(content).__name__}.", "messages")
+    return plain
+
+
+def _text_of(part: Any) -> str:
+    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+    if kind != "text":
+        raise RequestError(f"this model takes text only, not content of type {kind!r}.", "messages")
+    if not isinstance(part.get("text"), str):
+        raise RequestError("a content part of type 'text' must have a 'text'.", "messages")
+    return str(part["text"])
+
+
+def _plain(value: Any, param: str) -> Any:
+    """A copy of `value` made of JSON types only: a template must not reach methods of the caller's objects."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, param) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, param) for item in value]
+    raise RequestError(f"{param} must hold JSON values only, not a {type(value).__name__}.", param)
+
+
+def _tag_final(chat: list[dict[str, Any]]) -> str:
+    content = chat[-1].get("content")
+    if not content:
+        raise RequestError("continue_final_message needs a final message with content to continue.", "continue_final_message")
+    if isinstance(content, str):
+        chat[-1]["content"] = content + _CONTINUE_TAG
+        return content
+    final: str = content[-1]["text"]
+    content[-1]["text"] = final + _CONTINUE_TAG
+    return final
+
+
+def _cut_final(text: str, final: str) -> str:
+    at = text.rfind(_CONTINUE_TAG.strip())
+    if at < 0 or final.strip() not in text:
+        raise RequestError(
+            "the chat template does not write the final message as it is, so it cannot be continued.", "continue_final_message"
+        )
+    # A template that trims messages has eaten the tag's space, and would have eaten the message's own.
+    return text[:at] if text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG else text[:at].rstrip()
+
+
+class _Generation(Extension):
+    """{% generation %} marks the assistant's own text for training; here it writes its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Dict:
+    """`dict` for templates, without the type's other methods."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """`namespace` for templates, without underscore names."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Positional only, as in Jinja, so that a template can say namespace(self=...).
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold the underscore name {name!r}.")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    environment.globals.update(functions)
+    return environment
+
+
+def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes HTML characters, which prompts must not have.
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)

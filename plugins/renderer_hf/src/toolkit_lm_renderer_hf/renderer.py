@@ -1,0 +1,182 @@
+"""HfRenderer: prompts and conversations become token ids, token ids become text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Encoding
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, nearest
+from toolkit_lm.prompts import Conversation, Prompt, parse_prompt
+from toolkit_lm.renderer import DecodeStream, MultiModalFeatureSpec, RenderedText, Renderer
+
+from toolkit_lm_renderer_hf.chat_template import find_chat_template
+from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
+from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
+
+_MAX_CHARS = 1 << 20
+"""Of one text: about a second of work. A text may have far more characters than its tokens are long: spaces that are left out, or a word
+that is one unknown token."""
+
+_CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+
+
+class HfRenderer(Renderer):
+    """Text renderer for a checkpoint in Hugging Face layout.
+
+    Reads tokenizer.json (else whatever transformers can convert), tokenizer_config.json and the chat template. Raises CheckpointError
+    for a missing or broken file, ConfigError for a wrong `tokenizer` or `chat_template` option.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+        folder = Path(config.renderer.tokenizer or config.checkpoint.path)
+        if not folder.is_dir():
+            raise CheckpointError(f"tokenizer folder {str(folder)!r} does not exist.")
+        self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(folder, config.model.trust_remote_code)
+        self._detokenizer = Detokenizer(self._tokenizer)
+        self._chat_template = find_chat_template(config.renderer.chat_template, folder, tokenizer_config, special_tokens)
+        vocab = self._tokenizer.get_vocab()
+        tokenizer_size = max(vocab.values(), default=-1) + 1
+        # An id beyond the model's embedding would fail inside the model, even where the tokenizer knows it.
+        self._num_input_ids = _text_config(config.hf_config).get("vocab_size") or tokenizer_size
+        self._vocab_size = max(tokenizer_size, self._num_input_ids)
+        self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
+        self._eos_token_ids = _eos_token_ids(config, vocab.get(special_tokens.get("eos_token", "")))
+
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+        for name in kwargs:
+            if name not in _CHAT_OPTIONS:
+                raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
+        if self._chat_template is None:
+            raise RequestError("the checkpoint has no chat template. Give one by --chat-template, or use plain completions.", "messages")
+        text = self._chat_template.render(messages, max_length=self._max_chars, **kwargs)
+        return self._encode(text, "messages", add_special_tokens=False), None
+
+    def render_prompt(
+        self,
+        prompt: Prompt,
+        multi_modal_data: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: Mapping[str, Any] | None = None,
+        *,
+        add_special_tokens: bool = True,
+    ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+        if multi_modal_data or mm_processor_kwargs:
+            raise RequestError("this model takes text only, no multi_modal_data or mm_processor_kwargs.", "multi_modal_data")
+        parsed = parse_prompt(prompt)
+        token_ids = parsed.get("prompt_token_ids")
+        if token_ids is not None:
+            return self._check_ids(cast(list[int], token_ids), "prompt_token_ids"), None
+        return self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens), None
+
+    def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
+        special = [self._tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True)]
+        pairs = [(text, None) if isinstance(text, str) else text for text in texts]
+        most_special = special[any(second is not None for _, second in pairs)]
+        if max_tokens is not None and max_tokens <= most_special:
+            raise RequestError(f"of {max_tokens} tokens {most_special} are special, so that no text is left.", "truncate_prompt_tokens")
+        firsts = self._tokenize([first for first, _ in pairs])
+        seconds = iter(self._tokenize([second for _, second in pairs if second is not None]))
+        return [
+            self._join(first, None if second is None else next(seconds), max_tokens, special)
+            for first, (_, second) in zip(firsts, pairs, strict=True)
+        ]
+
+    def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        room = max_tokens - self._tokenizer.num_special_tokens_to_add(False)
+        if room < 1:
+            raise RequestError(f"of {max_tokens} tokens {max_tokens - room} are special, so that no text is left.", "max_tokens")
+        return [_cut(text, encoding, room) for text, encoding in zip(texts, self._tokenize(list(texts)), strict=True)]
+
+    def _tokenize(self, texts: list[str]) -> list[Encoding]:
+        """Without special tokens."""
+        for text in texts:
+            self._check_text(text, "input", where="the text")
+        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+
+    def _join(self, first: Encoding, second: Encoding | None, max_tokens: int | None, special: list[int]) -> RenderedText:
+        if max_tokens is not None:
+            room = max_tokens - special[second is not None]
+            if second is not None and len(first) + len(second) > room:
+                # The longer one gives way first, as transformers' "longest_first".
+                shorter = min(len(first), len(second), room // 2)
+                first.truncate(room - shorter if len(first) > len(second) else shorter)
+                second.truncate(room - len(first))
+            elif second is None and len(first) > room:
+                first.truncate(room)
+        joined = self._tokenizer.post_process(first, second, add_special_tokens=True)
+        start = None
+        if second is not None:
+            start = next((i for i, sequence in enumerate(joined.sequence_ids) if sequence == 1), len(joined.ids))
+            if 1 in joined.type_ids:
+                start = joined.type_ids.index(1)
+        return RenderedText(self._check_ids(joined.ids, "input"), start)
+
+    def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
+        return TextStream(self._detokenizer, skip_special_tokens, prompt_token_ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return self._detokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._detokenizer.token_text(token_id) for token_id in token_ids]
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return list(self._eos_token_ids)
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        self._check_text(text, param)
+        return self._check_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, param)
+
+    def _check_text(self, text: str, param: str, *, where: str = "the prompt") -> None:
+        if not isinstance(text, str):
+            raise RequestError(f"{where} must be a text, not a {type(text).__name__}.", param)
+        if not text:
+            raise RequestError(f"{where} is empty.", param)
+        if len(text) > self._max_chars:
+            raise ContextLengthError(f"{where} has {len(text)} characters; no more than {self._max_chars} are tokenized.", param)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{where} is no valid text: lone surrogate at position {error.start}.", param) from None
+
+    def _check_ids(self, token_ids: list[int], param: str) -> list[int]:
+        if not token_ids:
+            raise RequestError("the prompt is empty.", param)
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self._num_input_ids:
+                raise RequestError(f"token id {token_id} is not in the vocabulary, which has {self._num_input_ids} tokens.", param)
+        return token_ids
+
+
+def _cut(text: str, encoding: Encoding, most: int) -> str:
+    if len(encoding) <= most:
+        return text
+    end, next_start = encoding.offsets[most - 1][1], encoding.offsets[most][0]
+    # A character of several tokens is left out when not all of them fit, unless it is the first one.
+    return text[: min(end, next_start) or end]
+
+
+def _text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    nested = hf_config.get("text_config")
+    return {**hf_config, **nested} if isinstance(nested, dict) else hf_config
+
+
+def _eos_token_ids(config: VllmConfig, of_tokenizer: int | None) -> list[int]:
+    assert config.checkpoint is not None
+    found: dict[int, None] = {}
+    for value in (
+        config.checkpoint.generation_config.get("eos_token_id"),
+        _text_config(config.hf_config).get("eos_token_id"),
+        of_tokenizer,
+    ):
+        found.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
+    return list(found)

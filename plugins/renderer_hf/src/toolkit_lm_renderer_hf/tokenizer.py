@@ -1,0 +1,90 @@
+"""Loads a checkpoint's tokenizer and its special tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import Tokenizer
+from toolkit_lm.errors import CheckpointError
+
+from toolkit_lm_renderer_hf.tokenizer_class import apply_class_options
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer, its named special tokens ("bos_token": "<s>"), and tokenizer_config.json."""
+
+    tokenizer: Tokenizer
+    special_tokens: dict[str, str]
+    config: dict[str, Any]
+
+
+def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedTokenizer:
+    """The tokenizer in `folder`. Without tokenizer.json, transformers converts what is there.
+
+    Raises CheckpointError for a missing or broken file.
+    """
+    config = read_json(folder / "tokenizer_config.json")
+    older = read_json(folder / "special_tokens_map.json")
+    # As in transformers: a config that lists its added tokens wins over the older file.
+    special_tokens = _special_tokens(older | config if "added_tokens_decoder" in config else config | older)
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception for any broken file
+            raise CheckpointError(f"{path} is no tokenizer that the package tokenizers can read: {error}") from error
+        # As in transformers 5, add_bos_token and add_eos_token of the config have no say where there is a tokenizer.json.
+        apply_class_options(tokenizer, config, special_tokens, read_json(folder / "config.json"))
+    else:
+        tokenizer, special_tokens = _convert(folder, trust_remote_code)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return LoadedTokenizer(tokenizer, special_tokens, config)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file, {} where there is no such file. Raises CheckpointError for a broken one."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold a mapping, not a {type(data).__name__}.")
+    return data
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for name in SPECIAL_TOKENS:
+        token = config.get(name)
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, str):
+            found[name] = token
+    return found
+
+
+def _convert(folder: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str, str]]:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json. To convert another tokenizer file, install transformers: "
+            "pip install 'toolkit-lm-renderer-hf[transformers]'."
+        ) from error
+    try:
+        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # whatever the file's own reader raises
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and transformers finds no tokenizer there that it can read: {error}"
+        ) from error
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise CheckpointError(f"{folder}: {type(converted).__name__} has no form that the package tokenizers can run.")
+    return backend, dict(converted.special_tokens_map)

@@ -1,0 +1,17 @@
+"""OpenAI-compatible HTTP server: the command `toolkit serve`, and routes for other FastAPI apps."""
+
+from types import ModuleType
+
+from toolkit_lm.plugin import CommandRegistry, hookimpl
+
+from toolkit_lm_server import hookspecs
+
+
+@hookimpl
+def toolkit_register_hookspecs() -> ModuleType:
+    return hookspecs
+
+
+@hookimpl
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    commands.add("serve", "toolkit_lm_server.cli:serve", help="Serve a model over HTTP, with OpenAI's API.")

@@ -1,0 +1,139 @@
+"""The routes, as a router for any FastAPI app and as an app of their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from toolkit_lm import __version__
+
+from toolkit_lm_server.chat import Chat
+from toolkit_lm_server.completions import Completions
+from toolkit_lm_server.embeddings import Embeddings
+from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.generation import check_model
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.plugin_routes import add_plugin_routes
+from toolkit_lm_server.readiness import Readiness
+from toolkit_lm_server.reranking import Reranking
+from toolkit_lm_server.route import route_class
+from toolkit_lm_server.tokens import Tokens
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import AsyncLLM
+
+
+class About:
+    """What the server says of itself."""
+
+    def __init__(self, engine: AsyncLLM, metrics: Metrics | None) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._created = int(time.time())
+
+    async def version(self) -> dict[str, str]:
+        """The version of toolkit-lm."""
+        return {"version": __version__}
+
+    async def metrics(self) -> Response:
+        """Figures for Prometheus."""
+        assert self._metrics is not None
+        self._metrics.observe(self._engine)
+        return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def reset_prefix_cache(self) -> dict[str, str]:
+        """Forgets what is cached of prompts that were seen before. Requests under way go on."""
+        await self._engine.reset_prefix_cache()
+        return {"status": "reset"}
+
+    async def models(self) -> dict[str, Any]:
+        """The models that are served."""
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, model: str) -> dict[str, Any]:
+        """One model."""
+        check_model(self._engine, model)
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        config = self._engine.config
+        return {
+            "id": config.served_model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "toolkit-lm",
+            "max_model_len": config.max_model_len,
+        }
+
+
+def create_router(
+    engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None, readiness: Readiness | None = None
+) -> APIRouter:
+    """The server's routes, to be mounted in any FastAPI app. They need no lifespan; the caller owns the engine.
+
+    /metrics is there when `metrics` is given. `readiness`: for a caller that wants to refuse requests before it ends. Raises ConfigError
+    for an unknown name in `options.routes`, PluginError when a plugin's routes fail.
+    """
+    options = options or ServerOptions()
+    readiness = readiness or Readiness(engine)
+    kind, always = route_class(options, readiness, metrics), route_class(options)
+    router = APIRouter(route_class=kind)
+    about, tokens = About(engine, metrics), Tokens(engine)
+    router.add_api_route("/v1/chat/completions", Chat(engine).create, methods=["POST"], response_model=None)
+    router.add_api_route("/v1/completions", Completions(engine, options).create, methods=["POST"], response_model=None)
+    _add_pooling_routes(router, engine, options)
+    router.add_api_route("/v1/models", about.models)
+    router.add_api_route("/v1/models/{model:path}", about.model)
+    router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"])
+    router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"])
+    if options.admin_routes:
+        router.add_api_route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"])
+    router.add_api_route("/version", about.version, route_class_override=always)
+    if metrics is not None:
+        router.add_api_route("/metrics", about.metrics, response_model=None, route_class_override=always)
+    # These two are open to all, so they are no ServerRoutes.
+    router.add_api_route("/health", readiness.health, response_model=None, route_class_override=APIRoute)
+    router.add_api_route("/ready", readiness.ready, response_model=None, route_class_override=APIRoute)
+    add_plugin_routes(router, engine, options.routes, kind)
+    return router
+
+
+def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOptions) -> None:
+    """They are there whatever the model: a task that it does not serve is an error that says which it does."""
+    embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
+    handlers: dict[str, Callable[..., Any]] = {
+        "/v1/embeddings": embeddings.embed,
+        "/v2/embed": embeddings.cohere_embed,
+        "/pooling": embeddings.pooling,
+        "/classify": embeddings.classify,
+        "/score": reranking.score,
+        "/v1/score": reranking.score,
+        "/rerank": reranking.rerank,
+        "/v1/rerank": reranking.rerank,
+        "/v2/rerank": reranking.cohere_rerank,
+    }
+    for path, handler in handlers.items():
+        router.add_api_route(path, handler, methods=["POST"], response_model=None)
+
+
+def create_app(
+    engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None, readiness: Readiness | None = None
+) -> FastAPI:
+    """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
+    options = options or ServerOptions()
+    # The generated pages describe the API to anyone, so they are on only where anyone may use it.
+    openapi_url = None if options.api_key else "/openapi.json"
+    app = FastAPI(title="toolkit-lm", version=__version__, openapi_url=openapi_url, exception_handlers={HTTPException: _answer_error})
+    app.include_router(create_router(engine, options, metrics=metrics, readiness=readiness))
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return as_api_error(error).response()

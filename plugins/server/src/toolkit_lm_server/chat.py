@@ -1,0 +1,81 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from toolkit_lm_server.context import request_context
+from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.generation import Generation, Piece, check_generates, check_model
+from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
+from toolkit_lm_server.protocol import ChatBody
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import AsyncLLM
+
+
+class Chat:
+    """Conversations with the engine's model."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+
+    async def create(self, body: ChatBody, request: Request) -> Response:
+        """Answers a conversation."""
+        check_model(self._engine, body.model)
+        check_generates(self._engine)
+        params = body.params()
+        # The template and the tokenizer may take long: not on the event loop.
+        token_ids, _ = await asyncio.to_thread(self._engine.renderer.render_conversation, body.messages, **body.render_options())
+        generation = await Generation.start(self._engine, [token_ids], params, body.request_options(request_context(request)))
+        if body.stream:
+            return EventStream(self._chunks(body, generation), generation)
+        choices = [_choice(choice, body) for choice in await generation.choices()]
+        reply = {**self._head(generation, "chat.completion"), "choices": choices, "usage": generation.usage()}
+        if body.prompt_logprobs is not None:
+            reply["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs(0))
+        return JSONResponse(reply)
+
+    async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
+        head = self._head(generation, "chat.completion.chunk") | ({"usage": None} if body.include_usage else {})
+
+        def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+            return {**head, "choices": [choice]}
+
+        yield [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
+        async for deltas in generation.deltas():
+            chunks = []
+            for delta in deltas:
+                if delta.text or delta.logprobs:
+                    logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
+                    chunks.append(chunk(delta.index, {"content": delta.text}, logprobs))
+                if delta.finish_reason is not None:
+                    chunks.append(chunk(delta.index, {}, finish_reason=delta.finish_reason))
+            yield chunks
+        if body.include_usage:
+            yield [{**head, "choices": [], "usage": generation.usage()}]
+
+    def _head(self, generation: Generation, kind: str) -> dict[str, Any]:
+        return {
+            "id": f"chatcmpl-{generation.id}",
+            "object": kind,
+            "created": generation.created,
+            "model": self._engine.config.served_model_name,
+        }
+
+
+def _choice(choice: Piece, body: ChatBody) -> dict[str, Any]:
+    logprobs = chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None
+    return {
+        "index": choice.index,
+        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }

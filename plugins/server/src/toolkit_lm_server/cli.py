@@ -1,0 +1,58 @@
+"""`toolkit serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+
+from toolkit_lm.cli import engine_command
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError, EngineDeadError
+from toolkit_lm.plugin import Plugins
+
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.plugin_routes import check_names
+
+
+@engine_command(ServerOptions)
+def serve(config: VllmConfig, options: ServerOptions) -> None:
+    """Serve a model over HTTP, with OpenAI's API."""
+    metrics = Metrics()
+    plugins = Plugins.load(config.plugins, [metrics])
+    # What can fail at once does so before the engine starts.
+    check_names(plugins, options.routes)
+    with bind(options.host, options.port) as listener:
+        from toolkit_lm.engine import AsyncLLM
+
+        engine = AsyncLLM(config, plugins=plugins, wait=False)
+        # The web framework is imported while the engine process imports torch.
+        from toolkit_lm_server.lifecycle import CLOSING, Lifecycle, close
+
+        try:
+            asyncio.run(Lifecycle(engine, options, metrics, listener).run())
+        finally:
+            close(engine).join(CLOSING)
+        if engine.error is not None:
+            raise EngineDeadError(f"the engine has died: {type(engine.error).__name__}: {engine.error}") from engine.error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens on the address. Raises ConfigError when it cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"option 'host': {host!r} is no address to listen on: {error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Two servers can bind the same address; only one can listen on it.
+        listener.listen()
+        return listener
+    except OSError as error:
+        listener.close()
+        in_use = error.errno == errno.EADDRINUSE
+        hint = " Is another server running there? --port 0 takes a free port." if in_use else ""
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}.{hint}") from error

@@ -1,0 +1,131 @@
+"""POST /v1/embeddings, /pooling and /classify, and Cohere's /v2/embed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from toolkit_lm.config.tasks import POOLING_TASKS
+from toolkit_lm.errors import RequestError
+from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.pooling_params import PoolingParams
+
+from toolkit_lm_server.generation import check_model
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.pooled import answer, encoded, head, pool, usage
+from toolkit_lm_server.pooling_protocol import (
+    AnyPoolingBody,
+    ClassifyBody,
+    CohereEmbedBody,
+    EmbeddingBody,
+    encodings,
+    read_inputs,
+    read_texts,
+)
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import AsyncLLM
+
+_PROMPT_NAMES = {"search_query": "query", "search_document": "document", "classification": "classification", "clustering": "clustering"}
+"""Cohere's input types, by the names that sentence-transformers' checkpoints give their prompts."""
+
+
+class Embeddings:
+    """What a pooling model makes of texts, one by one."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        self._engine = engine
+        self._options = options
+
+    async def embed(self, body: EmbeddingBody, request: Request) -> Response:
+        """One vector of each input."""
+        outputs = await self._pool(body, request, body.params())
+
+        def make() -> dict[str, Any]:
+            data = [
+                {"object": "embedding", "index": index, "embedding": encoded(output.data, body.encoding_format)}
+                for index, output in enumerate(outputs)
+            ]
+            return {**head(self._engine, "embd"), "data": data, "usage": usage(outputs)}
+
+        return await answer(make)
+
+    async def pooling(self, body: AnyPoolingBody, request: Request) -> Response:
+        """Any pooling task of the model, raw."""
+        served = [task for task in self._engine.tasks if task in POOLING_TASKS]
+        if body.task is None:
+            if len(served) > 1:
+                raise RequestError(f"Which task? Supported: {', '.join(served)}.", "task")
+            # An engine that serves none says itself what is to be done.
+            body.task = served[0] if served else "embed"
+        if body.task not in POOLING_TASKS:
+            raise RequestError(f"there is no task {body.task!r}. Supported: {', '.join(served) or 'generate'}.", "task")
+        outputs = await self._pool(body, request, body.params())
+
+        def make() -> dict[str, Any]:
+            data = []
+            for index, output in enumerate(outputs):
+                one = {"object": "pooling", "index": index, "data": encoded(output.data, body.encoding_format)}
+                if body.encoding_format == "base64" and output.data is not None:
+                    one["shape"] = output.data.shape
+                data.append(one)
+            return {**head(self._engine, "pool"), "data": data, "usage": usage(outputs)}
+
+        return await answer(make)
+
+    async def classify(self, body: ClassifyBody, request: Request) -> Response:
+        """The probabilities of the model's labels, for each input."""
+        outputs = await self._pool(body, request, body.params())
+        labels = self._engine.config.hf_config.get("id2label") or {}
+
+        def make() -> dict[str, Any]:
+            data = []
+            for index, output in enumerate(outputs):
+                assert output.data is not None
+                best = int(output.data.argmax())
+                label = labels.get(str(best), f"LABEL_{best}")
+                data.append({"index": index, "label": label, "probs": output.data.tolist(), "num_classes": output.data.size})
+            return {**head(self._engine, "classify"), "data": data, "usage": usage(outputs)}
+
+        return await answer(make)
+
+    async def cohere_embed(self, body: CohereEmbedBody, request: Request) -> Response:
+        """One vector of each text, as Cohere's API has it."""
+        check_model(self._engine, body.model)
+        texts = read_texts(body.texts, "texts", self._options.max_inputs)
+        names = [f"texts[{index}]" for index in range(len(texts))]
+        prompt_name = None if body.input_type is None else _PROMPT_NAMES[body.input_type]
+        outputs = await pool(
+            self._engine,
+            body,
+            request,
+            texts,
+            body.params(),
+            names=names,
+            fields={"truncate_prompt_tokens": "truncate" if body.truncate == "NONE" else "max_tokens", "dimensions": "output_dimension"},
+            prompt_name=prompt_name if prompt_name in self._engine.engine.texts.prompts else None,
+            truncate_prompt_tokens=body.most_tokens(self._engine.config.max_model_len),
+        )
+        body.check_lengths(names, outputs)
+
+        def make() -> dict[str, Any]:
+            embeddings = {form: [encoded(output.data, form) for output in outputs] for form in encodings(body.embedding_types)}
+            meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": usage(outputs)["total_tokens"]}}
+            start = head(self._engine, "embd")
+            return {"id": start["id"], "response_type": "embeddings_by_type", "embeddings": embeddings, "texts": texts, "meta": meta}
+
+        return await answer(make)
+
+    async def _pool(self, body: EmbeddingBody | ClassifyBody, request: Request, params: PoolingParams) -> list[PoolingRequestOutput]:
+        check_model(self._engine, body.model)
+        prompts, names = read_inputs(body.input, self._options.max_inputs)
+        return await pool(
+            self._engine,
+            body,
+            request,
+            prompts,
+            params,
+            names=names,
+            prompt_name=body.prompt_name,
+            truncate_prompt_tokens=body.truncate_prompt_tokens,
+        )

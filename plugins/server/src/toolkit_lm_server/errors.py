@@ -1,0 +1,84 @@
+"""Errors as OpenAI's API words them: a status, and {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from toolkit_lm.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = 5
+"""Seconds after which a client may come again, where nobody knows better."""
+_TYPES = {429: "rate_limit_exceeded"}
+
+
+class ApiError(Exception):
+    """An answer other than success."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        param = None if param is None else printable(param)
+        self.body = {"error": {"message": printable(message), "type": kind, "param": param, "code": code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+def printable(text: str) -> str:
+    """A client's text as it can be sent back: JSON may name lone surrogates, which UTF-8 cannot."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of `error`. What is not the client's business goes to the log only."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            headers = {"Retry-After": str(math.ceil(error.retry_after))}
+            return ApiError(429, str(error), code="rate_limit_exceeded", headers=headers)
+        case RequestError():
+            param = "prompt" if error.param == "prompt_token_ids" else error.param
+            code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+            return ApiError(400, str(error), param=param, code=code)
+        case RequestValidationError():
+            return _of_validation(error.errors()[0])
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers)
+        case EngineDeadError():
+            return ApiError(503, str(error), code="engine_dead")
+        case _:
+            logger.error("a request failed", exc_info=error)
+            return ApiError(500, "The server failed on this request.", code="internal_error")
+
+
+def _of_validation(problem: Mapping[str, Any]) -> ApiError:
+    """pydantic's first complaint. `loc` is ("body", field, ...), or ("body", offset) where the body is no JSON."""
+    _, *path = problem["loc"]
+    field = path[0] if path and isinstance(path[0], str) else None
+    match problem["type"]:
+        case "json_invalid":
+            return ApiError(400, f"The body is not valid JSON: {problem.get('ctx', {}).get('error', 'it cannot be parsed')}.")
+        case "unknown":
+            return ApiError(400, problem["msg"], param=field or problem["ctx"]["param"])
+        case "missing" if field is not None:
+            return ApiError(400, f"You must provide the parameter {field!r}.", param=field, code="missing_required_parameter")
+        case "unsupported":
+            return ApiError(400, problem["msg"], param=problem["ctx"]["param"], code="unsupported_parameter")
+        case _ if field is None:
+            return ApiError(400, "The body must be a JSON object, sent with the header 'content-type: application/json'.")
+        case _:
+            where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:]
+            return ApiError(400, f"Invalid value for {where!r}: {problem['msg']}.", param=field)

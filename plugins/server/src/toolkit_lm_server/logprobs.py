@@ -1,0 +1,71 @@
+"""Log probabilities in the two shapes of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit_lm.outputs import Logprob
+
+_LEAST = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], top: int) -> dict[str, Any]:
+    """Of chat completions: per token its own entry, and the `top` likeliest ones in order."""
+    content = []
+    for token_id, candidates in zip(token_ids, logprobs, strict=True):
+        likeliest = sorted((one for one in candidates.values() if one.rank <= top), key=lambda one: one.rank)
+        content.append({**_entry(candidates[token_id]), "top_logprobs": [_entry(one) for one in likeliest]})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], top: int, text_offset: int) -> dict[str, Any]:
+    """Of plain completions: parallel lists. `text_offset`: characters before the first of these tokens."""
+    tokens = [_text(candidates[token_id]) for token_id, candidates in zip(token_ids, logprobs, strict=True)]
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token)
+    chosen = [_value(candidates[token_id]) for token_id, candidates in zip(token_ids, logprobs, strict=True)]
+    # The chosen token is in its own table, even where it is not among the likeliest.
+    tables = [
+        {_text(one): _value(one) for token, one in candidates.items() if one.rank <= top or token == token_id}
+        for token_id, candidates in zip(token_ids, logprobs, strict=True)
+    ]
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tables if top else None, "text_offset": offsets}
+
+
+def echo_logprobs(prompt: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None], top: int, first: str) -> dict[str, Any]:
+    """Of a prompt, in the shape of plain completions: nothing comes before its first token, whose text is `first`."""
+    known = [one for one in logprobs if one is not None]
+    rest = completion_logprobs(prompt[1:], known, top, len(first))
+    return joined({"tokens": [first], "token_logprobs": [None], "top_logprobs": [None] if top else None, "text_offset": [0]}, rest)
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The lists of two parts of a text, one after the other."""
+    return {name: None if values is None else values + second[name] for name, values in first.items()}
+
+
+def prompt_logprobs(logprobs: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+    """In vLLM's shape: per prompt token None, or by token id."""
+    if logprobs is None:
+        return None
+    return [None if one is None else {str(token): _ranked(candidate) for token, candidate in one.items()} for one in logprobs]
+
+
+def _ranked(one: Logprob) -> dict[str, Any]:
+    return {"logprob": _value(one), "rank": one.rank, "decoded_token": one.decoded_token}
+
+
+def _entry(one: Logprob) -> dict[str, Any]:
+    return {"token": _text(one), "logprob": _value(one), "bytes": list(_text(one).encode())}
+
+
+def _text(one: Logprob) -> str:
+    return one.decoded_token or ""
+
+
+def _value(one: Logprob) -> float:
+    return max(one.logprob, _LEAST)

@@ -1,0 +1,46 @@
+"""Routes that other plugins bring, by the hook `toolkit_register_routes`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from toolkit_lm.errors import ConfigError, PluginError, nearest
+from toolkit_lm.plugin import Plugins
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import AsyncLLM
+
+HOOK = "toolkit_register_routes"
+
+
+def check_names(plugins: Plugins, names: Sequence[str]) -> None:
+    """Raises ConfigError for a name that no loaded plugin with routes has."""
+    known = {info.name for info, _ in plugins.implementations(HOOK)}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"option 'routes': no loaded plugin {name!r} has HTTP routes. {nearest(name, known)}")
+
+
+def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str], kind: type[APIRoute]) -> None:
+    """Adds the routes of the named plugins to `router`, as routes of class `kind`. Raises ConfigError or PluginError."""
+    check_names(engine.plugins, names)
+    for info, register in engine.plugins.implementations(HOOK):
+        if info.name not in names:
+            continue
+        own = APIRouter(route_class=kind)
+        try:
+            register(router=own, engine=engine)
+        except Exception as error:
+            raise PluginError(f"{info} failed in {HOOK}: {type(error).__name__}: {error}") from error
+        for route in own.routes:
+            # Any other kind of route would go round the key check and the body limit.
+            if not isinstance(route, kind):
+                raise PluginError(f"{info}: {getattr(route, 'path', route)!r} is no plain HTTP route, the only kind that {HOOK} may add.")
+            taken = {(other.path, method) for other in router.routes if isinstance(other, APIRoute) for method in other.methods or ()}
+            for method in sorted(route.methods or ()):
+                if (route.path, method) in taken:
+                    raise PluginError(f"{info}: the route {method} {route.path} is in use.")
+            router.routes.append(route)

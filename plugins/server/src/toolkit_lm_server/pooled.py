@@ -1,0 +1,91 @@
+"""One HTTP request's work in a pooling engine: all of its inputs at once, and its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from fastapi import Request, Response
+from toolkit_lm.errors import RequestError
+from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.prompts import Prompt, TextPair
+
+from toolkit_lm_server.context import request_context
+from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.generation import check_priority
+from toolkit_lm_server.pooling_protocol import EncodingFormat
+from toolkit_lm_server.protocol import EngineBody
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import AsyncLLM
+
+
+async def pool(
+    engine: AsyncLLM,
+    body: EngineBody,
+    request: Request,
+    prompts: Sequence[Prompt | TextPair],
+    params: PoolingParams,
+    *,
+    names: Sequence[str],
+    fields: Mapping[str, str] = MappingProxyType({}),
+    **how: Any,
+) -> list[PoolingRequestOutput]:
+    """The results of all prompts, each with data. `names` and `how`: keywords of AsyncLLM.encode_many.
+
+    `fields`: how the route calls parameters that other routes have under our names.
+
+    Raises RequestError; ApiError (500) where the model fails on one of them, (504) when the time is over.
+    """
+    options = body.request_options(request_context(request))
+    check_priority(engine, options)
+    try:
+        outputs = await engine.encode_many(prompts, params, names=names, **how, **options)
+    except RequestError as error:
+        for ours, theirs in fields.items():
+            error.args = (str(error).replace(ours, theirs),)
+            error.param = theirs if error.param == ours else error.param
+        raise
+    for output, name in zip(outputs, names, strict=True):
+        if output.finish_reason == "timeout":
+            raise ApiError(504, "The request's timeout was over before all of its inputs were computed.", code="timeout")
+        if output.data is None:
+            raise ApiError(500, f"The model failed on {name}: {output.error or output.finish_reason}.", code="model_error")
+    return outputs
+
+
+def head(engine: AsyncLLM, prefix: str) -> dict[str, Any]:
+    """The first fields of an answer."""
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": engine.config.served_model_name,
+    }
+
+
+def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
+    """Token counts."""
+    tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def encoded(data: np.ndarray | None, form: EncodingFormat) -> Any:
+    """An array as nested lists, or as base64 of its float32 values (little-endian, C order)."""
+    assert data is not None, "`pool` gives results with data"
+    if form == "float":
+        return data.tolist()
+    return base64.b64encode(data.astype("<f4", copy=False).tobytes()).decode()
+
+
+async def answer(make: Callable[[], dict[str, Any]]) -> Response:
+    """What `make` returns, as JSON. Millions of numbers take their time: not on the event loop."""
+    return Response(await asyncio.to_thread(lambda: msgspec.json.encode(make())), media_type="application/json")

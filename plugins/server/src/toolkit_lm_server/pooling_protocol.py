@@ -1,0 +1,190 @@
+"""What clients send to pooling models: the fields of OpenAI, vLLM, Jina and Cohere, and our own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, SkipValidation
+from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.prompts import Prompt, TokensPrompt
+
+from toolkit_lm_server.protocol import EngineBody, Items
+
+EncodingFormat = Literal["float", "base64"]
+AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+"""Checked by `read_inputs`, which names what is wrong."""
+Texts = Annotated[str | list[str | dict[str, Any]], SkipValidation]
+"""Checked by `read_texts`."""
+
+
+class Inputs(NamedTuple):
+    """What a request is about. `names` are what errors call each."""
+
+    prompts: list[Prompt]
+    names: list[str]
+
+
+class PoolingBody(EngineBody):
+    """What all routes of pooling models share."""
+
+    truncate_prompt_tokens: int | None = None
+    """Longer inputs are cut; -1: to what the model takes. None: they are an error."""
+
+
+class EmbeddingBody(PoolingBody):
+    """POST /v1/embeddings."""
+
+    input: AnyInput
+    encoding_format: EncodingFormat = "float"
+    dimensions: int | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+
+    def params(self) -> PoolingParams:
+        return PoolingParams(task="embed", dimensions=self.dimensions, normalize=self.normalize)
+
+
+class ClassifyBody(PoolingBody):
+    """POST /classify."""
+
+    input: AnyInput
+    use_activation: bool | None = None
+    prompt_name: str | None = None
+
+    def params(self) -> PoolingParams:
+        return PoolingParams(task="classify", use_activation=self.use_activation)
+
+
+class AnyPoolingBody(EmbeddingBody):
+    """POST /pooling."""
+
+    task: Any = None
+    """One of PoolingParams. None: the model's only one."""
+    use_activation: bool | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: Items[int] | None = None
+
+    def params(self) -> PoolingParams:
+        names = ("task", "dimensions", "normalize", "use_activation", "step_tag_id", "returned_token_ids")
+        return PoolingParams(**{name: getattr(self, name) for name in names})
+
+
+class ScoreBody(PoolingBody):
+    """POST /score. The two names of each side mean the same."""
+
+    queries: Texts | None = None
+    text_1: Texts | None = None
+    documents: Texts | None = None
+    text_2: Texts | None = None
+    instruction: str | None = None
+    use_activation: bool | None = None
+
+    def texts(self, most: int) -> dict[str, str | list[str]]:
+        """Queries and documents, in this order, by the names under which they came. Raises RequestError."""
+        sides: dict[str, str | list[str]] = {}
+        for names in (("queries", "text_1"), ("documents", "text_2")):
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) != 1:
+                raise RequestError(f"Give either {names[0]!r} or {names[1]!r}.", names[0])
+            value = getattr(self, given[0])
+            sides[given[0]] = value if isinstance(value, str) else read_texts(value, given[0], most)
+        return sides
+
+
+class RerankBody(PoolingBody):
+    """POST /rerank, as Jina and vLLM have it."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool = True
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = None
+    """Longer documents are cut."""
+    instruction: str | None = None
+    use_activation: bool | None = None
+
+
+class CohereRerankBody(RerankBody):
+    """POST /v2/rerank: as Cohere has it, what is too long is cut, and documents are not sent back."""
+
+    return_documents: bool = False
+    max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = 4096
+    truncate_prompt_tokens: int | None = -1
+
+
+class CohereEmbedBody(EngineBody):
+    """POST /v2/embed."""
+
+    texts: Texts
+    input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
+    embedding_types: Items[EncodingFormat] | None = None
+    output_dimension: int | None = None
+    truncate: Literal["NONE", "END"] = "END"
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Longer texts are cut; with `truncate` NONE they are an error."""
+
+    def params(self) -> PoolingParams:
+        return PoolingParams(task="embed", dimensions=self.output_dimension)
+
+    def most_tokens(self, max_model_len: int) -> int | None:
+        """As `truncate_prompt_tokens`."""
+        return None if self.truncate == "NONE" else min(self.max_tokens or max_model_len, max_model_len)
+
+    def check_lengths(self, names: Sequence[str], outputs: Sequence[PoolingRequestOutput]) -> None:
+        """Raises ContextLengthError for a text that is longer than `max_tokens` and was not cut."""
+        if self.max_tokens is None:
+            return
+        for name, output in zip(names, outputs, strict=True):
+            if (length := len(output.prompt_token_ids)) > self.max_tokens:
+                raise ContextLengthError(f"{name}: the text has {length} tokens; max_tokens is {self.max_tokens}, truncate NONE.", "texts")
+
+
+def read_inputs(value: Any, most: int) -> Inputs:
+    """One text, one list of token ids, or a list of either, without a mixture. Raises RequestError."""
+    if isinstance(value, str):
+        return Inputs([value], ["input"])
+    _check_list(value, "input", most=None)
+    if all(type(one) is int for one in value):
+        return Inputs([TokensPrompt(prompt_token_ids=value)], ["input"])
+    _check_list(value, "input", most)
+    names = [f"input[{index}]" for index in range(len(value))]
+    if all(isinstance(one, str) for one in value):
+        return Inputs(value, names)
+    if isinstance(value[0], list):
+        for name, one in zip(names, value, strict=True):
+            if not isinstance(one, list) or not all(type(token) is int for token in one):
+                raise RequestError(f"{name} must be a list of token ids: input is of one kind throughout.", "input")
+        return Inputs([TokensPrompt(prompt_token_ids=one) for one in value], names)
+    kind = str if isinstance(value[0], str) else int
+    wrong = next(index for index, one in enumerate(value) if type(one) is not kind)
+    what = "texts, or of token ids, or of lists of token ids"
+    raise RequestError(f"input[{wrong}] is of another kind: input must be a text, or a list of {what}.", "input")
+
+
+def read_texts(value: Any, name: str, most: int) -> list[str]:
+    """One text or a list of them; {"text": text} is a text too. Raises RequestError."""
+    if isinstance(value, str):
+        return [value]
+    _check_list(value, name, most)
+    texts = [one["text"] if isinstance(one, dict) and set(one) == {"text"} else one for one in value]
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise RequestError(f'{name}[{index}] must be a text, or {{"text": text}}.', name)
+    return texts
+
+
+def _check_list(value: Any, name: str, most: int | None) -> None:
+    if not isinstance(value, list):
+        raise RequestError(f"{name} must be a text or a list.", name)
+    if not value:
+        raise RequestError(f"{name} is an empty list: give at least one.", name)
+    if most is not None and len(value) > most:
+        raise RequestError(f"{name} has {len(value)} items; this server takes at most {most} in one request (max_inputs).", name)
+
+
+def encodings(types: Sequence[EncodingFormat] | None) -> list[EncodingFormat]:
+    """What Cohere's `embedding_types` asks for, each once."""
+    return list(dict.fromkeys(types or ["float"]))

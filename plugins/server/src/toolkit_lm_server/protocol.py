@@ -1,0 +1,253 @@
+"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown fields are refused, as OpenAI does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+from toolkit_lm.errors import RequestError
+from toolkit_lm.params import SamplingParams
+
+from toolkit_lm_server.errors import printable
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import RequestOptions
+
+_NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+"""Fields that say something to OpenAI's accounting, and nothing to a model."""
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": (),
+    "web_search_options": (),
+}
+"""Fields of OpenAI that are not implemented, each with the values (beside null) that change nothing."""
+
+
+class _FailFast:
+    """As pydantic.FailFast, and hashable, which members of unions must be."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        assert schema["type"] == "list"
+        return {**schema, "fail_fast": True}
+
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], _FailFast()]
+"""A list of which the first wrong item is told. A body has room for millions of them, and each error costs time and memory."""
+
+
+class Body(BaseModel):
+    """A JSON object. Values are taken as they are: "1" is no number, and true is no integer."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    model: str | None = None
+    """None: the model that is served."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                kept[name] = value
+            elif name in _NEUTRAL and value is not None and not any(value == one for one in _NEUTRAL[name]):
+                raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
+            elif name not in _NEUTRAL and name not in _NOTES:
+                # The first is enough, as with lists.
+                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}", {"param": printable(name)})
+        return kept
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                raise PydanticCustomError(
+                    "unknown", "Unrecognized request argument supplied: stream_options.{param}", {"param": printable(name)}
+                )
+        return data
+
+
+class EngineBody(Body):
+    """How the engine is to handle the requests."""
+
+    priority: int = 0
+    timeout: float | None = None
+    """Seconds after which the request ends with what it has."""
+    cache_salt: str | None = None
+
+    def request_options(self, context: dict[str, str]) -> RequestOptions:
+        """`context`: what plugins that watch the engine are told of the HTTP request."""
+        return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
+
+
+class SamplingBody(EngineBody):
+    """What chat and plain completions share. None: not given."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    best_of: int | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, Any] | None = None
+    """By token id, which JSON can only write as text."""
+    stop: str | Items[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    repetition_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_sequence_breakers: Items[str | int] | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
+    logits_processors: dict[str, Any] | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Items[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    def sampling_params(self, **more: Any) -> SamplingParams:
+        """Raises RequestError for a value out of range."""
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
+        names = set(SamplingParams.__struct_fields__) & set(SamplingBody.model_fields) - {"max_tokens", "logit_bias"}
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), **more})
+        if params.ranks and self.stream:
+            name = "use_beam_search" if params.use_beam_search else "best_of"
+            raise RequestError(f"{name} is allowed only when stream is false: which sequences are the best is known at the end.", name)
+        return params
+
+    def _logit_bias(self) -> dict[int, float] | None:
+        for key in self.logit_bias or {}:
+            if not (key.isascii() and key.isdigit() and len(key) < 12):
+                raise RequestError(f"logit_bias maps token ids to numbers; {key[:20]!r} is no token id.", "logit_bias")
+        return None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class RenderBody(Body):
+    """How a conversation is rendered."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def render_options(self) -> dict[str, Any]:
+        """Keywords of Renderer.render_conversation."""
+        options: dict[str, Any] = {"continue_final_message": self.continue_final_message, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.add_generation_prompt is not None:
+            options["add_generation_prompt"] = self.add_generation_prompt
+        return options
+
+
+class ChatBody(SamplingBody, RenderBody):
+    """POST /v1/chat/completions."""
+
+    messages: Items[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs is allowed only when logprobs is true.", "top_logprobs")
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions."""
+
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    echo: bool = False
+    logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        more: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        if self.echoes_logprobs:
+            assert self.logprobs is not None
+            more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        return self.sampling_params(**more)
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """The prompt comes back with log probabilities of its own."""
+        return self.echo and self.logprobs is not None
+
+    def prompts(self, most: int) -> list[str] | list[list[int]]:
+        """Each prompt. Raises RequestError where there is none, or more than `most`."""
+        prompts: Any = self.prompt
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not prompts:
+            raise RequestError("prompt is an empty list: give at least one prompt.", "prompt")
+        if len(prompts) > most:
+            raise RequestError(
+                f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request (max_prompts).", "prompt"
+            )
+        return list(prompts)
+
+
+class TokenizeBody(RenderBody):
+    """POST /tokenize, of a text or a conversation."""
+
+    prompt: str | None = None
+    messages: Items[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    """Of a text; a conversation's are the chat template's."""
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: Items[int]

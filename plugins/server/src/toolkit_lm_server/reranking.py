@@ -1,0 +1,90 @@
+"""POST /score and /rerank, and Cohere's /v2/rerank."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from toolkit_lm.engine.scoring import Scoring
+from toolkit_lm.errors import RequestError
+from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.pooling_params import PoolingParams
+
+from toolkit_lm_server.generation import check_model
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.pooled import answer, head, pool, usage
+from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
+
+if TYPE_CHECKING:
+    from toolkit_lm.engine import AsyncLLM
+
+
+class Reranking:
+    """How well documents fit queries, with whatever the model is made for: a cross-encoder, a bi-encoder or late interaction."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        self._engine = engine
+        self._options = options
+
+    async def score(self, body: ScoreBody, request: Request) -> Response:
+        """One query with each document, or as many queries as documents, pair by pair."""
+        check_model(self._engine, body.model)
+        scores, outputs = await self._score(body, request, body.texts(self._options.max_inputs))
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return await answer(lambda: {**head(self._engine, "score"), "data": data, "usage": usage(outputs)})
+
+    async def rerank(self, body: RerankBody, request: Request) -> Response:
+        """The documents by how well they fit the query, best first."""
+        check_model(self._engine, body.model)
+        documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
+        if body.max_tokens_per_doc is not None:
+            texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
+        scores, outputs = await self._score(body, request, {"query": body.query, "documents": texts})
+        results = []
+        for index in sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n]:
+            result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+            if body.return_documents:
+                result["document"] = {"text": documents[index]}
+            results.append(result)
+        start = head(self._engine, "rerank")
+        meta = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+        return await answer(lambda: {"id": start["id"], "model": start["model"], "results": results, "usage": usage(outputs), "meta": meta})
+
+    async def cohere_rerank(self, body: CohereRerankBody, request: Request) -> Response:
+        """As /rerank, with the defaults of Cohere's API."""
+        return await self.rerank(body, request)
+
+    async def _score(
+        self, body: ScoreBody | RerankBody, request: Request, given: dict[str, str | list[str]]
+    ) -> tuple[list[float], list[PoolingRequestOutput]]:
+        """`given`: queries and documents, by their fields."""
+        (query_field, queries), (document_field, documents) = given.items()
+        fields = (query_field, document_field)
+        scoring = Scoring(queries, documents, self._engine.tasks, self._engine.engine.texts, fields=fields)
+        params = scoring.params(PoolingParams(use_activation=body.use_activation))
+        try:
+            outputs = await pool(
+                self._engine,
+                body,
+                request,
+                scoring.prompts,
+                params,
+                names=scoring.names,
+                prompt_name=scoring.prompt_names,
+                truncate_prompt_tokens=body.truncate_prompt_tokens,
+                instruction=body.instruction,
+            )
+        except RequestError as error:
+            raise await asyncio.to_thread(scoring.culprit, error) from None
+        return [one.score for one in scoring.scores(outputs)], outputs
+
+    def _cut(self, texts: list[str], most: int) -> list[str]:
+        """Their beginnings, in so many tokens, special tokens included."""
+        try:
+            return self._engine.renderer.cut_texts(texts, most)
+        except RequestError as error:
+            if error.param == "max_tokens":
+                raise RequestError(str(error), "max_tokens_per_doc") from None
+            # The engine refuses the same text, and says which one it is.
+            return texts

@@ -1,0 +1,92 @@
+"""The route class of the server: what holds for each route, in whichever app it is mounted."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive
+
+from toolkit_lm_server.context import REQUEST_ID, request_id
+from toolkit_lm_server.disconnect import unless_disconnected
+from toolkit_lm_server.errors import ApiError, as_api_error
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.readiness import Readiness
+
+
+class ServerRoute(APIRoute):
+    """Checks the API key and whether requests are served now, bounds the body, ends the work when the client disconnects, and words errors
+    as OpenAI does.
+
+    `route_class` makes the subclass to use.
+    """
+
+    options: ServerOptions
+    readiness: Readiness | None
+    metrics: Metrics | None
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def respond(request: Request) -> Response:
+            try:
+                check_key(request, self.options.api_key)
+                if self.readiness is not None:
+                    self.readiness.check()
+                body = await read_body(request, self.options.max_body_bytes)
+                response = await unless_disconnected(request.receive, handle(Request(request.scope, _replay(body))))
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            except Exception as error:
+                response = as_api_error(error).response()
+                if self.metrics is not None:
+                    self.metrics.refused(response.status_code)
+            response.headers[REQUEST_ID] = request_id(request)
+            return response
+
+        return respond
+
+
+def route_class(options: ServerOptions, readiness: Readiness | None = None, metrics: Metrics | None = None) -> type[ServerRoute]:
+    """The route class of a server with these options. `readiness`: None for routes that work without an engine."""
+    return type("ServerRoute", (ServerRoute,), {"options": options, "readiness": readiness, "metrics": metrics})
+
+
+def check_key(request: Request, api_key: str | None) -> None:
+    """Raises ApiError (401) unless the request brings the key, where there is one."""
+    if api_key is None:
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+        headers = {"WWW-Authenticate": "Bearer"}
+        raise ApiError(401, "Incorrect API key provided: send it as 'Authorization: Bearer KEY'.", code="invalid_api_key", headers=headers)
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The body. Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientDisconnect when it breaks off."""
+    too_large = ApiError(413, f"The body is larger than {most} bytes (max_body_size).", code="request_too_large")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > most:
+        raise too_large
+    body, more = bytearray(), True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > most:
+            raise too_large
+        more = message.get("more_body", False)
+    return bytes(body)
+
+
+def _replay(body: bytes) -> Receive:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
