@@ -18,8 +18,8 @@ from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.cli.converse import ClientOptions
 from toolkit_lm.cli.sampling import HELP as SAMPLING_FLAGS
 from toolkit_lm.config import options_of
-from toolkit_lm.engine import explain
 from toolkit_lm.plugin import API_VERSION, Plugins
+from toolkit_lm.resolution import explain
 from toolkit_lm_server.options import ServerOptions
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,8 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
-from toolkit_lm.engine.llm_engine import LLMEngine
 from toolkit_lm.errors import CapacityError, ConfigError, EngineDeadError, PluginError, RequestError
+from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.plugin import Fingerprint, Plugins, hookimpl
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -39,7 +39,7 @@ SLOW_PLUGIN = """
     class Options(Struct):
         note: Any = None
 
-    if "toolkit_lm.engine.process_main" in sys.modules and os.environ.get("SLOW_PHASE") == "importing":
+    if "toolkit_lm.engine.process.main" in sys.modules and os.environ.get("SLOW_PHASE") == "importing":
         time.sleep(60)
 
     @hookimpl

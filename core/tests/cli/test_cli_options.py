@@ -154,13 +154,14 @@ def test_and_in_the_config_file(tmp_path):
         plugins_config([f"--config={tmp_path / 'absent.yaml'}"], {})
 
 
-def test_the_help_imports_no_torch_and_is_quick():
+def test_the_help_imports_nothing_heavy():
     code = (
-        "import sys, time\nfrom toolkit_lm.cli.app import run\nassert run(['--help']) == 0\n"
+        "import sys\nfrom toolkit_lm.cli.app import run\nassert run(['--help']) == 0\n"
         "heavy = [m for m in ('torch', 'transformers', 'numpy', 'pydantic', 'fastapi', 'httpx') if m in sys.modules]\n"
-        "print(heavy, time.process_time(), file=sys.stderr)"
+        "print(heavy, len(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    heavy, seconds = done.stderr.rsplit(maxsplit=1)
+    heavy, num_modules = done.stderr.rsplit(maxsplit=1)
     assert heavy == "[]"
-    assert float(seconds) < 0.5
+    # A count is the same on every machine: a third of a second of CPU time here.
+    assert int(num_modules) < 700

@@ -9,10 +9,10 @@ import types
 import msgspec
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.engine.score_template import choose_score_template
 from toolkit_lm.errors import ConfigError, ContextLengthError, PluginError, RequestError
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.pooling import stored_weights
+from toolkit_lm.processing.score_template import choose_score_template
 from toolkit_lm.renderer import RenderedText, Renderer, ScoreTemplate, read_score_template, score_prompt, score_tokens
 
 BOS, EOS = 1, 2

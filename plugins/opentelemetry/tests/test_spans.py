@@ -13,9 +13,9 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
-from toolkit_lm.engine import LLMEngine
 from toolkit_lm.errors import CapacityError
 from toolkit_lm.events import RequestEvent, StepEvent
+from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_opentelemetry.spans import RequestSpans
 

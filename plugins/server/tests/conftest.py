@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.engine.health import Health
-from toolkit_lm.engine.parameters import check_options
 from toolkit_lm.errors import RequestError
+from toolkit_lm.frontend.health import Health
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing.validation import check_options
 from toolkit_lm.renderer import Renderer
 from toolkit_lm_server.app import create_app
 

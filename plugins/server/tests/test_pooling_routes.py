@@ -14,10 +14,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from toolkit_lm import AsyncLLM, VllmConfig
-from toolkit_lm.engine.scoring import cosine, max_sim
 from toolkit_lm.events import StepEvent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.scoring import cosine, max_sim
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
 

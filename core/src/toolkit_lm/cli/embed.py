@@ -25,7 +25,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import LLMEngine
+    from toolkit_lm.frontend import LLMEngine
 
 _TASKS = ("embed", "classify", "score")
 _CHUNK = 256
@@ -83,7 +83,7 @@ def embed(
     if field is not None and source.suffix != ".jsonl":
         raise ConfigError(f"option 'field' is for .jsonl files, and 'in' is {str(source)!r}.")
     how = How(PoolingParams(task=task, dimensions=dimensions), prompt_name, truncate_prompt_tokens)  # type: ignore[arg-type]
-    from toolkit_lm.engine import LLMEngine
+    from toolkit_lm.frontend import LLMEngine
 
     with _readable(source) as path:
         num_lines = _count_lines(path)
@@ -138,7 +138,7 @@ def _results(engine: LLMEngine, lines: Iterator[Line], how: How) -> Iterator[tup
 
 def _submit(engine: LLMEngine, chunk: list[Line], how: How, waiting: dict[str, Line]) -> Iterator[tuple[Line, RequestError]]:
     """Gives the lines to the engine, and back those that it cannot take. Raises RequestError for what is wrong with all of them."""
-    from toolkit_lm.engine.pooling_batch import prepare_each
+    from toolkit_lm.frontend.pooling_requests import prepare_each
 
     good = [line for line in chunk if line.error is None]
     prepared = prepare_each(

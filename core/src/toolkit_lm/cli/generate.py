@@ -20,7 +20,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.prompts import parse_prompt
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import LLMEngine
+    from toolkit_lm.frontend import LLMEngine
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 
@@ -41,7 +41,7 @@ def generate(
     lines = _read(prompts)
     if out.exists() and out.samefile(prompts):
         raise ConfigError(f"option 'out': {str(out)!r} is the file of prompts, which would be overwritten.")
-    from toolkit_lm.engine import LLMEngine
+    from toolkit_lm.frontend import LLMEngine
 
     with _open(out) as file:
         engine = LLMEngine.from_config(config, plugins=plugins)

@@ -7,8 +7,8 @@ from typing import Any
 
 from toolkit_lm.cli.sampling import SamplingFlags
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine import LLMEngine
 from toolkit_lm.errors import RequestError
+from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.plugin import Plugins
 

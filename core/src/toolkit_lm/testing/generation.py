@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.events import Event, RequestEvent
-from toolkit_lm.llm import LLM
+from toolkit_lm.frontend.llm import LLM
 from toolkit_lm.outputs import CompletionOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import hookimpl

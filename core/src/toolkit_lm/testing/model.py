@@ -16,10 +16,10 @@ from torch import Tensor
 
 from toolkit_lm.attention import Attention, KVCacheSpec, group_layers
 from toolkit_lm.config import Checkpoint, VllmConfig
-from toolkit_lm.engine.checkpoint import read_checkpoint
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import CheckpointWeights, Model, check_constructor
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution.checkpoint import read_checkpoint
 from toolkit_lm.testing.conformance import Conformance
 from toolkit_lm.testing.equality import assert_same_logits, assert_same_tokens
 from toolkit_lm.testing.generation import Generated, generate

@@ -27,7 +27,7 @@ from toolkit_lm_server.route import route_class
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 
 class About:

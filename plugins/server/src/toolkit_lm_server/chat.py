@@ -16,7 +16,7 @@ from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
 from toolkit_lm_server.protocol import ChatBody
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 
 class Chat:

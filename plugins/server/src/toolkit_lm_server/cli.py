@@ -24,7 +24,7 @@ def serve(config: VllmConfig, options: ServerOptions) -> None:
     # What can fail at once does so before the engine starts.
     check_names(plugins, options.routes)
     with bind(options.host, options.port) as listener:
-        from toolkit_lm.engine import AsyncLLM
+        from toolkit_lm.frontend import AsyncLLM
 
         engine = AsyncLLM(config, plugins=plugins, wait=False)
         # The web framework is imported while the engine process imports torch.

@@ -18,7 +18,7 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import CompletionBody
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 
 class Completions:

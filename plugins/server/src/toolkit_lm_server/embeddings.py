@@ -24,7 +24,7 @@ from toolkit_lm_server.pooling_protocol import (
 )
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 _PROMPT_NAMES = {"search_query": "query", "search_document": "document", "classification": "classification", "clustering": "clustering"}
 """Cohere's input types, by the names that sentence-transformers' checkpoints give their prompts."""

@@ -18,7 +18,7 @@ from toolkit_lm.prompts import TokensPrompt
 from toolkit_lm_server.errors import ApiError
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM, RequestOptions
+    from toolkit_lm.frontend import AsyncLLM, RequestOptions
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from toolkit_lm.plugin import hookspec
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 
 @hookspec

@@ -23,7 +23,7 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 logger = logging.getLogger("uvicorn.error")
 

@@ -9,7 +9,7 @@ from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

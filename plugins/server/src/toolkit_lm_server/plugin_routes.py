@@ -11,7 +11,7 @@ from toolkit_lm.errors import ConfigError, PluginError, nearest
 from toolkit_lm.plugin import Plugins
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 HOOK = "toolkit_register_routes"
 

@@ -25,7 +25,7 @@ from toolkit_lm_server.pooling_protocol import EncodingFormat
 from toolkit_lm_server.protocol import EngineBody
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 
 async def pool(

@@ -12,7 +12,7 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm_server.errors import printable
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import RequestOptions
+    from toolkit_lm.frontend import RequestOptions
 
 _NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Fields that say something to OpenAI's accounting, and nothing to a model."""

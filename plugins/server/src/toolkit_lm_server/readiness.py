@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 _ALIVE = ("starting", "ready", "restarting")
 """What gets better by itself: whoever watches the server has no reason to end it."""

@@ -6,10 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
-from toolkit_lm.engine.scoring import Scoring
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.scoring import Scoring
 
 from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.options import ServerOptions
@@ -17,7 +17,7 @@ from toolkit_lm_server.pooled import answer, head, pool, usage
 from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 
 class Reranking:

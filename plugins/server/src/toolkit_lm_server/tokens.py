@@ -12,7 +12,7 @@ from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
-    from toolkit_lm.engine import AsyncLLM
+    from toolkit_lm.frontend import AsyncLLM
 
 
 class Tokens:

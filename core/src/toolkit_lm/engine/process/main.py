@@ -38,7 +38,7 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
     threading.Thread(target=_watch, args=(folder, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
-    from toolkit_lm.engine.process_loop import serve
+    from toolkit_lm.engine.process.loop import serve
 
     gc.freeze()
     gc.enable()

@@ -8,9 +8,9 @@ import types
 
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.engine.checkpoint import choose_model, read_checkpoint
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
 from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
+from toolkit_lm.resolution.checkpoint import choose_model, read_checkpoint
 
 KNOWN, UNKNOWN = {"architectures": ["KnownForCausalLM"]}, {"architectures": ["KnowmForCausalLM"]}
 

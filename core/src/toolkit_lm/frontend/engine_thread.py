@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
-from toolkit_lm.engine.health import Health, Watchdog
-from toolkit_lm.engine.listener import Listener
-from toolkit_lm.engine.llm_engine import LLMEngine, PreparedRequest
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
+from toolkit_lm.frontend.health import Health, Watchdog
+from toolkit_lm.frontend.listener import Listener
+from toolkit_lm.frontend.llm_engine import LLMEngine, PreparedRequest
 
 logger = logging.getLogger(__name__)
 

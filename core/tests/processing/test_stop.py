@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from toolkit_lm.engine.stop import StopFinder
+from toolkit_lm.processing.stop import StopFinder
 
 texts = st.text(alphabet="ab", max_size=30)
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from toolkit_lm.engine.pooled import AnyState
 from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.processing.pooling_state import AnyState
 
 
 class Listener:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from toolkit_lm.config import Checkpoint, VllmConfig
-from toolkit_lm.engine.checkpoint import read_checkpoint, read_json
-from toolkit_lm.engine.runner_type import RunnerChoice, choose_runner
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import read_sentence_transformers
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
+from toolkit_lm.resolution.checkpoint import read_checkpoint, read_json
+from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 
 _MOST_UNCUT = 8192
 """Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""

@@ -6,10 +6,10 @@ import math
 import threading
 from collections.abc import Iterable
 
-from toolkit_lm.engine.stop import StopFinder
 from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import FinishReason, SamplingParams
+from toolkit_lm.processing.stop import StopFinder
 from toolkit_lm.renderer import Renderer
 
 

@@ -9,11 +9,11 @@ from types import MappingProxyType
 import numpy as np
 
 from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
-from toolkit_lm.engine.pooling_texts import PoolingTexts
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput, ScoringRequestOutput
 from toolkit_lm.pooling import Side
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.pooling_inputs import PoolingTexts
 from toolkit_lm.prompts import TextPair
 
 

@@ -7,9 +7,9 @@ import json
 import msgspec
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.engine.runner_type import choose_runner
 from toolkit_lm.errors import ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.resolution.runner_type import choose_runner
 
 
 class Registers:

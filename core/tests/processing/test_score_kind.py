@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from toolkit_lm.engine.scoring import ScoreKind, score_kind
 from toolkit_lm.errors import RequestError
+from toolkit_lm.processing.scoring import ScoreKind, score_kind
 
 
 @pytest.mark.parametrize(

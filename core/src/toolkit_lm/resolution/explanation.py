@@ -9,9 +9,9 @@ import torch
 
 from toolkit_lm.attention import Selection
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine.checkpoint import choose_model
-from toolkit_lm.engine.resolution import choose_renderer, resolve_configured, settle_device
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution.checkpoint import choose_model
+from toolkit_lm.resolution.resolution import choose_renderer, resolve_configured, settle_device
 from toolkit_lm.runner import load_model_class, select_backends
 
 

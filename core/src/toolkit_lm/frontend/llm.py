@@ -10,9 +10,9 @@ from itertools import count
 from typing import Any
 
 from toolkit_lm.config import VllmConfig, load_options
-from toolkit_lm.engine import LLMEngine, PreparedRequest
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
-from toolkit_lm.llm_pooling import PoolingFace
+from toolkit_lm.frontend import LLMEngine, PreparedRequest
+from toolkit_lm.frontend.pooling_mixin import PoolingFace
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from toolkit_lm.config.tasks import PoolingTask
-from toolkit_lm.engine.llm_engine import LLMEngine, PreparedRequest, RequestOptions
-from toolkit_lm.engine.parameters import check_options
 from toolkit_lm.errors import RequestError
+from toolkit_lm.frontend.llm_engine import LLMEngine, PreparedRequest, RequestOptions
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.validation import check_options
 from toolkit_lm.prompts import Prompt, TextPair
 from toolkit_lm.renderer import RenderedText
 

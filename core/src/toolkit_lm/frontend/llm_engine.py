@@ -10,22 +10,23 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
 from toolkit_lm.engine.client import EngineClient
-from toolkit_lm.engine.output import RequestState
-from toolkit_lm.engine.parameters import check_bounds, check_options, check_processors, check_token_ids, cut_prompt, tokenize_words
-from toolkit_lm.engine.pooled import AnyState, PoolingState
-from toolkit_lm.engine.pooling_texts import PoolingTexts
-from toolkit_lm.engine.process import EngineProcess
-from toolkit_lm.engine.queue import QueueLimits
-from toolkit_lm.engine.resolution import resolve_configured, settle_device
+from toolkit_lm.engine.process.launch import EngineProcess
+from toolkit_lm.engine.start import start_engine
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
+from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest
 from toolkit_lm.outputs import AnyRequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import check_params
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.pooling_inputs import PoolingTexts
+from toolkit_lm.processing.pooling_state import AnyState, PoolingState
+from toolkit_lm.processing.request_state import RequestState
+from toolkit_lm.processing.validation import check_bounds, check_options, check_processors, check_token_ids, cut_prompt, tokenize_words
 from toolkit_lm.prompts import Conversation, Prompt, TextPair, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.scheduler import RequestLimits
 
 _NO_SAMPLING = SamplingParams()
@@ -371,25 +372,3 @@ class LLMEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
-
-
-def start_engine(config: VllmConfig, plugins: Plugins, process: EngineProcess | None = None) -> EngineClient:
-    """The engine of a front: in a process of its own where `engine_process` says so. An engine process may still be loading.
-
-    `process`: one that has been started for it.
-    """
-    if config.engine.engine_process:
-        from toolkit_lm.engine.process_client import ProcessClient
-
-        process = process or EngineProcess()
-        try:
-            return ProcessClient(config, plugins, process)
-        except BaseException:
-            process.end()
-            raise
-    if process is not None:
-        process.end()
-    # It brings torch along.
-    from toolkit_lm.engine.in_process import InProcessClient
-
-    return InProcessClient(settle_device(config), plugins)

@@ -6,10 +6,10 @@ import threading
 
 import numpy as np
 
-from toolkit_lm.engine.output import RequestState
 from toolkit_lm.messages import Array, EngineOutput, EngineRequest
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.params import FinishReason
+from toolkit_lm.processing.request_state import RequestState
 
 
 class PoolingState:

@@ -11,12 +11,12 @@ from typing import Any, TypeVar, Unpack
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
-from toolkit_lm.engine.engine_thread import EngineThread
-from toolkit_lm.engine.health import Health
-from toolkit_lm.engine.listener import Batch, Listener, Stream
-from toolkit_lm.engine.llm_engine import LLMEngine, PreparedRequest, RequestOptions
-from toolkit_lm.engine.pooling_batch import all_prepared, listed, params_of_each, prepare_each
 from toolkit_lm.errors import RequestError
+from toolkit_lm.frontend.engine_thread import EngineThread
+from toolkit_lm.frontend.health import Health
+from toolkit_lm.frontend.listener import Batch, Listener, Stream
+from toolkit_lm.frontend.llm_engine import LLMEngine, PreparedRequest, RequestOptions
+from toolkit_lm.frontend.pooling_requests import all_prepared, listed, params_of_each, prepare_each
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins

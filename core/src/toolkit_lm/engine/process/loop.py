@@ -10,14 +10,14 @@ from contextlib import suppress
 import zmq
 
 from toolkit_lm import errors
-from toolkit_lm.engine import wire
 from toolkit_lm.engine.client import EngineInfo
 from toolkit_lm.engine.core import EngineCore
-from toolkit_lm.engine.resolution import settle_device
+from toolkit_lm.engine.process import wire
 from toolkit_lm.errors import PluginError, ToolkitError
 from toolkit_lm.executor import InProcessExecutor
 from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.plugin import Plugins, PluginWarning
+from toolkit_lm.resolution.resolution import settle_device
 
 _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from toolkit_lm.config.tasks import PoolingTask
-from toolkit_lm.engine import LLMEngine, PreparedRequest
-from toolkit_lm.engine.pooling_batch import all_prepared, listed, params_of_each, prepare_each
-from toolkit_lm.engine.scoring import Scoring
 from toolkit_lm.errors import RequestError, nearest
+from toolkit_lm.frontend import LLMEngine, PreparedRequest
+from toolkit_lm.frontend.pooling_requests import all_prepared, listed, params_of_each, prepare_each
 from toolkit_lm.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -20,6 +19,7 @@ from toolkit_lm.outputs import (
     ScoringRequestOutput,
 )
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.scoring import Scoring
 from toolkit_lm.prompts import Prompt, TextPair
 
 Progress = Callable[[int, int], None]

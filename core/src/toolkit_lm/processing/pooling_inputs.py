@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine.score_template import choose_score_template
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import SentenceTransformersConfig, Side, read_sentence_transformers, read_sides
+from toolkit_lm.processing.score_template import choose_score_template
 from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer, score_tokens
 

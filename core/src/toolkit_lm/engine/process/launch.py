@@ -40,7 +40,7 @@ class EngineProcess:
         with theirs:
             arguments = [str(self.folder), str(theirs.fileno()), str(os.getpid())]
             # As multiprocessing does, so that it imports what this process would import, and its environment is the same.
-            code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm.engine.process_main import main; main()"
+            code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm.engine.process.main import main; main()"
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code, *arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL

@@ -1,0 +1,31 @@
+"""Starts an engine: in a process of its own, or in this one."""
+
+from __future__ import annotations
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.client import EngineClient
+from toolkit_lm.engine.process.launch import EngineProcess
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution.resolution import settle_device
+
+
+def start_engine(config: VllmConfig, plugins: Plugins, process: EngineProcess | None = None) -> EngineClient:
+    """The engine of a front: in a process of its own where `engine_process` says so. An engine process may still be loading.
+
+    `process`: one that has been started for it.
+    """
+    if config.engine.engine_process:
+        from toolkit_lm.engine.process.client import ProcessClient
+
+        process = process or EngineProcess()
+        try:
+            return ProcessClient(config, plugins, process)
+        except BaseException:
+            process.end()
+            raise
+    if process is not None:
+        process.end()
+    # It brings torch along.
+    from toolkit_lm.engine.in_process import InProcessClient
+
+    return InProcessClient(settle_device(config), plugins)

@@ -1,0 +1,9 @@
+"""The faces of an engine: `LLM` for lists of prompts, `LLMEngine` for a loop of one's own, `AsyncLLM` for event loops.
+
+The names are resolved when they are used.
+"""
+
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

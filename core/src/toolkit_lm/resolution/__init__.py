@@ -1,0 +1,9 @@
+"""From what was asked to what will run, and why.
+
+The names are resolved when they are used: only the explanation needs torch.
+"""
+
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
