@@ -1,5 +1,7 @@
 """The backend against the naive formula, and what it refuses."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -52,9 +54,9 @@ def test_is_attention(batch, heads, head_size) -> None:
 @pytest.mark.parametrize("sharpness", [1.0, 8.0])
 def test_bfloat16_is_as_exact_as_torch(batch, head_size, sharpness) -> None:
     step = make_step(BATCHES[batch], heads=(4, 4), head_size=head_size, dtype=torch.bfloat16, seed=3)
-    step.layer.scale *= sharpness
+    step.layer.params = replace(step.layer.params, scale=step.layer.params.scale * sharpness)
     rows = zip(step.q, step.k, step.v, strict=True)
-    theirs = [scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in row), scale=step.layer.scale)[0] for row in rows]
+    theirs = [scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in row), scale=step.layer.params.scale)[0] for row in rows]
     truth = step.naive()
     errors = [np.linalg.norm(o.double().numpy() - truth) for o in (step.run(), torch.cat([x.transpose(0, 1) for x in theirs]))]
     assert errors[0] <= 1.5 * errors[1]
@@ -66,7 +68,7 @@ def test_huge_scores_do_not_overflow_and_tiny_weights_vanish(dtype) -> None:
     if CpuBackend.refuses(msgspec.structs.replace(SPEC, dtype=str(dtype).removeprefix("torch."))):
         pytest.skip("no kernel for this type")
     step = make_step([40], heads=(2, 2), head_size=16, dtype=dtype)
-    step.layer.scale = 1e4
+    step.layer.params = replace(step.layer.params, scale=1e4)
     found = step.run()
     assert torch.isfinite(found).all()
     # Each query's best key takes it all.

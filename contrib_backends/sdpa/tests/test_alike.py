@@ -1,5 +1,7 @@
 """Sequences of equal length in an encoder: computed together, whatever lies between them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -35,9 +37,9 @@ def test_is_attention(batch, heads, bias, window) -> None:
 @pytest.mark.parametrize("sharpness", [1.0, 8.0])
 def test_half_precision_is_as_exact_as_torch(dtype, sharpness) -> None:
     step = make_step(BATCHES["mixed"], heads=(4, 4), head_size=32, dtype=getattr(torch, dtype), seed=3)
-    step.layer.scale *= sharpness
+    step.layer.params = replace(step.layer.params, scale=step.layer.params.scale * sharpness)
     rows = zip(step.q, step.k, step.v, strict=True)
-    theirs = [scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in row), scale=step.layer.scale)[0] for row in rows]
+    theirs = [scaled_dot_product_attention(*(x[None].transpose(1, 2) for x in row), scale=step.layer.params.scale)[0] for row in rows]
     truth = step.naive()
     errors = [np.linalg.norm(o.double().numpy() - truth) for o in (step.run(), torch.cat([x.transpose(0, 1) for x in theirs]))]
     assert errors[0] <= 1.5 * errors[1]

@@ -1,5 +1,7 @@
 """The backend passes the conformance kit; and what only it must do."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,7 @@ def torch_sdpa(step: AttentionStep) -> torch.Tensor:
         repeats = q.shape[1] // k.shape[1]
         # Four axes, as models call it: with three, torch's CPU kernel is another one.
         q, k, v = (x[None].transpose(1, 2) for x in (q, k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)))
-        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=step.layer.scale)[0].transpose(0, 1))
+        outputs.append(scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=step.layer.params.scale)[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
@@ -35,9 +37,9 @@ def torch_sdpa(step: AttentionStep) -> torch.Tensor:
 @pytest.mark.parametrize("explicit", [False, True], ids=["kernel", "formula"])
 def test_half_precision_is_as_exact_as_torch(dtype, sharpness, batch, explicit) -> None:
     step = make_step(batch=batch, dtype=dtype, heads=(6, 2), head_size=64, seed=3)
-    step.layer.scale *= sharpness
+    step.layer.params = replace(step.layer.params, scale=step.layer.params.scale * sharpness)
     if explicit:
-        step.layer.bias = lambda q, k: torch.zeros(6, len(q), len(k))
+        step.layer.params = replace(step.layer.params, bias=lambda q, k: torch.zeros(6, len(q), len(k)))
     truth = step.naive()
     ours, theirs = (np.linalg.norm(out.double().numpy() - truth) for out in (step.run(), torch_sdpa(step)))
     assert ours <= 1.5 * theirs
@@ -49,7 +51,7 @@ def test_half_precision_is_as_exact_as_torch(dtype, sharpness, batch, explicit) 
 def test_kernel_and_formula_agree(kind, window, spans) -> None:
     step = make_step(kind=kind, window=window, spans=spans)
     fast = step.run()
-    step.layer.soft_cap = 1e6
+    step.layer.params = replace(step.layer.params, soft_cap=1e6)
     assert (step.run() - fast).abs().max() <= 1e-5
 
 
@@ -62,7 +64,7 @@ def test_long_rows_are_computed_in_parts(monkeypatch) -> None:
 
 def test_large_scores_do_not_overflow() -> None:
     step = make_step(sinks=True)
-    step.layer.scale = 1e4
+    step.layer.params = replace(step.layer.params, scale=1e4)
     assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-4
 
 
@@ -76,6 +78,6 @@ def test_a_row_without_keys_gives_zeros() -> None:
 
 def test_a_batch_with_spans_does_not_touch_a_layer_without() -> None:
     step = make_step(spans=True)
-    step.layer.spans = False
+    step.layer.params = replace(step.layer.params, spans=False)
     plain = make_step()
     assert torch.equal(step.run(), plain.run())

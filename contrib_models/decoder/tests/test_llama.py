@@ -10,8 +10,7 @@ import torch
 from decoder_harness import load, logits_of, reference_logits, save
 from safetensors.torch import load_file
 from toolkit_lm_decoder.llama import LlamaForCausalLM
-from transformers import LlamaConfig, Qwen2Config, Qwen2ForCausalLM
-from transformers import LlamaForCausalLM as Reference
+from transformers import LlamaConfig, LlamaForCausalLM as Reference, Qwen2Config, Qwen2ForCausalLM
 
 SHAPE = {
     "vocab_size": 101,

@@ -14,8 +14,7 @@ from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.model import CheckpointWeights
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_decoder.llama import LlamaForCausalLM
-from transformers import LlamaConfig
-from transformers import LlamaForCausalLM as Reference
+from transformers import LlamaConfig, LlamaForCausalLM as Reference
 
 SHAPE = {
     "vocab_size": 50,

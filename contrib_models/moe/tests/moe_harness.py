@@ -11,9 +11,7 @@ from toolkit_lm.model import load_model
 from toolkit_lm_moe.mixtral import MixtralForCausalLM
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeForCausalLM
 from torch.nn import functional as F
-from transformers import MixtralConfig, Qwen3MoeConfig
-from transformers import MixtralForCausalLM as HFMixtral
-from transformers import Qwen3MoeForCausalLM as HFQwen3Moe
+from transformers import MixtralConfig, MixtralForCausalLM as HFMixtral, Qwen3MoeConfig, Qwen3MoeForCausalLM as HFQwen3Moe
 
 # Shorter than some prompts of the tests, and long enough that eight sequences do not fit a tight pool.
 WINDOW = 40

@@ -59,7 +59,7 @@ def test_all_tensors_are_there(theirs, tmp_path):
 def test_each_attention_module_has_a_layer(theirs, tmp_path):
     layers = [module for module in load(tmp_path).modules() if isinstance(module, Attention)]
     assert [layer.prefix for layer in layers] == ["gpt_neox.layers.0.attention", LAYER]
-    assert [(layer.num_heads, layer.num_kv_heads, layer.head_size) for layer in layers] == [(4, 4, 8)] * 2
+    assert [(layer.params.num_heads, layer.params.num_kv_heads, layer.params.head_size) for layer in layers] == [(4, 4, 8)] * 2
 
 
 def test_what_transformers_passes_over_is_passed_over(theirs, tmp_path):

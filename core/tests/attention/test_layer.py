@@ -91,8 +91,8 @@ def test_an_encoder_layer_keeps_nothing() -> None:
 
 def test_defaults_are_multi_head_and_the_usual_scale() -> None:
     layer = make_layer()
-    assert layer.num_kv_heads == 4
-    assert layer.scale == 80**-0.5
+    assert layer.params.num_kv_heads == 4
+    assert layer.params.scale == 80**-0.5
 
 
 def test_heads_must_divide() -> None:
@@ -108,8 +108,8 @@ def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
         out = layer(q, k, v)
     assert torch.equal(out, q * 2)
     assert backend.calls == [
-        ("write", layer, (3, 2, 80), (3, 2, 80), kv_cache, slots),
-        ("forward", layer, (3, 4, 80), (3, 2, 80), kv_cache, "mine"),
+        ("write", layer.params, (3, 2, 80), (3, 2, 80), kv_cache, slots),
+        ("forward", layer.params, (3, 4, 80), (3, 2, 80), kv_cache, "mine"),
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from toolkit_lm.attention import Attention, AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec, LayerParams
 from torch import Tensor
 
 try:
@@ -47,10 +47,10 @@ class CpuBackend(AttentionBackend):
     def build(self, batch: BatchView) -> BatchView:
         return batch
 
-    def write_kv(self, layer: Attention, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         raise NotImplementedError("encoder layers have no cache")
 
-    def forward(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: BatchView, out: Tensor) -> None:
+    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: BatchView, out: Tensor) -> None:
         q, k, v, to = (_side_by_side(x) for x in (q, k, v, out))
         starts = meta.query_start
         _kernels.attend(

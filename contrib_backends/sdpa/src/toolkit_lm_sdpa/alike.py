@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from toolkit_lm.attention import Attention
+from toolkit_lm.attention import LayerParams
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -17,7 +17,7 @@ _CHUNK_SCORES = 2**20
 """Most scores that these hold at a time: more do not stay in the caches, and fewer leave the threads little to share."""
 
 
-def attend_alike(layer: Attention, q: Tensor, k: Tensor, v: Tensor, alike: Alike, out: Tensor) -> None:
+def attend_alike(layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, alike: Alike, out: Tensor) -> None:
     """Writes attention of the tokens of `alike` to out; q and out [T, num_heads, head_size], k and v [T, num_kv_heads, head_size]."""
     length, heads, kv_heads, size = len(alike.positions), layer.num_heads, layer.num_kv_heads, layer.head_size
     bias = None if layer.bias is None else layer.bias(alike.positions, alike.positions).float()

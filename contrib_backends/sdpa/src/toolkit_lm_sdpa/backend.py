@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from toolkit_lm.attention import Attention, AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec, LayerParams
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -41,12 +41,12 @@ class SdpaBackend(AttentionBackend):
     def build(self, batch: BatchView) -> Metadata:
         return Metadata(batch)
 
-    def write_kv(self, layer: Attention, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         keys, values = kv_cache.view(2, -1, layer.num_kv_heads, layer.head_size).unbind()
         keys.index_copy_(0, slot_mapping, k)
         values.index_copy_(0, slot_mapping, v)
 
-    def forward(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Metadata, out: Tensor) -> None:
+    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Metadata, out: Tensor) -> None:
         plan = meta.plan(layer, kv_cache)
         for tokens in plan.blind:
             out[tokens].zero_()
@@ -74,7 +74,7 @@ def _gather(half: Tensor, index: Tensor) -> Tensor:
     return half.view(-1, head_size).index_select(0, index.view(-1)).view(*index.shape, head_size)
 
 
-def _decode(layer: Attention, q: Tensor, kv_cache: Tensor, bucket: Bucket, out: Tensor) -> None:
+def _decode(layer: LayerParams, q: Tensor, kv_cache: Tensor, bucket: Bucket, out: Tensor) -> None:
     """The query heads that share a KV head are the rows of one small matrix product, so keys are read once for all of them."""
     num_rows, kv_heads, group = len(bucket.mask), layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
     queries = q if bucket.tokens is None else q[bucket.tokens]
@@ -94,7 +94,7 @@ def _decode(layer: Attention, q: Tensor, kv_cache: Tensor, bucket: Bucket, out: 
         out.index_copy_(0, bucket.tokens, result)
 
 
-def _attend_fast(layer: Attention, q: Tensor, keys: Tensor, values: Tensor, row: Row, out: Tensor) -> None:
+def _attend_fast(layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, row: Row, out: Tensor) -> None:
     """One row with torch's kernels; keys and values [num_kv_heads, Tk, head_size]."""
     heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
     queries = q[row.tokens].view(-1, *heads, layer.head_size).permute(1, 2, 0, 3)
@@ -104,7 +104,7 @@ def _attend_fast(layer: Attention, q: Tensor, keys: Tensor, values: Tensor, row:
     out[row.tokens].view(-1, *heads, layer.head_size).copy_(result.permute(2, 0, 1, 3))
 
 
-def _attend_explicit(layer: Attention, q: Tensor, keys: Tensor, values: Tensor, row: Row, out: Tensor) -> None:
+def _attend_explicit(layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, row: Row, out: Tensor) -> None:
     """One row by the formula, some queries at a time; keys and values [num_kv_heads, Tk, head_size]."""
     heads = (layer.num_kv_heads, layer.num_heads // layer.num_kv_heads)
     sinks = None if layer.sinks is None else layer.sinks.view(*heads, 1, 1)

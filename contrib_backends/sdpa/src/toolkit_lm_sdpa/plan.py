@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from toolkit_lm.attention import Attention, AttentionType, BatchView
+from toolkit_lm.attention import AttentionType, BatchView, LayerParams
 from torch import Tensor
 
 _SHORT = 64
@@ -29,7 +29,7 @@ class Ask(NamedTuple):
     block_size: int | None
 
     @classmethod
-    def of(cls, layer: Attention, kv_cache: Tensor | None) -> Ask:
+    def of(cls, layer: LayerParams, kv_cache: Tensor | None) -> Ask:
         shaped = layer.soft_cap is not None or layer.sinks is not None
         block_size = None if kv_cache is None else kv_cache.shape[2]
         return cls(layer.attention_type, layer.window, layer.spans, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
@@ -101,7 +101,7 @@ class Metadata:
     batch: BatchView
     _plans: dict[Ask, Plan] = field(default_factory=dict)
 
-    def plan(self, layer: Attention, kv_cache: Tensor | None) -> Plan:
+    def plan(self, layer: LayerParams, kv_cache: Tensor | None) -> Plan:
         ask = Ask.of(layer, kv_cache)
         plan = self._plans.get(ask)
         if plan is None:

@@ -7,8 +7,17 @@ from typing import Any, ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, UnsupportedError
-from toolkit_lm.model import Absent, HFConfig, IntermediateTensors, Model, VocabParallelEmbedding, is_first_stage, is_last_stage, join
-from toolkit_lm.model import torch_dtype as dtype_of
+from toolkit_lm.model import (
+    Absent,
+    HFConfig,
+    IntermediateTensors,
+    Model,
+    VocabParallelEmbedding,
+    is_first_stage,
+    is_last_stage,
+    join,
+    torch_dtype as dtype_of,
+)
 from torch import Tensor, nn
 
 Renames = Sequence[tuple[str, str]]

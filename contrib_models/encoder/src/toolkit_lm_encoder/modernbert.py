@@ -103,7 +103,7 @@ class ModernBertAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         q, k, v = self.Wqkv(x).chunk(3, dim=-1)
         for heads in (q, k):
-            rotation.rotate(heads.view(-1, self.attn.num_heads, self.attn.head_size))
+            rotation.rotate(heads.view(-1, self.attn.params.num_heads, self.attn.params.head_size))
         out: Tensor = self.Wo(self.attn(q, k, v))
         return out
 

@@ -44,7 +44,7 @@ class RotaryAttention(nn.Module):
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         q, k, v = self.qkv_proj(x).chunk(3, dim=-1)
         for heads in (q, k):
-            rotation.rotate(heads.view(-1, self.attn.num_heads, self.attn.head_size))
+            rotation.rotate(heads.view(-1, self.attn.params.num_heads, self.attn.params.head_size))
         out: Tensor = self.o_proj(self.attn(q, k, v), x)
         return out
 

@@ -6,19 +6,36 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.attention.spec import AttentionSpec, KVCacheSpec
-
-if TYPE_CHECKING:
-    from toolkit_lm.attention.layer import Attention
+from toolkit_lm.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
 
 AttentionBias = Callable[[Tensor, Tensor], Tensor]
 """(query positions [Tq], key positions [Tk]) -> additive bias [num_heads, Tq, Tk], added to scaled scores before the softmax."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerParams:
+    """What a backend is told of the layer that it runs. Head counts are this rank's."""
+
+    name: str
+    """The layer's key in the engine, which is its name in the checkpoint."""
+    attention_type: AttentionType
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    """Multiplies q·k."""
+    window: int | None = None
+    soft_cap: float | None = None
+    bias: AttentionBias | None = None
+    sinks: Tensor | None = None
+    """[num_heads]: a logit per head that joins the softmax's denominator."""
+    spans: bool = False
 
 
 class GraphSupport(StrEnum):
@@ -95,11 +112,11 @@ class AttentionBackend(ABC):
         """This backend's metadata for one step, made once and used by every layer of the group."""
 
     @abstractmethod
-    def write_kv(self, layer: Attention, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Stores k and v [T, num_kv_heads, head_size] at their slots [T]."""
 
     @abstractmethod
-    def forward(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
+    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
         """Writes attention of q [T, num_heads, head_size] to out, of the same shape.
 
         With a cache, keys and values are read from it (this step's are written already); without (None), they are k and v, of

@@ -1,4 +1,3 @@
-from .client import EngineClient as EngineClient
-from .client import EngineInfo as EngineInfo
+from .client import EngineClient as EngineClient, EngineInfo as EngineInfo
 from .core import EngineCore as EngineCore
 from .start import start_engine as start_engine

@@ -23,8 +23,8 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
     selections: dict[str, Selection] = {}
     runner = "pooling" if config.model.runner == "pooling" else "generate"
     for layer in attention_layers(model).values():
-        if layer.attention_type not in _FED[runner] or layer.spans:
-            what = "bidirectional spans" if layer.spans else f"attention of type {layer.attention_type.value!r}"
+        if layer.params.attention_type not in _FED[runner] or layer.params.spans:
+            what = "bidirectional spans" if layer.params.spans else f"attention of type {layer.params.attention_type.value!r}"
             raise UnsupportedError(
                 f"layer {layer.prefix!r} has {what}, which the runner {runner!r} cannot feed. "
                 f"Able: layers of type {' or '.join(type.value for type in _FED[runner])}."

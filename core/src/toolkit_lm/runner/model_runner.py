@@ -77,7 +77,7 @@ class ModelRunner:
         if self._pooling is None:
             return {}
         pooler = self._pooling.pooler
-        one_way = all(layer.attention_type is AttentionType.DECODER for layer in self._layers.values())
+        one_way = all(layer.params.attention_type is AttentionType.DECODER for layer in self._layers.values())
         return {
             task: PoolingRules(
                 chunkable=one_way and pooler.chunkable(task),

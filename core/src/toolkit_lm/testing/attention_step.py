@@ -162,9 +162,9 @@ class AttentionStep:
 
     def _asked(self, row: int) -> dict[str, Any]:
         """The arguments that both formulas share."""
-        spans = self.spans[row] if self.spans and self.layer.spans else ()
-        asked = {"kind": str(self.type), "scale": self.layer.scale, "window": self.layer.window, "soft_cap": self.layer.soft_cap}
-        return asked | {"spans": spans}
+        spans = self.spans[row] if self.spans and self.layer.params.spans else ()
+        params = self.layer.params
+        return {"kind": str(self.type), "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap, "spans": spans}
 
     def _new(self, row: int) -> int:
         """First key of a row that this step brings."""
@@ -194,7 +194,7 @@ class AttentionStep:
             past = slice(self._visible(row), self._new(row))
             if past.start < past.stop:
                 slots = self._slots(table, row, past.start)[: past.stop - past.start]
-                backend.write_kv(self.layer, self._to(self.k[row][past]), self._to(self.v[row][past]), kv_cache, self._to(slots))
+                backend.write_kv(self.layer.params, self._to(self.k[row][past]), self._to(self.v[row][past]), kv_cache, self._to(slots))
         return kv_cache, table
 
     def _slots(self, table: Tensor, row: int, first: int) -> Tensor:

@@ -132,7 +132,7 @@ def _check_direction(model: Model, name: str) -> None:
         key for key, off in (("is_causal", True), ("use_bidirectional_attention", False)) if hf_config.get(key, off) not in (off, None)
     ]
     layers = (module for module in model.modules() if isinstance(module, Attention))
-    if asked and any(layer.attention_type is AttentionType.DECODER for layer in layers):
+    if asked and any(layer.params.attention_type is AttentionType.DECODER for layer in layers):
         raise _refusal(name, f"config.json's {asked[0]!r} asks for bidirectional attention, which this class does not have")
 
 
