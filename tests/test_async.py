@@ -274,9 +274,9 @@ class TestBadRequests:
     def test_a_failing_submit_is_its_callers(self, engine, monkeypatch):
         async def body():
             def broken(*args, **kwargs):
-                raise KeyError("no stream")
+                raise KeyError("no client")
 
-            monkeypatch.setattr(engine.renderer, "decode_stream", broken)
+            monkeypatch.setattr(engine.engine.client, "add", broken)
             with pytest.raises(KeyError):
                 await ask(engine)
             monkeypatch.undo()

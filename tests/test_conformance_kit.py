@@ -31,8 +31,7 @@ class Kit(TransformersConformance):
     tested = LlamaForCausalLM
 
     def make_hf_model(self, **variant):
-        from transformers import LlamaConfig
-        from transformers import LlamaForCausalLM as Reference
+        from transformers import LlamaConfig, LlamaForCausalLM as Reference
 
         return Reference(LlamaConfig(**SHAPE | variant))
 

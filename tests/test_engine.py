@@ -235,7 +235,7 @@ def _short(value: object) -> str:
 BAD_PROMPTS = {
     "empty text": ("", "empty"),
     "no tokens": ({"prompt_token_ids": []}, "empty"),
-    "too long": ({"prompt_token_ids": [40] * 128}, "128 tokens.*max_model_len, 128"),
+    "too long": ({"prompt_token_ids": [40] * 128}, "128 tokens.*maximum context length is 128 tokens"),
     "too long text": ("a" * 5000, "128"),
     "out of vocabulary": ({"prompt_token_ids": [40, 272]}, "272"),
     "negative id": ({"prompt_token_ids": [-1]}, "-1"),

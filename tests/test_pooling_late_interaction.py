@@ -138,7 +138,7 @@ def check(folder, queries, documents, score=max_sim):
             outputs = llm.encode(texts, task="token_embed", prompt_name=name, use_tqdm=False)
             for output, (ids, vectors) in zip(outputs, sides, strict=True):
                 assert output.prompt_token_ids == ids
-                compared = llm.engine.texts.sides[name].compared(output.prompt_token_ids)
+                compared = llm.engine.processor.texts.sides[name].compared(output.prompt_token_ids)
                 np.testing.assert_allclose(output.data[compared], vectors, atol=1e-5)
 
 

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from toolkit_lm import LLM, AsyncLLM, PoolingParams, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
-from toolkit_lm.frontend.pooling_requests import prepare_each
 from toolkit_lm.testing import make_checkpoint, randomize
 from toolkit_lm_server.app import create_app
 from torch.nn.functional import normalize
@@ -352,8 +351,8 @@ class TestPromptsThatAreLeftOut:
                 llm.embed(TEXTS[0], prompt_name="query", truncate_prompt_tokens=self.START)
             # That of one text is no error of the others.
             params = [PoolingParams()] * 2
-            bad, good = prepare_each(
-                llm.engine, ["0", "1"], TEXTS[:2], params, prompt_name=["query", "document"], truncate_prompt_tokens=self.START
+            bad, good = llm.engine.processor.prepare_pooling_batch(
+                ["0", "1"], TEXTS[:2], params, prompt_name=["query", "document"], truncate_prompt_tokens=self.START
             )
             assert isinstance(bad, RequestError)
             llm.engine.submit(good)

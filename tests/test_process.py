@@ -263,7 +263,7 @@ class TestPlugins:
 
     def test_a_request_that_cannot_be_sent_fails_alone(self):
         with LLM(**SMALL, engine_process=True) as llm:
-            good, bad = (llm.engine.prepare(name, "Once", GREEDY) for name in ("good", "bad"))
+            good, bad = (llm.engine.processor.prepare(name, "Once", GREEDY) for name in ("good", "bad"))
             bad.message.context["x"] = object()
             with pytest.raises(RequestError, match="cannot be sent"):
                 llm.engine.submit(bad)

@@ -45,10 +45,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request as far as it has come: whole texts, not deltas."""
+    """A request as far as it has come, or what is new of it: SamplingParams.output_kind says which."""
 
     request_id: str
     prompt: str | None
+    """The text that the engine read; None where the prompt was a conversation or token ids."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool

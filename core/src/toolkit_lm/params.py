@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,18 @@ from toolkit_lm.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 """Why a sequence ended: "abort" by its caller, "timeout" by its request's deadline, "error" with a message."""
+
+
+class RequestOutputKind(Enum):
+    """What a request's outputs hold, where they come one after another."""
+
+    CUMULATIVE = 0
+    """All that there is so far."""
+    DELTA = 1
+    """What has come since the last output."""
+    FINAL_ONLY = 2
+    """There is one output, at the end."""
+
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 1024
@@ -70,6 +83,7 @@ _WITH_BEAMS = frozenset(
         "truncate_prompt_tokens",
         "detokenize",
         "skip_special_tokens",
+        "output_kind",
     )
 )
 """The parameters that mean something in a beam search. The others say how a token is drawn, and none is."""
@@ -155,6 +169,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Read only so many tokens of a longer prompt: the last, which the output follows. -1: as many as leave room for max_tokens."""
     detokenize: bool = True
     skip_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    """What each output of a streamed request holds."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -194,6 +210,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             _require(integer, name, "an integer of at most 64 bits", value)
         for name in ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             _require(type(getattr(self, name)) is bool, name, "true or false", getattr(self, name))
+        _require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind", self.output_kind)
 
     def _check_stops(self) -> None:
         _require(isinstance(self.stop, str | list | tuple | None), "stop", "a text or a list of texts", self.stop)

@@ -9,8 +9,7 @@ from toolkit_lm.model.rope_scaling import _SCALINGS
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb as rotate_halves
 
 HEADS, HEAD_SIZE, MAX_POSITIONS = 4, 32, 256
 BASE = {"hidden_size": HEADS * HEAD_SIZE, "num_attention_heads": HEADS, "max_position_embeddings": MAX_POSITIONS}

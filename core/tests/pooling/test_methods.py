@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.pooling import METHODS, Concatenated, EmbeddingHead, SimplePooler, embedding_pooler
-from toolkit_lm.pooling import methods as methods_module
+from toolkit_lm.pooling import METHODS, Concatenated, EmbeddingHead, SimplePooler, embedding_pooler, methods as methods_module
 from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from toolkit_lm.processing.stop import StopFinder
 
 texts = st.text(alphabet="ab", max_size=30)

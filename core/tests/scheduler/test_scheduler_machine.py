@@ -7,15 +7,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 from fake_engine import NAN, POISON, FakeCore, kv_cache, next_token
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import BlockCopy, EngineRequest
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.scheduler import BlockManager
-from toolkit_lm.scheduler import scheduler as scheduler_module
+from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
 
 MAX_MODEL_LEN = 20

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
+from contextlib import aclosing
 
 import httpx
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.frontend.health import Health
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
+from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.validation import check_options
 from toolkit_lm.renderer import Renderer
@@ -62,7 +63,7 @@ class FakeEngine:
         self.status, self.reason = "ready", ""
         self.num_resets = 0
         self.num_restarts = 2
-        self.engine = SimpleNamespace(queue=SimpleNamespace(num_tokens=9))
+        self.num_queued_tokens = 9
         self.asked = []
         self.num_open = 0
         self.failure: Exception | None = None
@@ -73,13 +74,40 @@ class FakeEngine:
     async def reset_prefix_cache(self):
         self.num_resets += 1
 
-    async def generate(self, prompt, params, *, request_id=None, **options):
+    async def chat(self, messages, params, *, options, **render_options):
+        token_ids, _ = self.renderer.render_conversation(messages, **render_options)
+        async with aclosing(self.generate_many([{"prompt_token_ids": token_ids}], params, **options)) as outputs:
+            async for found in outputs:
+                for _, output in found:
+                    yield output
+
+    async def generate_many(self, prompts, params, **options):
         check_options(options)
-        self.asked.append((prompt, params, options))
-        text = self.renderer.decode(prompt["prompt_token_ids"])
+        rendered = [self.renderer.render_prompt(prompt)[0] for prompt in prompts]
+        for token_ids in rendered:
+            if len(token_ids) >= self.config.max_model_len:
+                most = self.config.max_model_len
+                raise ContextLengthError(
+                    f"the prompt has {len(token_ids)} tokens; this model's maximum context length is {most}.", "prompt"
+                )
+            self.asked.append(({"prompt_token_ids": token_ids}, params, options))
+            if "refuse" in self.renderer.decode(token_ids):
+                raise RequestError("n is too high", "n")
+        streams = {number: self._answer(token_ids, params, options) for number, token_ids in enumerate(rendered)}
+        try:
+            # A prompt that hangs is asked last, so that the others end.
+            for number in sorted(streams, key=lambda number: "hang" in self.renderer.decode(rendered[number])):
+                async for output in streams[number]:
+                    if output.finished or params.output_kind is RequestOutputKind.DELTA:
+                        yield [(number, output)]
+        finally:
+            for stream in streams.values():
+                await stream.aclose()
+
+    async def _answer(self, known, params, options):
+        text = self.renderer.decode(known)
         answer = text.upper()[: params.max_tokens]
-        if "refuse" in text:
-            raise RequestError("n is too high", "n")
+        is_delta = params.output_kind is RequestOutputKind.DELTA
         self.num_open += 1
         try:
             for size in range(1, len(answer) + 1):
@@ -91,12 +119,12 @@ class FakeEngine:
                 done = size == len(answer)
                 reason = ("error" if "broken" in text else "stop") if done else None
                 if options["timeout"] is not None and size == 1 and "late" in text:
-                    yield RequestOutput("id", text, [], [CompletionOutput(0, "", [], finish_reason="timeout")], True)
+                    yield RequestOutput("id", text, known, [CompletionOutput(0, "", [], finish_reason="timeout")], True)
                     return
                 if options["timeout"] is not None and size == 3:
                     reason, done = "timeout", True
-                outputs = [self._sequence(i, answer[:size], params, reason) for i in range(params.n)]
-                known = prompt["prompt_token_ids"]
+                new = answer[size - 1 : size] if is_delta else answer[:size]
+                outputs = [self._sequence(i, new, params, reason) for i in range(params.n)]
                 logprobs = None if params.prompt_logprobs is None else [None, *({i: Logprob(-2.5, 3, chr(i))} for i in known[1:])]
                 yield RequestOutput("id", text, known, outputs, done, num_cached_tokens=1, error="NaN logits", prompt_logprobs=logprobs)
                 if done:

@@ -173,6 +173,23 @@ def test_openai_sampling_parameters(client):
     assert unknown.value.param == "logits_processors"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_and_usage_speak_of_the_prompt_that_was_read(client, stream):
+    """Of a prompt that is cut, the engine reads its end."""
+    options = {"model": "random", "prompt": "abcdefgh", "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 1, "stream": stream}
+    options["extra_body"] = {**FOREVER, "truncate_prompt_tokens": 4}
+    if stream:
+        chunks = list(client.completions.create(**options, stream_options={"include_usage": True}))
+        choices, usage = [chunk.choices[0] for chunk in chunks[:-1]], chunks[-1].usage
+    else:
+        reply = client.completions.create(**options)
+        choices, usage = reply.choices, reply.usage
+    assert "".join(choice.text for choice in choices).startswith("efgh")
+    tokens = [token for choice in choices if choice.logprobs for token in choice.logprobs.tokens]
+    assert len(tokens) == 4 + 3 and tokens[:4] == list("efgh")
+    assert (usage.prompt_tokens, usage.completion_tokens) == (4, 3)
+
+
 def test_openai_best_of_and_beam_search(client):
     def texts(**options):
         return [c.text for c in client.completions.create(model="random", prompt="abc", max_tokens=6, **options).choices]

@@ -138,11 +138,8 @@ def _results(engine: LLMEngine, lines: Iterator[Line], how: How) -> Iterator[tup
 
 def _submit(engine: LLMEngine, chunk: list[Line], how: How, waiting: dict[str, Line]) -> Iterator[tuple[Line, RequestError]]:
     """Gives the lines to the engine, and back those that it cannot take. Raises RequestError for what is wrong with all of them."""
-    from toolkit_lm.frontend.pooling_requests import prepare_each
-
     good = [line for line in chunk if line.error is None]
-    prepared = prepare_each(
-        engine,
+    prepared = engine.processor.prepare_pooling_batch(
         [str(line.number) for line in good],
         [line.text for line in good],
         [how.params] * len(good),

@@ -10,6 +10,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.outputs import RequestOutput
+from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
 
 
@@ -21,11 +22,12 @@ class LocalTalker:
         self._count = 0
 
     def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
-        self._engine.add_chat(self._next_id(), messages, flags.params(max_tokens=None))
+        params = flags.params(max_tokens=None).replace(output_kind=RequestOutputKind.DELTA)
+        self._engine.add_chat(self._next_id(), messages, params)
         return self._stream()
 
     def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
-        self._engine.add_request(self._next_id(), prompt, flags.params())
+        self._engine.add_request(self._next_id(), prompt, flags.params().replace(output_kind=RequestOutputKind.DELTA))
         return self._stream()
 
     def close(self) -> None:
@@ -36,15 +38,12 @@ class LocalTalker:
         return str(self._count)
 
     def _stream(self) -> Iterator[str]:
-        length = 0
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     assert isinstance(output, RequestOutput)
                     if output.error:
                         raise RequestError(output.error)
-                    text = output.outputs[0].text
-                    yield text[length:]
-                    length = len(text)
+                    yield output.outputs[0].text
         finally:
             self._engine.abort([str(self._count)])

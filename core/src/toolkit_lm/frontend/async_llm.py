@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from typing import Any, TypeVar, Unpack
 
@@ -15,12 +15,14 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend.engine_thread import EngineThread
 from toolkit_lm.frontend.health import Health
 from toolkit_lm.frontend.listener import Batch, Listener, Stream
-from toolkit_lm.frontend.llm_engine import LLMEngine, PreparedRequest, RequestOptions
-from toolkit_lm.frontend.pooling_requests import all_prepared, listed, params_of_each, prepare_each
+from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
-from toolkit_lm.params import SamplingParams
+from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
+from toolkit_lm.processing.processor import Processor
+from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
 from toolkit_lm.renderer import Renderer
 
@@ -68,6 +70,16 @@ class AsyncLLM:
         return self.engine.renderer
 
     @property
+    def processor(self) -> Processor:
+        """What makes requests of prompts. Its methods take a while: not for an event loop's thread."""
+        return self.engine.processor
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for a place in the batch."""
+        return self._thread.queue.num_tokens
+
+    @property
     def error(self) -> BaseException | None:
         """Why the engine died, or did not start; None while it lives."""
         return self._thread.error
@@ -88,12 +100,12 @@ class AsyncLLM:
     def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come: whole texts, not deltas; a text only grows. A caller that is slow gets merged states.
+        """Outputs as they come. By default each holds the whole text so far; `params.output_kind` DELTA gives what is new.
 
-        Closing the iterator aborts the request. Raises RequestError before the first output, QueueFullError among them; EngineDeadError
-        when the engine dies.
+        A caller that is slow gets fewer, larger outputs. Closing the iterator aborts the request. Raises RequestError before the first
+        output, QueueFullError among them; EngineDeadError when the engine dies.
         """
-        return self._stream(lambda rid: self.engine.prepare(rid, prompt, params, **options), request_id)
+        return self._single(lambda rid: self.processor.prepare(rid, prompt, params, options), params, request_id)
 
     def chat(
         self,
@@ -105,7 +117,22 @@ class AsyncLLM:
         **render_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation; `render_options` are Renderer.render_conversation's."""
-        return self._stream(lambda rid: self.engine.prepare_chat(rid, messages, params, options, **render_options), request_id)
+        return self._single(lambda rid: self.processor.prepare_chat(rid, messages, params, options, **render_options), params, request_id)
+
+    def generate_many(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """As `generate`, for many prompts at once, which reach the engine before its next step.
+
+        Outputs that come together are given together, each with its prompt's number. A bad prompt is an error for all of them, before any
+        is computed. Closing the iterator aborts them all.
+        """
+        ids = [self._new_id() for _ in prompts]
+
+        def prepare() -> list[PreparedRequest]:
+            return [self.processor.prepare(rid, prompt, params, options) for rid, prompt in zip(ids, prompts, strict=True)]
+
+        return self._outputs(ids, prepare, params)
 
     async def encode(
         self,
@@ -119,7 +146,7 @@ class AsyncLLM:
         instruction: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> PoolingRequestOutput:
-        """One pooling task on a prompt or a pair of texts; the arguments are those of `LLMEngine.prepare_pooling`.
+        """One pooling task on a prompt or a pair of texts; the arguments are those of `Processor.prepare_pooling`.
 
         `task` stands in for params that say nothing else. Cancelling it aborts the request. Raises RequestError, QueueFullError among
         them, and EngineDeadError.
@@ -161,11 +188,10 @@ class AsyncLLM:
         called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
 
         def prepare() -> list[PreparedRequest]:
-            prepared = prepare_each(
-                self.engine,
+            prepared = self.processor.prepare_pooling_batch(
                 ids,
                 many,
-                params_of_each(self.engine, params, task, len(many)),
+                params_of_each(params, task, len(many), self.tasks),
                 prompt_name=prompt_name,
                 truncate_prompt_tokens=truncate_prompt_tokens,
                 instruction=instruction,
@@ -210,14 +236,22 @@ class AsyncLLM:
     async def __aexit__(self, *exc: object) -> None:
         await self.shutdown()
 
-    async def _stream(self, prepare: Callable[[str], PreparedRequest], request_id: str | None) -> AsyncGenerator[Any, None]:
+    async def _single(
+        self, prepare: Callable[[str], PreparedRequest], params: SamplingParams | None, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
         name = request_id if request_id is not None else self._new_id()
-        async with self._served([name], lambda: [prepare(name)], Stream()) as stream:
-            while True:
-                output = await stream.next()
-                yield output
-                if output.finished:
-                    return
+        async with aclosing(self._outputs([name], lambda: [prepare(name)], params)) as outputs:
+            async for found in outputs:
+                for _, output in found:
+                    yield output
+
+    async def _outputs(
+        self, request_ids: list[str], prepare: Callable[[], list[PreparedRequest]], params: SamplingParams | None
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        final_only = params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
+        async with self._served(request_ids, prepare, Stream(final_only=final_only)) as stream:
+            while not stream.is_over:
+                yield await stream.next()
 
     @asynccontextmanager
     async def _served(

@@ -14,7 +14,9 @@ from queue import Empty, SimpleQueue
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.health import Health, Watchdog
 from toolkit_lm.frontend.listener import Listener
-from toolkit_lm.frontend.llm_engine import LLMEngine, PreparedRequest
+from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.frontend.queue import QueueLimits
+from toolkit_lm.processing.requests import PreparedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class EngineThread:
     def __init__(self, engine: LLMEngine) -> None:
         """Starts the thread. `engine` may be loading still."""
         self.engine = engine
+        self.queue = engine.queue = QueueLimits(engine.config.limits)
         self.ready: Future[None] = Future()
         """Done when the engine is, or with what kept it from starting. A restart sets another."""
         self.error: BaseException | None = None
@@ -44,7 +47,7 @@ class EngineThread:
         self.ended = False
         self._stopping = False
         bound = engine.config.engine.step_timeout
-        self._watchdog = Watchdog(lambda: engine.silence, bound, lambda: engine.client.dump_stacks())
+        self._watchdog = Watchdog(lambda: engine.seconds_since_progress, bound, lambda: engine.client.dump_stacks())
         self._thread = threading.Thread(target=self._run, name="toolkit_lm-engine", daemon=True)
         self._thread.start()
         atexit.register(self._at_exit)
@@ -97,7 +100,7 @@ class EngineThread:
             return Health("closed", "the engine has been shut down")
         if not self.ready.done():
             return Health("restarting" if self.num_restarts else "starting", self.engine.client.phase)
-        silence, bound = self.engine.silence, self.engine.config.engine.step_timeout
+        silence, bound = self.engine.seconds_since_progress, self.engine.config.engine.step_timeout
         if silence > bound:
             return Health("stalled", f"no progress for {silence:.1f} s; step_timeout is {bound:g} s")
         return Health("ready")
@@ -156,6 +159,7 @@ class EngineThread:
         self._tell(lost.values(), _dead(failure))
         for request_id in lost:
             del self._listeners[request_id]
+        self.queue = self.engine.queue = QueueLimits(self.engine.config.limits)
         self.engine.restart()
 
     def _end(self) -> None:
@@ -196,7 +200,7 @@ class EngineThread:
         if any(self._listeners.get(message.request_id) is not listener for message in messages):
             return
         try:
-            self.engine.queue.check(messages)
+            self.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
         except Exception as error:
             # Whatever it is, it is this caller's: the others go on.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
-from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.processing.pooling_state import AnyState
 
 
@@ -40,21 +39,39 @@ class Listener:
 
 
 class Stream(Listener):
-    """One request, as it goes on. A slow caller gets the newest state."""
+    """Requests that generate, as they go on. A slow caller gets what has come meanwhile as one output."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, final_only: bool) -> None:
+        """`final_only`: of each request only the end is wanted."""
         super().__init__()
-        self._seen = 0
+        self._final_only = final_only
+        self._open: dict[int, AnyState] | None = None
+        """By number, the requests that have not given their last output."""
 
-    async def next(self) -> Any:
-        """The request's state once there is a new one. It is copied here, and not in the engine's thread."""
+    def wants(self, finished: bool) -> bool:
+        return finished or not self._final_only
+
+    @property
+    def is_over(self) -> bool:
+        """Every request has given its last output."""
+        return self._open is not None and not self._open
+
+    async def next(self) -> list[tuple[int, RequestOutput]]:
+        """What is new, each with its request's number, once there is anything. Outputs are made here, not in the engine's thread."""
         while True:
             await self._wait()
-            [state] = self.states
-            with state.lock:
-                if state.version != self._seen:
-                    self._seen = state.version
-                    return state.snapshot()
+            if self._open is None:
+                self._open = dict(enumerate(self.states))
+            found = []
+            for number, state in list(self._open.items()):
+                with state.lock:
+                    output = state.take()
+                if isinstance(output, RequestOutput):
+                    found.append((number, output))
+                    if output.finished:
+                        del self._open[number]
+            if found:
+                return found
 
 
 class Batch(Listener):

@@ -11,18 +11,19 @@ from typing import Any
 
 from toolkit_lm.config import VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
-from toolkit_lm.frontend import LLMEngine, PreparedRequest
-from toolkit_lm.frontend.pooling_mixin import PoolingFace
+from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.frontend.pooling_mixin import PoolingMixin
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt
 
 Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests)."""
 
 
-class LLM(PoolingFace):
+class LLM(PoolingMixin):
     """Generates for whole lists of prompts.
 
     llm = LLM(model="tiny")
@@ -83,7 +84,11 @@ class LLM(PoolingFace):
         priorities = [0] * len(prompts) if priority is None else list(priority)
         if len(priorities) != len(prompts):
             raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts: give one for each.", "priority")
-        prepared = [self.engine.prepare(self._next_id(), p, s, priority=n) for p, s, n in zip(prompts, each, priorities, strict=True)]
+        prepare = self.engine.processor.prepare
+        prepared = [
+            prepare(self._next_id(), p, s, RequestOptions(priority=n) if n else None)
+            for p, s, n in zip(prompts, each, priorities, strict=True)
+        ]
         return self._run(prepared, use_tqdm, progress)
 
     def chat(
@@ -98,7 +103,8 @@ class LLM(PoolingFace):
         """Answers a conversation, or each of several, through the chat template. `render_options` are Renderer.render_conversation's."""
         conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         each = self._params(params, len(conversations))
-        prepared = [self.engine.prepare_chat(self._next_id(), c, s, **render_options) for c, s in zip(conversations, each, strict=True)]
+        prepare = self.engine.processor.prepare_chat
+        prepared = [prepare(self._next_id(), c, s, **render_options) for c, s in zip(conversations, each, strict=True)]
         return self._run(prepared, use_tqdm, progress)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

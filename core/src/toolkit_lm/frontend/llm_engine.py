@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Unpack
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
@@ -14,47 +14,22 @@ from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.engine.start import start_engine
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.queue import QueueLimits
-from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest
+from toolkit_lm.messages import EngineOutput, EngineOutputs
 from toolkit_lm.outputs import AnyRequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import check_params
-from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_inputs import PoolingTexts
 from toolkit_lm.processing.pooling_state import AnyState, PoolingState
+from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.request_state import RequestState
-from toolkit_lm.processing.validation import check_bounds, check_options, check_processors, check_token_ids, cut_prompt, tokenize_words
-from toolkit_lm.prompts import Conversation, Prompt, TextPair, parse_prompt
-from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
+from toolkit_lm.prompts import Conversation, Prompt
+from toolkit_lm.renderer import Renderer
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.scheduler import RequestLimits
 
-_NO_SAMPLING = SamplingParams()
-"""Of requests that pool. It is checked when it is made, which takes a while."""
-
-
-class PreparedRequest(NamedTuple):
-    """A request that has been rendered and checked, and not yet been queued."""
-
-    message: EngineRequest
-    prompt: str | None
-
-
-class RequestOptions(TypedDict, total=False):
-    """How one request is handled, apart from what is drawn."""
-
-    priority: int
-    """Smaller is served first, under the policy 'priority'. 0 where not given."""
-    timeout: float | None
-    """Seconds after which it ends with finish_reason "timeout", wherever it is."""
-    cache_salt: str | None
-    """Only requests of the same salt share cached prefixes: it keeps tenants from learning what others sent."""
-    context: dict[str, str]
-    """Attached to the request's events, for plugins that watch: trace headers, say."""
-
 
 class LLMEngine:
-    """Renderer, engine and output texts in the caller's own thread.
+    """Processor, engine and output texts in the caller's own thread.
 
         engine = LLMEngine.from_config(VllmConfig.make(model="tiny"))
         engine.add_request("1", "Once upon a time", SamplingParams(max_tokens=32))
@@ -62,7 +37,7 @@ class LLMEngine:
             for output in engine.step():
                 ...
 
-    The engine runs in this process, or, with the option `engine_process`, in one of its own. `prepare` and `prepare_chat` may be called
+    The engine runs in this process, or, with the option `engine_process`, in one of its own. The methods of `processor` may be called
     from any thread; all else from one at a time.
     """
 
@@ -84,11 +59,9 @@ class LLMEngine:
         self._closed = False
         try:
             self.renderer: Renderer = self.plugins.renderers.load(self.config.renderer.renderer)(self.config)
-            self.queue = QueueLimits(self.config.limits)
-            self.texts = PoolingTexts(self.config, self.renderer, self.plugins)
-            self._limits: RequestLimits | None = None
-            self.tasks: tuple[Task, ...] = ()
-            """What the model serves, once the engine is ready."""
+            self.processor = Processor(self.config, self.renderer, self.plugins)
+            self.queue: QueueLimits | None = None
+            """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
             self._ready = False
             self._busy_since = 0.0
@@ -121,9 +94,7 @@ class LLMEngine:
         if info is None:
             return False
         self.config = info.config
-        self._limits = RequestLimits(info.config, info.kv_cache, info.pooling)
-        generates: tuple[Task, ...] = ("generate",) if self._limits.generates else ()
-        self.tasks = (*generates, *info.pooling)
+        self.processor.set_limits(RequestLimits(info.config, info.kv_cache, info.pooling))
         self._busy_since, self._ready = time.monotonic(), True
         return True
 
@@ -132,14 +103,19 @@ class LLMEngine:
         self.client.shutdown()
         self.plugins.close()
         self._states.clear()
-        self.queue = QueueLimits(self.config.limits)
+        self._ready = False
         self.client = self._started()
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the model serves; nothing before the engine is ready."""
+        return self.processor.tasks if self._ready else ()
 
     # Requests
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> None:
         """Renders, checks and queues a prompt. Raises RequestError; the other requests go on."""
-        self.submit(self.prepare(request_id, prompt, params, **options))
+        self.submit(self.processor.prepare(request_id, prompt, params, options))
 
     def add_chat(
         self,
@@ -150,104 +126,7 @@ class LLMEngine:
         **render_options: Any,
     ) -> None:
         """Renders a conversation through the chat template, and queues it. `render_options` are Renderer.render_conversation's."""
-        self.submit(self.prepare_chat(request_id, messages, params, options, **render_options))
-
-    def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]
-    ) -> PreparedRequest:
-        """Renders and checks a prompt. Raises RequestError. May be called from any thread."""
-        parsed = parse_prompt(prompt)
-        token_ids, _ = self.renderer.render_prompt(parsed)
-        return self._prepared(request_id, token_ids, parsed.get("prompt"), params, options)
-
-    def prepare_chat(
-        self,
-        request_id: str,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        options: RequestOptions | None = None,
-        **render_options: Any,
-    ) -> PreparedRequest:
-        """Renders and checks a conversation. Raises RequestError. May be called from any thread."""
-        token_ids, _ = self.renderer.render_conversation(messages, **render_options)
-        return self._prepared(request_id, token_ids, None, params, options or {})
-
-    def prepare_pooling(
-        self,
-        request_id: str,
-        prompt: Prompt | TextPair,
-        params: PoolingParams,
-        *,
-        prompt_name: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
-        **options: Unpack[RequestOptions],
-    ) -> PreparedRequest:
-        """Renders and checks a prompt, or a pair of texts, for a pooling task. Raises RequestError. May be called from any thread.
-
-        `prompt_name` names one of the checkpoint's prompts, which goes before the text. `truncate_prompt_tokens` cuts what is longer, -1 to
-        what the model takes. `instruction` is for score templates.
-        """
-        (rendered,) = self.texts.render(
-            [prompt], prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, instruction=instruction
-        )
-        return self.prepare_rendered(request_id, rendered, prompt if isinstance(prompt, str) else None, params, options)
-
-    def prepare_rendered(
-        self, request_id: str, rendered: RenderedText, prompt: str | None, params: PoolingParams, options: RequestOptions
-    ) -> PreparedRequest:
-        """As `prepare_pooling`, for what `texts.render` gave. Raises RequestError. May be called from any thread."""
-        self.check_pooling(params)
-        message = self._message(request_id, rendered.token_ids, _NO_SAMPLING, options)
-        message.pooling, message.second_text_start = params, rendered.second_text_start
-        message.num_attended = rendered.num_attended
-        if params.task == "embed":
-            message.pooling_start = rendered.pooling_start
-        self._check(message)
-        return PreparedRequest(message, prompt)
-
-    def check_pooling(self, params: PoolingParams) -> None:
-        """Raises RequestError for a task that the model does not serve, or what the task cannot give. May be called from any thread."""
-        size = self._ready_limits.rules(params.task).size
-        if size is not None:
-            check_params(params, size)
-
-    def _prepared(
-        self, request_id: str, token_ids: list[int], prompt: str | None, params: SamplingParams | None, options: RequestOptions
-    ) -> PreparedRequest:
-        params = params or SamplingParams()
-        check_bounds(params, self.config.limits)
-        check_processors(params, self.plugins.logits_processors)
-        message = self._message(request_id, cut_prompt(token_ids, params, self.config.max_model_len), params, options)
-        message.words = tokenize_words(params, self.renderer)
-        self._check(message)
-        return PreparedRequest(message, prompt)
-
-    def _message(self, request_id: str, token_ids: list[int], params: SamplingParams, options: RequestOptions) -> EngineRequest:
-        if not isinstance(request_id, str):
-            raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
-        check_options(options)
-        now, timeout = time.monotonic(), options.get("timeout")
-        return EngineRequest(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            params=params,
-            eos_token_ids=self.renderer.eos_token_ids,
-            priority=options.get("priority", 0),
-            arrival_time=now,
-            deadline=None if timeout is None else now + timeout,
-            cache_salt=options.get("cache_salt"),
-            context=options.get("context", {}),
-        )
-
-    def _check(self, message: EngineRequest) -> None:
-        check_token_ids(message, self.config.hf_config.get("vocab_size"))
-        self._ready_limits.check(message)
-
-    @property
-    def _ready_limits(self) -> RequestLimits:
-        assert self._limits is not None, "the engine is not ready: call wait_ready first"
-        return self._limits
+        self.submit(self.processor.prepare_chat(request_id, messages, params, options, **render_options))
 
     def submit(self, prepared: PreparedRequest) -> AnyState:
         """Queues a prepared request. Raises RequestError where its id is in use, EngineDeadError after `shutdown`."""
@@ -268,7 +147,8 @@ class LLMEngine:
         if not self._states:
             self._busy_since = time.monotonic()
         self._states.update(states)
-        self.queue.add(messages)
+        if self.queue is not None:
+            self.queue.add(messages)
         return list(states.values())
 
     def abort(self, request_ids: str | Iterable[str]) -> list[AnyRequestOutput]:
@@ -277,7 +157,7 @@ class LLMEngine:
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if state := self._states.pop(request_id, None):
                 self.client.finish(request_id)
-                self.queue.discard(request_id)
+                self._leave_queue(request_id)
                 with state.lock:
                     state.end("abort")
                 outputs.append(state.snapshot())
@@ -294,18 +174,18 @@ class LLMEngine:
         return bool(self._states)
 
     @property
-    def silence(self) -> float:
+    def seconds_since_progress(self) -> float:
         """For how many seconds the engine has given no sign of life, while there was work. From any thread."""
         if not (self._ready and self._states):
             return 0.0
         return time.monotonic() - max(self.client.progress_time, self._busy_since)
 
     def step(self) -> list[AnyRequestOutput]:
-        """Computes one step. Returns the requests that got something: whole texts so far, not deltas."""
-        return [state.snapshot() for state in self.advance()]
+        """Computes one step. Returns what is there for its caller, by each request's `output_kind`."""
+        return [output for state in self.advance() if (output := state.take()) is not None]
 
     def advance(self, timeout: float | None = None) -> list[AnyState]:
-        """As `step`, without the outputs' copies: for callers that need only some of them, before the next call.
+        """As `step`, without making outputs: for callers that need only some of them, before the next call.
 
         `timeout`: seconds to wait for an engine process at most.
         """
@@ -315,7 +195,8 @@ class LLMEngine:
         return self._take(self.client.step(timeout))
 
     def _take(self, news: EngineOutputs) -> list[AnyState]:
-        self.queue.admit(news.admitted)
+        if self.queue is not None:
+            self.queue.admit(news.admitted)
         touched: dict[str, AnyState] = {}
         has_finished_some = False
         for output in news.outputs:
@@ -325,7 +206,7 @@ class LLMEngine:
         for request_id, state in touched.items():
             if state.finished:
                 del self._states[request_id]
-                self.queue.discard(request_id)
+                self._leave_queue(request_id)
         for event in news.events:
             self.plugins.event(event)
         # What the engine has to say to that may not wait for a next step: there may be none.
@@ -347,6 +228,10 @@ class LLMEngine:
                 state.end("error", f"renderer {renderer!r} failed on the output: {type(error).__name__}: {error}")
             self.client.finish(output.request_id, "error")
             return True
+
+    def _leave_queue(self, request_id: str) -> None:
+        if self.queue is not None:
+            self.queue.discard(request_id)
 
     def shutdown(self) -> None:
         """Ends the engine and releases its memory. It cannot be used after that."""

@@ -9,8 +9,7 @@ from typing import Any, TypedDict, Unpack
 
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import RequestError, nearest
-from toolkit_lm.frontend import LLMEngine, PreparedRequest
-from toolkit_lm.frontend.pooling_requests import all_prepared, listed, params_of_each, prepare_each
+from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -19,6 +18,8 @@ from toolkit_lm.outputs import (
     ScoringRequestOutput,
 )
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
+from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.scoring import Scoring
 from toolkit_lm.prompts import Prompt, TextPair
 
@@ -47,7 +48,7 @@ class EncodeOptions(ScoreOptions, total=False):
     """What errors call the prompts."""
 
 
-class PoolingFace(ABC):
+class PoolingMixin(ABC):
     """The pooling half of LLM. What one call asks is checked as a whole before anything is computed."""
 
     engine: LLMEngine
@@ -66,11 +67,10 @@ class PoolingFace(ABC):
         """
         _check_names("encode", options, EncodeOptions)
         many = listed(prompts)
-        prepared = prepare_each(
-            self.engine,
+        prepared = self.engine.processor.prepare_pooling_batch(
             [self._next_id() for _ in many],
             many,
-            params_of_each(self.engine, params, task, len(many)),
+            params_of_each(params, task, len(many), self.engine.tasks),
             prompt_name=options.get("prompt_name"),
             truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
             instruction=options.get("instruction"),
@@ -115,7 +115,7 @@ class PoolingFace(ABC):
         model the sum of the best products of token embeddings.
         """
         _check_names("score", options, ScoreOptions)
-        return self._score(Scoring(queries, documents, self.engine.tasks, self.engine.texts), params, options)
+        return self._score(Scoring(queries, documents, self.engine.tasks, self.engine.processor.texts), params, options)
 
     def rerank(
         self,
@@ -131,7 +131,7 @@ class PoolingFace(ABC):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
         if not isinstance(query, str):
             raise RequestError(f"query must be a text, not a {type(query).__name__}.", "query")
-        scoring = Scoring(query, documents, self.engine.tasks, self.engine.texts, fields=("query", "documents"))
+        scoring = Scoring(query, documents, self.engine.tasks, self.engine.processor.texts, fields=("query", "documents"))
         scores = self._score(scoring, params, options)
         texts = [documents] if isinstance(documents, str) else documents
         results = [

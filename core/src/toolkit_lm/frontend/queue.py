@@ -13,7 +13,7 @@ from toolkit_lm.messages import EngineRequest
 
 
 class QueueLimits:
-    """The requests that wait, as the front knows them: those that it has sent, and that the engine has not admitted yet."""
+    """The requests that wait: the front has sent them, and the engine has not admitted them yet."""
 
     def __init__(self, config: LimitsConfig) -> None:
         self.max_requests = config.max_queued_requests
@@ -21,7 +21,7 @@ class QueueLimits:
         self._waiting: dict[str, tuple[float, int]] = {}
         """By request id: when it came, and its prompt tokens."""
         self._counted: set[str] = set()
-        """Those that count: of a batch its last request, which is admitted last."""
+        """Those that count: of prompts that are pooled together the last, which is admitted last."""
         self._waits: deque[float] = deque(maxlen=32)
         """Seconds that the last admitted ones waited."""
 
@@ -35,7 +35,7 @@ class QueueLimits:
         return sum(tokens for _, tokens in list(self._waiting.values()))
 
     def check(self, batch: Sequence[EngineRequest]) -> None:
-        """Raises QueueFullError where one more batch, which counts as one request, would be too much.
+        """Raises QueueFullError where one more batch would be too much. Prompts that are pooled together count as one request.
 
         Prompts that are longer than the bound are let in when none waits.
         """
@@ -52,7 +52,8 @@ class QueueLimits:
     def add(self, batch: Sequence[EngineRequest]) -> None:
         now = time.monotonic()
         self._waiting.update((request.request_id, (now, len(request.prompt_token_ids))) for request in batch)
-        self._counted.update(request.request_id for request in batch[-1:])
+        pools = batch[-1].pooling is not None
+        self._counted.update(request.request_id for request in (batch[-1:] if pools else batch))
 
     def admit(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -1,17 +1,16 @@
-"""Many prompts for a pooling model, prepared together: what is wrong with one of them is said of that one."""
+"""Many prompts for a pooling model: as a list, with params for each; what is wrong with one of them is said of that one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.errors import RequestError
-from toolkit_lm.frontend.llm_engine import LLMEngine, PreparedRequest, RequestOptions
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.validation import check_options
+from toolkit_lm.processing.requests import PreparedRequest
+from toolkit_lm.processing.validation import check_count
 from toolkit_lm.prompts import Prompt, TextPair
-from toolkit_lm.renderer import RenderedText
 
 _OF_PROMPTS = ("prompt", "prompt_token_ids", "input")
 """What errors that know one prompt only call its parameter."""
@@ -25,12 +24,15 @@ def listed(prompts: Prompt | TextPair | Sequence[Prompt | TextPair]) -> list[Pro
 
 
 def params_of_each(
-    engine: LLMEngine, params: PoolingParams | Sequence[PoolingParams] | None, task: PoolingTask | None, count: int
+    params: PoolingParams | Sequence[PoolingParams] | None, task: PoolingTask | None, count: int, tasks: Sequence[Task]
 ) -> list[PoolingParams]:
-    """One for each prompt. `task` stands in for params that say nothing else. Raises RequestError, also where nobody names a task."""
+    """One for each prompt. `task` stands in for params that say nothing else; `tasks` are those that the model serves.
+
+    Raises RequestError, also where nobody names a task.
+    """
     if params is None:
         if task is None:
-            raise RequestError(f"which task? This model serves: {', '.join(engine.tasks)}.", "task")
+            raise RequestError(f"which task? This model serves: {', '.join(tasks)}.", "task")
         return [PoolingParams(task=task)] * count
     each = [params] * count if isinstance(params, PoolingParams) else params
     if not isinstance(each, list | tuple) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
@@ -41,58 +43,6 @@ def params_of_each(
     if other := next((one.task for one in each if one.task not in (task, "embed")), None):
         raise RequestError(f"the task is {task!r}, but params are for {other!r}. To have that: encode.", "task")
     return [one.replace(task=task) for one in each]
-
-
-def prepare_each(
-    engine: LLMEngine,
-    request_ids: Sequence[str],
-    prompts: Sequence[Prompt | TextPair],
-    params: Sequence[PoolingParams],
-    *,
-    prompt_name: str | Sequence[str | None] | None = None,
-    truncate_prompt_tokens: int | None = None,
-    instruction: str | None = None,
-    options: RequestOptions | None = None,
-) -> list[PreparedRequest | RequestError]:
-    """Each prompt as a prepared request, or why it cannot be one. The arguments are those of `LLMEngine.prepare_pooling`, one for each.
-
-    Raises RequestError for what is wrong with all of them. May be called from any thread.
-    """
-    check_options(options or {})
-    check_count(request_ids, "request_ids", len(prompts))
-    for distinct in {id(one): one for one in params}.values():
-        engine.check_pooling(distinct)
-    rendered = engine.texts.render_each(
-        prompts, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, instruction=instruction
-    )
-    prepared: list[PreparedRequest | RequestError] = []
-    for request_id, text, prompt, its in zip(request_ids, rendered, prompts, params, strict=True):
-        prepared.append(text if isinstance(text, RequestError) else _prepare(engine, request_id, text, prompt, its, options or {}))
-    messages = [one.message for one in prepared if isinstance(one, PreparedRequest)]
-    for message in messages:
-        # They arrive together, and so are served in the order in which they are submitted.
-        message.arrival_time = messages[0].arrival_time
-    return prepared
-
-
-def _prepare(
-    engine: LLMEngine,
-    request_id: str,
-    text: RenderedText,
-    prompt: Prompt | TextPair,
-    params: PoolingParams,
-    options: RequestOptions,
-) -> PreparedRequest | RequestError:
-    try:
-        return engine.prepare_rendered(request_id, text, prompt if isinstance(prompt, str) else None, params, options)
-    except RequestError as error:
-        return error
-
-
-def check_count(given: Sequence[str], param: str, count: int) -> None:
-    """Raises RequestError where there is not one for each prompt."""
-    if len(given) != count:
-        raise RequestError(f"{param} has {len(given)} entries for {count} prompts: give one for each.", param)
 
 
 def all_prepared(prepared: Sequence[PreparedRequest | RequestError], names: Sequence[str]) -> list[PreparedRequest]:

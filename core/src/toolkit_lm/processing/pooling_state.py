@@ -17,16 +17,10 @@ class PoolingState:
 
     def __init__(self, request: EngineRequest, prompt: str | None) -> None:
         self.request = request
-        self.prompt = prompt
+        self.request_id = request.request_id
         self.lock = threading.Lock()
-        """Held where one thread changes it while another may take a snapshot."""
-        self.version = 0
-        """Counts its changes."""
+        """Held where one thread changes it while another may take its output."""
         self._output = PoolingRequestOutput(request.request_id, prompt, request.prompt_token_ids, None, None)
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
 
     @property
     def finished(self) -> bool:
@@ -34,7 +28,6 @@ class PoolingState:
 
     def apply(self, output: EngineOutput) -> bool:
         """Takes in the result. False: the engine knows that it has ended."""
-        self.version += 1
         if output.pooled is not None:
             self._output.data = as_numpy(output.pooled)
         self._output.num_cached_tokens = output.num_cached_tokens
@@ -44,11 +37,15 @@ class PoolingState:
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends it from outside."""
-        self.version += 1
         if not self.finished:
             self._output.finish_reason, self._output.error = reason, error
 
+    def take(self) -> PoolingRequestOutput | None:
+        """The result, once it is there."""
+        return self._output if self.finished else None
+
     def snapshot(self) -> PoolingRequestOutput:
+        """The result, or that there is none yet."""
         return self._output
 
 

@@ -4,49 +4,48 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
 
 from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
-from toolkit_lm.params import FinishReason, SamplingParams
-from toolkit_lm.processing.stop import StopFinder
+from toolkit_lm.params import FinishReason, RequestOutputKind
+from toolkit_lm.processing.sequence_text import SequenceText
 from toolkit_lm.renderer import Renderer
 
 
-class _SequenceText:
-    """The text of one sequence as it grows; what could become a stop text is held back."""
+class SequenceState:
+    """One sequence's output so far, and how much of it the caller of `delta` has."""
 
-    def __init__(self, params: SamplingParams, renderer: Renderer, prompt_token_ids: list[int]) -> None:
-        self.params = params
-        self.text = ""
-        self.num_shown = 0
-        """Characters that will not be taken back."""
-        self.stopped_by: str | None = None
-        self._finder = StopFinder(params.stop_texts)
-        self._stream = None
-        if params.detokenize:
-            self._stream = renderer.decode_stream(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+    def __init__(self, index: int, has_logprobs: bool, sums_logprobs: bool) -> None:
+        self.index = index
+        self.text: SequenceText | None = None
+        """Made with the first tokens; None without detokenization."""
+        self.token_ids: list[int] = []
+        self.logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self.cumulative_logprob = 0.0 if sums_logprobs else None
+        self.score: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._taken = (0, 0, False)
+        """Pieces of text, tokens, and the end."""
 
-    def push(self, token_ids: list[int], may_stop: bool) -> None:
-        """Adds tokens; stop texts count only where `may_stop`."""
-        if self._stream is not None:
-            self._add(self._stream.push(token_ids), may_stop)
-            self.num_shown = len(self.text) - (0 if self.stopped_by is not None else self._finder.num_held_back)
+    def whole(self) -> CompletionOutput:
+        """All of it, in objects of its own."""
+        pieces = [] if self.text is None else self.text.shown
+        return self._output("".join(pieces), list(self.token_ids), None if self.logprobs is None else list(self.logprobs))
 
-    def finish(self) -> None:
-        if self._stream is not None and self.stopped_by is None:
-            self._add(self._stream.flush(), may_stop=False)
-        self.num_shown = len(self.text)
+    def new(self) -> CompletionOutput | None:
+        """What has come since the last call; None when nothing has."""
+        pieces = [] if self.text is None else self.text.shown
+        before, self._taken = self._taken, (len(pieces), len(self.token_ids), self.finish_reason is not None)
+        if before == self._taken:
+            return None
+        text, tokens = "".join(pieces[before[0] :]), self.token_ids[before[1] :]
+        return self._output(text, tokens, None if self.logprobs is None else self.logprobs[before[1] :])
 
-    def _add(self, new: str, may_stop: bool) -> None:
-        found = self._finder.find(new) if may_stop and new else None
-        if found is None:
-            self.text += new
-            return
-        end, self.stopped_by = found
-        self.text += new[:end]
-        if not self.params.include_stop_str_in_output:
-            self.text = self.text[: -len(self.stopped_by)]
+    def _output(self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
+        return CompletionOutput(
+            self.index, text, token_ids, logprobs, self.cumulative_logprob, self.score, self.finish_reason, self.stop_reason
+        )
 
 
 class RequestState:
@@ -54,35 +53,31 @@ class RequestState:
 
     def __init__(self, request: EngineRequest, prompt: str | None, renderer: Renderer) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.prompt = prompt
         self.renderer = renderer
         self.num_cached_tokens = 0
         self.error: str | None = None
+        self.finished = False
         self.lock = threading.Lock()
-        """Held where one thread changes it while another may take a snapshot."""
-        self.version = 0
-        """Counts its changes."""
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if request.params.prompt_logprobs is None else [None]
-        params = request.params
-        total = None if params.logprobs is None and params.num_outputs == params.n else 0.0
-        self._texts = [_SequenceText(params, renderer, request.prompt_token_ids) for _ in range(params.num_outputs)]
-        self._sequences = [CompletionOutput(i, "", [], None if params.logprobs is None else [], total) for i in range(params.num_outputs)]
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def finished(self) -> bool:
-        return all(s.finished for s in self._sequences)
+        """Held where one thread changes it while another may take its output."""
+        params = self._params = request.params
+        self._ranks = params.ranks
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
+        self._sequences = [
+            SequenceState(index, params.logprobs is not None, params.logprobs is not None or self._ranks)
+            for index in range(params.num_outputs)
+        ]
+        self._num_unfinished = len(self._sequences)
+        self._has_news = False
 
     def apply(self, output: EngineOutput) -> bool:
         """Takes in one step's output of one sequence. True: a stop text ended it, and the engine must be told."""
-        self.version += 1
-        sequence, text, params = self._sequences[output.index], self._texts[output.index], self.request.params
+        self._has_news = True
+        sequence, params = self._sequences[output.index], self._params
         self.num_cached_tokens = output.num_cached_tokens
         self.error = output.error or self.error
-        if sequence.finished:
+        if sequence.finish_reason is not None:
             return False
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += [self._entries(one) for one in output.prompt_logprobs]
@@ -91,54 +86,70 @@ class RequestState:
             self._add_logprobs(sequence, logprobs)
         if output.score is not None:
             sequence.cumulative_logprob, sequence.score = output.cumulative_logprob, output.score
-        # A token that ends the sequence is no part of its text, unless asked for.
-        ended_by_token = output.finish_reason == "stop" and not params.include_stop_str_in_output
-        new = output.token_ids[:-1] if ended_by_token else output.token_ids
-        text.push(new, may_stop=len(sequence.token_ids) > params.min_tokens)
         sequence.finish_reason, sequence.stop_reason = output.finish_reason, output.stop_token_id
+        if params.detokenize:
+            self._add_text(sequence, output)
+        if sequence.finish_reason is not None:
+            self._end(sequence)
+        return sequence.finish_reason is not None and output.finish_reason is None
+
+    def _add_text(self, sequence: SequenceState, output: EngineOutput) -> None:
+        text = sequence.text
+        if text is None:
+            text = sequence.text = SequenceText(self._params, self.renderer, self.request.prompt_token_ids)
+        # A token that ends the sequence is no part of its text, unless asked for.
+        ended_by_token = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
+        new = output.token_ids[:-1] if ended_by_token else output.token_ids
+        text.push(new, len(sequence.token_ids) > self._params.min_tokens)
         if text.stopped_by is not None:
             sequence.finish_reason, sequence.stop_reason = "stop", text.stopped_by
-        if sequence.finished:
+        if sequence.finish_reason is not None:
             text.finish()
-        return sequence.finished and output.finish_reason is None
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends what is not finished, from outside: "abort", or "error" with what went wrong."""
-        self.version += 1
+        self._has_news = True
         self.error = error or self.error
-        for sequence, text in zip(self._sequences, self._texts, strict=True):
-            if not sequence.finished:
+        for sequence in self._sequences:
+            if sequence.finish_reason is None:
                 sequence.finish_reason = reason
-                # What is held back is shown, but the renderer is not asked again: it may be what failed.
-                text.num_shown = len(text.text)
+                if sequence.text is not None:
+                    # The renderer is not asked again: it may be what failed.
+                    sequence.text.show_all()
+                self._end(sequence)
+
+    def take(self) -> RequestOutput | None:
+        """What the request's `output_kind` gives to its caller now; None when there is nothing new."""
+        if not self._has_news:
+            return None
+        kind = self._params.output_kind
+        if kind is RequestOutputKind.FINAL_ONLY and not self.finished:
+            return None
+        self._has_news = False
+        return self.delta() if kind is RequestOutputKind.DELTA else self.snapshot()
 
     def snapshot(self) -> RequestOutput:
-        """The state now, in objects of its own."""
-        params = self.request.params
-        outputs = [
-            CompletionOutput(
-                index=s.index,
-                text=t.text[: t.num_shown],
-                token_ids=list(s.token_ids),
-                logprobs=None if s.logprobs is None else list(s.logprobs),
-                cumulative_logprob=s.cumulative_logprob,
-                score=s.score,
-                finish_reason=s.finish_reason,
-                stop_reason=s.stop_reason,
-            )
-            for s, t in zip(self._sequences, self._texts, strict=True)
-        ]
-        if params.ranks and not self.finished:
+        """The state now, whole, in objects of its own."""
+        if self._ranks and not self.finished:
             # Which of them will be the best is not known.
-            outputs = [CompletionOutput(index, "", []) for index in range(params.n)]
-        elif len(outputs) > params.n:
-            outputs = _best(outputs, params.n)
-        prompt_token_ids = list(self.request.prompt_token_ids)
-        prompt_logprobs = None if self._prompt_logprobs is None else list(self._prompt_logprobs)
+            outputs = [CompletionOutput(index, "", []) for index in range(self._params.n)]
+        else:
+            outputs = [sequence.whole() for sequence in self._sequences]
+            outputs = _best(outputs, self._params.n) if len(outputs) > self._params.n else outputs
+        return self._output(outputs, None if self._prompt_logprobs is None else list(self._prompt_logprobs))
+
+    def delta(self) -> RequestOutput | None:
+        """What has come since the last call; None when nothing has. Its cost does not depend on what came before."""
+        if self._ranks:
+            return self.snapshot() if self.finished else None
+        outputs = [new for sequence in self._sequences if (new := sequence.new()) is not None]
+        return self._output(outputs, self._prompt_logprobs) if outputs else None
+
+    def _output(self, outputs: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=self.request.prompt_token_ids,
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
@@ -146,19 +157,22 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _add_logprobs(self, sequence: CompletionOutput, found: TokenLogprobs) -> None:
+    def _end(self, sequence: SequenceState) -> None:
+        self._num_unfinished -= 1
+        self.finished = self._num_unfinished == 0
+
+    def _add_logprobs(self, sequence: SequenceState, found: TokenLogprobs) -> None:
         assert sequence.cumulative_logprob is not None
         sequence.cumulative_logprob += found.logprobs[0]
         if sequence.logprobs is not None:
             sequence.logprobs.append(self._entries(found))
 
     def _entries(self, found: TokenLogprobs) -> dict[int, Logprob]:
-        texts = self.renderer.token_texts(found.token_ids) if self.request.params.detokenize else [None] * len(found.token_ids)
+        texts = self.renderer.token_texts(found.token_ids) if self._params.detokenize else [None] * len(found.token_ids)
         # The token itself comes first, and again in its place among the likeliest, if it is one of them.
-        ranks: Iterable[int] = [found.rank, *range(1, len(found.token_ids))]
         entries: dict[int, Logprob] = {}
-        for token, logprob, rank, text in zip(found.token_ids, found.logprobs, ranks, texts, strict=True):
-            entries.setdefault(token, Logprob(logprob, rank, text))
+        for place, (token, logprob, text) in enumerate(zip(found.token_ids, found.logprobs, texts, strict=True)):
+            entries.setdefault(token, Logprob(logprob, place or found.rank, text))
         return entries
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit_lm.config import LimitsConfig
 from toolkit_lm.errors import RequestError, nearest
-from toolkit_lm.messages import EngineRequest, TokenizedWords
+from toolkit_lm.messages import TokenizedWords
 from toolkit_lm.params import DRY_BREAKERS, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.renderer import Renderer
@@ -87,21 +87,20 @@ def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
 
 
 def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """The last tokens of a prompt, where `truncate_prompt_tokens` says so: those that the output follows."""
+    """The last `truncate_prompt_tokens` tokens of a prompt: those that the output follows."""
     most = params.truncate_prompt_tokens
+    assert most is not None, "nothing asks to cut the prompt"
     if most == -1:
         most = max(1, max_model_len - (params.max_tokens or 1))
-    return token_ids if most is None else token_ids[-most:]
+    return token_ids[-most:]
 
 
 def check_processors(params: SamplingParams, registry: LogitsProcessorRegistry) -> None:
     """Raises RequestError for an unknown logits processor, or arguments that it does not take."""
-    if not params.logits_processors:
-        return
     # Their classes bring torch along, which a front needs for nothing else.
     from toolkit_lm.sampling import load_processor
 
-    for name, arguments in params.logits_processors.items():
+    for name, arguments in (params.logits_processors or {}).items():
         try:
             registry.get(name)
         except RequestError as error:
@@ -114,21 +113,28 @@ def check_processors(params: SamplingParams, registry: LogitsProcessorRegistry) 
             raise RequestError(f"logits processor {name!r}: {reason}", "logits_processors") from error
 
 
-def check_token_ids(request: EngineRequest, vocab_size: int | None) -> None:
+def check_count(given: Sequence[str], param: str, count: int) -> None:
+    """Raises RequestError where there is not one for each prompt."""
+    if len(given) != count:
+        raise RequestError(f"{param} has {len(given)} entries for {count} prompts: give one for each.", param)
+
+
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "prompt_token_ids") -> None:
     """Raises RequestError, naming the parameter, for token ids that the model does not have."""
-    for param, token_ids in _token_ids(request):
-        for token in token_ids:
-            if token < 0 or (vocab_size is not None and token >= vocab_size):
+    if token_ids:
+        for token in (min(token_ids), max(token_ids)):
+            if not 0 <= token < vocab_size:
                 raise RequestError(f"token id {token} is outside the model's vocabulary of {vocab_size}.", param)
 
 
-def _token_ids(request: EngineRequest) -> Iterator[tuple[str, Iterable[int]]]:
-    yield "prompt_token_ids", request.prompt_token_ids
-    yield "allowed_token_ids", request.params.allowed_token_ids or ()
-    yield "logit_bias", request.params.logit_bias or ()
-    if request.pooling is not None and request.pooling.step_tag_id is not None:
-        yield "step_tag_id", (request.pooling.step_tag_id,)
-    for word in request.words.bad_words:
-        yield "bad_words", word
+def check_tokens_of_params(params: SamplingParams, words: TokenizedWords, vocab_size: int) -> None:
+    """As `check_token_ids`, for the token ids that sampling parameters name."""
+    if params.allowed_token_ids:
+        check_token_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
+    if params.logit_bias:
+        check_token_ids(params.logit_bias, vocab_size, "logit_bias")
+    for word in words.bad_words:
+        check_token_ids(word, vocab_size, "bad_words")
     # Breakers come from texts as well: ids that the model does not have are no error, for they never come up.
-    yield "dry_sequence_breakers", [one for one in request.params.dry_sequence_breakers or () if isinstance(one, int)]
+    if params.dry_sequence_breakers:
+        check_token_ids([one for one in params.dry_sequence_breakers if isinstance(one, int)], vocab_size, "dry_sequence_breakers")

@@ -39,8 +39,8 @@ class RequestLimits:
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
         if prompt >= self.max_model_len:
-            limit = f"with at least one token of output it must stay within max_model_len, {self.max_model_len}"
-            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}.", "prompt")
+            most = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len), output included"
+            raise ContextLengthError(f"the prompt has {prompt} tokens; {most}.", "prompt")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
         if params.min_tokens > max_tokens:
             room = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"

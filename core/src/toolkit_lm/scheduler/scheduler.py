@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Collection
+from collections.abc import Iterable, Mapping, Sequence as Collection
 from itertools import count
 from types import MappingProxyType
 

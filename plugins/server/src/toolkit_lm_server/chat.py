@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from toolkit_lm_server.context import request_context
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.generation import Generation, Piece, check_generates, check_model
+from toolkit_lm_server.generation import Generation, Piece, alone, check_generates, check_model, check_priority
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
 from toolkit_lm_server.protocol import ChatBody
 
@@ -29,16 +28,16 @@ class Chat:
         """Answers a conversation."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
-        params = body.params()
-        # The template and the tokenizer may take long: not on the event loop.
-        token_ids, _ = await asyncio.to_thread(self._engine.renderer.render_conversation, body.messages, **body.render_options())
-        generation = await Generation.start(self._engine, [token_ids], params, body.request_options(request_context(request)))
+        params, options = body.params(), body.request_options(request_context(request))
+        check_priority(self._engine, options)
+        outputs = self._engine.chat(body.messages, params, options=options, **body.render_options())
+        generation = await Generation.start(alone(outputs), 1, params.n)
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = [_choice(choice, body) for choice in await generation.choices()]
         reply = {**self._head(generation, "chat.completion"), "choices": choices, "usage": generation.usage()}
         if body.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs(0))
+            reply["prompt_logprobs"] = prompt_logprobs(generation.prompt(0).prompt_logprobs)
         return JSONResponse(reply)
 
     async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -49,7 +48,7 @@ class Chat:
             return {**head, "choices": [choice]}
 
         yield [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
-        async for deltas in generation.deltas():
+        async for deltas in generation.pieces():
             chunks = []
             for delta in deltas:
                 if delta.text or delta.logprobs:

@@ -103,7 +103,7 @@ class Embeddings:
             body.params(),
             names=names,
             fields={"truncate_prompt_tokens": "truncate" if body.truncate == "NONE" else "max_tokens", "dimensions": "output_dimension"},
-            prompt_name=prompt_name if prompt_name in self._engine.engine.texts.prompts else None,
+            prompt_name=prompt_name if prompt_name in self._engine.processor.texts.prompts else None,
             truncate_prompt_tokens=body.most_tokens(self._engine.config.max_model_len),
         )
         body.check_lengths(names, outputs)

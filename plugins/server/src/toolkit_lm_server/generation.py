@@ -1,24 +1,25 @@
-"""One HTTP request's work in the engine: each prompt a request, its outputs taken apart into what is new."""
+"""One HTTP request's work in the engine: its outputs as pieces of choices, and what it used."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
-from toolkit_lm.params import SamplingParams
-from toolkit_lm.prompts import TokensPrompt
 
 from toolkit_lm_server.errors import ApiError
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM, RequestOptions
+    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm.processing.requests import RequestOptions
+
+Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
+"""What AsyncLLM.generate_many gives."""
 
 
 @dataclass(slots=True)
@@ -38,119 +39,95 @@ class Piece:
 
 
 class Generation:
-    """The engine's work on some prompts. `start` makes one; take its `deltas` or its `choices`; `usage` is final after that."""
+    """The engine's work on some prompts. `start` makes one; take its `pieces` or its `choices`; `usage` is final after that."""
 
-    def __init__(
-        self, first: tuple[int, RequestOutput], rest: AsyncGenerator[tuple[int, RequestOutput], None], prompts: list[list[int]], n: int
-    ) -> None:
+    def __init__(self, first: list[tuple[int, RequestOutput]], rest: Outputs, num_prompts: int, n: int) -> None:
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self._first = first
         self._rest = rest
-        self._prompts = prompts
         self._n = n
         self._latest: dict[int, RequestOutput] = {}
-        self._seen = [CompletionOutput(index, "", []) for index in range(len(prompts) * n)]
+        self._num_characters = [0] * (num_prompts * n)
+        self._num_tokens = 0
 
     @classmethod
-    async def start(cls, engine: AsyncLLM, prompts: list[list[int]], params: SamplingParams, options: RequestOptions) -> Generation:
-        """Waits for the first output, so that a bad request raises here (RequestError), before an answer has begun.
+    async def start(cls, outputs: Outputs, num_prompts: int, n: int) -> Generation:
+        """Waits for the first outputs, so that a bad request raises here (RequestError), before an answer has begun.
 
-        `options`: those of AsyncLLM.generate.
+        `outputs` are deltas, or final ones only.
         """
-        check_priority(engine, options)
-        for token_ids in prompts:
-            check_length(engine, token_ids)
-        streams = [engine.generate(TokensPrompt(prompt_token_ids=token_ids), params, **options) for token_ids in prompts]
-        outputs = merge(streams)
         try:
             first = await anext(outputs)
-            _check_time(first[1].outputs)
+            _check_time(first[0][1].outputs)
         except BaseException:
             await outputs.aclose()
             raise
-        return cls(first, outputs, prompts, params.n)
+        return cls(first, outputs, num_prompts, n)
 
     async def aclose(self) -> None:
         """Aborts what is not finished."""
         await self._rest.aclose()
 
-    def prompt_logprobs(self, choice: int) -> list[dict[int, Logprob] | None] | None:
-        """Those of a choice's prompt, whole once the choice has a token; None where nobody asked."""
-        latest = self._latest.get(choice // self._n)
-        return None if latest is None else latest.prompt_logprobs
+    def prompt(self, choice: int) -> RequestOutput:
+        """What is known of a choice's prompt: the tokens that the engine read, its log probabilities once the choice has a token."""
+        return self._latest[choice // self._n]
 
-    def prompt(self, choice: int) -> list[int]:
-        """The token ids of a choice's prompt."""
-        return self._prompts[choice // self._n]
-
-    async def deltas(self) -> AsyncGenerator[list[Piece], None]:
+    async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence."""
-        yield self._news(*self._first)
-        async for number, output in self._rest:
-            yield self._news(number, output)
+        yield self._pieces(self._first)
+        async for found in self._rest:
+            yield self._pieces(found)
 
     async def choices(self) -> list[Piece]:
-        """Every choice at its end, in order. Aborts the requests when it is cancelled."""
+        """Every choice, in order, where outputs are final ones only. Aborts the requests when it is cancelled."""
         async with aclosing(self):
-            async for _ in self.deltas():
-                pass
-        _check_time(self._seen)
-        return [_since(CompletionOutput(index, "", []), choice, index) for index, choice in enumerate(self._seen)]
+            found = [piece async for pieces in self.pieces() for piece in pieces]
+        if all(piece.finish_reason == "timeout" and not piece.token_ids for piece in found):
+            raise _too_late()
+        return sorted(found, key=lambda piece: piece.index)
 
     def usage(self) -> dict[str, Any]:
-        """Token counts, so far."""
-        prompt = sum(map(len, self._prompts))
-        completion = sum(len(choice.token_ids) for choice in self._seen)
-        cached = sum(output.num_cached_tokens for output in self._latest.values())
+        """Token counts, so far. Prompts count as the engine read them."""
+        prompt = sum(len(output.prompt_token_ids) for output in self._latest.values())
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in self._latest.values())},
         }
 
-    def _news(self, number: int, output: RequestOutput) -> list[Piece]:
-        self._latest[number] = output
-        if any(one.finish_reason == "error" for one in output.outputs):
-            raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
+    def _pieces(self, found: list[tuple[int, RequestOutput]]) -> list[Piece]:
         pieces = []
-        for new in output.outputs:
-            index = number * self._n + new.index
-            old, self._seen[index] = self._seen[index], new
-            piece = _since(old, new, index)
-            if not old.finished and (piece.text or piece.token_ids or piece.finish_reason):
-                pieces.append(piece)
+        for number, output in found:
+            self._latest[number] = output
+            if any(one.finish_reason == "error" for one in output.outputs):
+                raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
+            pieces += [self._piece(number * self._n + one.index, one) for one in output.outputs]
         return pieces
 
+    def _piece(self, index: int, new: CompletionOutput) -> Piece:
+        offset = self._num_characters[index]
+        self._num_characters[index] += len(new.text)
+        self._num_tokens += len(new.token_ids)
+        return Piece(index, new.text, offset, new.token_ids, new.logprobs or [], new.finish_reason, new.stop_reason)
 
-def _since(old: CompletionOutput, new: CompletionOutput, index: int) -> Piece:
-    num_old = len(old.token_ids)
-    return Piece(
-        index=index,
-        text=new.text[len(old.text) :],
-        text_offset=len(old.text),
-        token_ids=new.token_ids[num_old:],
-        logprobs=(new.logprobs or [])[num_old:],
-        finish_reason=new.finish_reason,
-        stop_reason=new.stop_reason,
-    )
+
+async def alone(outputs: AsyncGenerator[RequestOutput, None]) -> Outputs:
+    """The outputs of a single request, in the form of those of many."""
+    async with aclosing(outputs):
+        async for output in outputs:
+            yield [(0, output)]
 
 
 def _check_time(choices: Iterable[CompletionOutput]) -> None:
     """Raises ApiError (504) where the time was over before there was any token; a partial answer is an answer."""
     if all(choice.finish_reason == "timeout" and not choice.token_ids for choice in choices):
-        raise ApiError(504, "The request's timeout was over before a token was generated.", code="timeout")
+        raise _too_late()
 
 
-def check_length(engine: AsyncLLM, token_ids: Sequence[int]) -> None:
-    """Raises ContextLengthError where no token of output fits after these."""
-    most = engine.config.max_model_len
-    if len(token_ids) >= most:
-        raise ContextLengthError(
-            f"This model's maximum context length is {most} tokens, output included. However, your prompt has {len(token_ids)} tokens.",
-            "prompt",
-        )
+def _too_late() -> ApiError:
+    return ApiError(504, "The request's timeout was over before a token was generated.", code="timeout")
 
 
 def check_model(engine: AsyncLLM, name: str | None) -> None:
@@ -170,36 +147,3 @@ def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
     """Raises RequestError for a priority that nobody would look at."""
     if options.get("priority") and engine.config.scheduler.scheduling_policy != "priority":
         raise RequestError("priority has no effect here: the server runs without --scheduling-policy priority.", "priority")
-
-
-async def merge(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The items of all streams as they come, each with its stream's number. Closing it closes them all, and so does an error in one."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
-    pending = {_next(generator): number for number, generator in enumerate(streams)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            # Errors first: a bad prompt is refused with a status, where the answer has not begun.
-            for task in sorted(done, key=lambda task: task.exception() is None):
-                number = pending.pop(task)
-                if (item := task.result()) is not None:
-                    yield number, item
-                    pending[_next(streams[number])] = number
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        for generator in streams:
-            await generator.aclose()
-
-
-def _next(generator: AsyncGenerator[RequestOutput, None]) -> asyncio.Future[RequestOutput | None]:
-    return asyncio.ensure_future(_item(generator))
-
-
-async def _item(generator: AsyncGenerator[RequestOutput, None]) -> RequestOutput | None:
-    return await anext(generator, None)

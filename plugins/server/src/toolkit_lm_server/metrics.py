@@ -83,7 +83,7 @@ class Metrics:
         for one in _STATUSES:
             self._status.labels(one).set(one == status)
         self._restarts.set(engine.num_restarts)
-        self._queued_tokens.set(engine.engine.queue.num_tokens)
+        self._queued_tokens.set(engine.num_queued_tokens)
 
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from toolkit_lm.errors import RequestError
-from toolkit_lm.params import SamplingParams
+from toolkit_lm.params import RequestOutputKind, SamplingParams
+from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.errors import printable
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import RequestOptions
+    from toolkit_lm.processing.requests import RequestOptions
 
 _NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 """Fields that say something to OpenAI's accounting, and nothing to a model."""
@@ -157,7 +158,8 @@ class SamplingBody(EngineBody):
             raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
         names = set(SamplingParams.__struct_fields__) & set(SamplingBody.model_fields) - {"max_tokens", "logit_bias"}
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), **more})
+        kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
+        params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), "output_kind": kind, **more})
         if params.ranks and self.stream:
             name = "use_beam_search" if params.use_beam_search else "best_of"
             raise RequestError(f"{name} is allowed only when stream is false: which sequences are the best is known at the end.", name)
@@ -223,7 +225,7 @@ class CompletionBody(SamplingBody):
         """The prompt comes back with log probabilities of its own."""
         return self.echo and self.logprobs is not None
 
-    def prompts(self, most: int) -> list[str] | list[list[int]]:
+    def prompts(self, most: int) -> list[Prompt]:
         """Each prompt. Raises RequestError where there is none, or more than `most`."""
         prompts: Any = self.prompt
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
@@ -234,7 +236,7 @@ class CompletionBody(SamplingBody):
             raise RequestError(
                 f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request (max_prompts).", "prompt"
             )
-        return list(prompts)
+        return [one if isinstance(one, str) else TokensPrompt(prompt_token_ids=one) for one in prompts]
 
 
 class TokenizeBody(RenderBody):

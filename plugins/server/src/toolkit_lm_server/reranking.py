@@ -61,7 +61,7 @@ class Reranking:
         """`given`: queries and documents, by their fields."""
         (query_field, queries), (document_field, documents) = given.items()
         fields = (query_field, document_field)
-        scoring = Scoring(queries, documents, self._engine.tasks, self._engine.engine.texts, fields=fields)
+        scoring = Scoring(queries, documents, self._engine.tasks, self._engine.processor.texts, fields=fields)
         params = scoring.params(PoolingParams(use_activation=body.use_activation))
         try:
             outputs = await pool(

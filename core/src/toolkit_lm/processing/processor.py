@@ -1,0 +1,210 @@
+"""The Processor: everything that users ask becomes a request in tokens here, and nowhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.config.tasks import Task
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import EngineRequest
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling import check_params
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.pooling_inputs import PoolingTexts
+from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
+from toolkit_lm.processing.validation import (
+    check_bounds,
+    check_count,
+    check_options,
+    check_processors,
+    check_token_ids,
+    check_tokens_of_params,
+    cut_prompt,
+    tokenize_words,
+)
+from toolkit_lm.prompts import Conversation, Prompt, TextPair
+from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm.scheduler import RequestLimits
+
+_NO_SAMPLING = SamplingParams()
+"""Of requests that pool. It is checked when it is made, which takes a while."""
+
+
+class Processor:
+    """Renders and checks prompts, conversations, and texts and pairs for pooling: each of them once.
+
+    One serves all requests of an engine, from several threads. Its methods raise RequestError, naming the parameter.
+    """
+
+    def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
+        """`config` is resolved. `set_limits` must come before the first request."""
+        self.config = config
+        self.renderer = renderer
+        self.plugins = plugins
+        self.texts = PoolingTexts(config, renderer, plugins)
+        self._limits: RequestLimits | None = None
+        self._max_model_len = config.max_model_len
+        self._vocab_size: int = config.hf_config.get("vocab_size") or renderer.vocab_size
+        self._eos_token_ids = renderer.eos_token_ids
+
+    def set_limits(self, limits: RequestLimits) -> None:
+        """What the engine can serve, once it is ready."""
+        self._limits = limits
+
+    @property
+    def limits(self) -> RequestLimits:
+        assert self._limits is not None, "the engine is not ready: call wait_ready first"
+        return self._limits
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """What the model serves."""
+        generates: tuple[Task, ...] = ("generate",) if self.limits.generates else ()
+        return (*generates, *self.limits.pooling)
+
+    # Generation
+
+    def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> PreparedRequest:
+        """Of a text, or token ids."""
+        token_ids, _ = self.renderer.render_prompt(prompt)
+        check_token_ids(token_ids, self._vocab_size)
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
+        return self._generation(request_id, token_ids, text, params or SamplingParams(), options or {})
+
+    def prepare_chat(
+        self,
+        request_id: str,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        **render_options: Any,
+    ) -> PreparedRequest:
+        """Of a conversation, through the chat template. `render_options` are Renderer.render_conversation's."""
+        token_ids, _ = self.renderer.render_conversation(messages, **render_options)
+        check_token_ids(token_ids, self._vocab_size)
+        return self._generation(request_id, token_ids, None, params or SamplingParams(), options or {})
+
+    def _generation(
+        self, request_id: str, token_ids: list[int], text: str | None, params: SamplingParams, options: RequestOptions
+    ) -> PreparedRequest:
+        check_bounds(params, self.config.limits)
+        if params.logits_processors:
+            check_processors(params, self.plugins.logits_processors)
+        if params.truncate_prompt_tokens is not None:
+            cut = cut_prompt(token_ids, params, self._max_model_len)
+            if text is not None and len(cut) < len(token_ids):
+                text = self.renderer.decode(cut)
+            token_ids = cut
+        message = self._message(request_id, token_ids, params, options)
+        if params.bad_words or params.dry_multiplier:
+            message.words = tokenize_words(params, self.renderer)
+        check_tokens_of_params(params, message.words, self._vocab_size)
+        self.limits.check(message)
+        return PreparedRequest(message, text)
+
+    # Pooling
+
+    def prepare_pooling(
+        self,
+        request_id: str,
+        prompt: Prompt | TextPair,
+        params: PoolingParams,
+        *,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> PreparedRequest:
+        """Of a prompt, or a pair of texts, for a pooling task.
+
+        `prompt_name` names one of the checkpoint's prompts, which goes before the text. `truncate_prompt_tokens` cuts what is longer, -1 to
+        what the model takes. `instruction` is for rerankers that take one.
+        """
+        self.check_pooling(params)
+        (rendered,) = self.texts.render(
+            [prompt], prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, instruction=instruction
+        )
+        return self._pooling(request_id, rendered, prompt, params, options or {})
+
+    def prepare_pooling_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt | TextPair],
+        params: Sequence[PoolingParams],
+        *,
+        prompt_name: str | Sequence[str | None] | None = None,
+        truncate_prompt_tokens: int | None = None,
+        instruction: str | None = None,
+        options: RequestOptions | None = None,
+    ) -> list[PreparedRequest | RequestError]:
+        """Each prompt as a prepared request, or why it cannot be one. The arguments are those of `prepare_pooling`, one for each.
+
+        Raises RequestError for what is wrong with all of them.
+        """
+        options = options or {}
+        check_options(options)
+        check_count(request_ids, "request_ids", len(prompts))
+        for distinct in {id(one): one for one in params}.values():
+            self.check_pooling(distinct)
+        rendered = self.texts.render_each(
+            prompts, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, instruction=instruction
+        )
+        prepared: list[PreparedRequest | RequestError] = []
+        now = time.monotonic()
+        for request_id, text, prompt, its in zip(request_ids, rendered, prompts, params, strict=True):
+            try:
+                if isinstance(text, RequestError):
+                    raise text
+                one = self._pooling(request_id, text, prompt, its, options)
+                # They arrive together, and so are served in the order in which they are submitted.
+                one.message.arrival_time = now
+                prepared.append(one)
+            except RequestError as error:
+                prepared.append(error)
+        return prepared
+
+    def check_pooling(self, params: PoolingParams) -> None:
+        """Raises RequestError for a task that the model does not serve, or what the task cannot give."""
+        size = self.limits.rules(params.task).size
+        if size is not None:
+            check_params(params, size)
+
+    def _pooling(
+        self, request_id: str, rendered: RenderedText, prompt: Prompt | TextPair, params: PoolingParams, options: RequestOptions
+    ) -> PreparedRequest:
+        check_token_ids(rendered.token_ids, self._vocab_size)
+        if params.step_tag_id is not None:
+            check_token_ids([params.step_tag_id], self._vocab_size, "step_tag_id")
+        message = self._message(request_id, rendered.token_ids, _NO_SAMPLING, options)
+        message.pooling, message.second_text_start = params, rendered.second_text_start
+        message.num_attended = rendered.num_attended
+        if params.task == "embed":
+            message.pooling_start = rendered.pooling_start
+        self.limits.check(message)
+        return PreparedRequest(message, prompt if isinstance(prompt, str) else None)
+
+    # Both
+
+    def _message(self, request_id: str, token_ids: list[int], params: SamplingParams, options: RequestOptions) -> EngineRequest:
+        if not isinstance(request_id, str):
+            raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
+        if options:
+            check_options(options)
+        now, timeout = time.monotonic(), options.get("timeout")
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            eos_token_ids=self._eos_token_ids,
+            priority=options.get("priority", 0),
+            arrival_time=now,
+            deadline=None if timeout is None else now + timeout,
+            cache_salt=options.get("cache_salt"),
+            context=options.get("context", {}),
+        )

@@ -1,0 +1,28 @@
+"""What a front hands to the engine, and how one request is handled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypedDict
+
+from toolkit_lm.messages import EngineRequest
+
+
+class PreparedRequest(NamedTuple):
+    """A request that has been rendered and checked, and not yet been queued."""
+
+    message: EngineRequest
+    prompt: str | None
+    """The text that the engine reads; None where the prompt was a conversation or token ids."""
+
+
+class RequestOptions(TypedDict, total=False):
+    """How one request is handled, apart from what is drawn."""
+
+    priority: int
+    """Smaller is served first, under the policy 'priority'. 0 where not given."""
+    timeout: float | None
+    """Seconds after which it ends with finish_reason "timeout", wherever it is."""
+    cache_salt: str | None
+    """Only requests of the same salt share cached prefixes: it keeps tenants from learning what others sent."""
+    context: dict[str, str]
+    """Attached to the request's events, for plugins that watch: trace headers, say."""

@@ -1,0 +1,111 @@
+"""The Processor with a made-up renderer: what it passes on, cuts, and refuses."""
+
+from __future__ import annotations
+
+import pytest
+from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.messages import PoolingRules
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.processor import Processor
+from toolkit_lm.prompts import parse_prompt
+from toolkit_lm.renderer import Renderer
+from toolkit_lm.scheduler import RequestLimits
+
+VOCAB = 128
+
+
+class CountingRenderer(Renderer):
+    """One token per character, and how often it was asked."""
+
+    vocab_size = 256
+    eos_token_ids = [0]
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.num_calls = 0
+
+    def render_conversation(self, messages, **kwargs):
+        return self.render_prompt(messages[0]["content"])
+
+    def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
+        self.num_calls += 1
+        parsed = parse_prompt(prompt)
+        return parsed.get("prompt_token_ids") or [ord(char) for char in parsed["prompt"]], None
+
+    def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
+        raise AssertionError("nothing is decoded before the engine has answered")
+
+    def decode(self, token_ids, *, skip_special_tokens=False):
+        return "".join(map(chr, token_ids))
+
+    def token_texts(self, token_ids):
+        return [chr(token) for token in token_ids]
+
+
+def make_processor(pooling=None, **options) -> Processor:
+    config = VllmConfig.default({"vocab_size": VOCAB}, **{"max_model_len": 16, **options})
+    processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[])))
+    processor.set_limits(RequestLimits(config, KVCacheConfig(100, []), pooling or {}))
+    return processor
+
+
+@pytest.mark.parametrize("prompt", ["abc", {"prompt": "abc"}, {"prompt_token_ids": [97, 98, 99]}])
+def test_a_prompt_is_rendered_once(prompt):
+    processor = make_processor()
+    prepared = processor.prepare("r", prompt, SamplingParams(max_tokens=2), {"priority": 3, "timeout": 5.0})
+    assert prepared.message.prompt_token_ids == [97, 98, 99] and processor.renderer.num_calls == 1
+    assert prepared.prompt == (None if isinstance(prompt, dict) and "prompt" not in prompt else "abc")
+    message = prepared.message
+    assert (message.request_id, message.priority, message.eos_token_ids) == ("r", 3, [0])
+    assert message.deadline == pytest.approx(message.arrival_time + 5)
+
+
+def test_a_conversation_has_no_text():
+    prepared = make_processor().prepare_chat("r", [{"role": "user", "content": "abc"}])
+    assert (prepared.message.prompt_token_ids, prepared.prompt) == ([97, 98, 99], None)
+
+
+@pytest.mark.parametrize(("params", "read"), [({"truncate_prompt_tokens": 2}, "cd"), ({"truncate_prompt_tokens": -1}, "abcd")])
+def test_the_text_is_that_of_the_prompt_that_is_read(params, read):
+    prepared = make_processor().prepare("r", "abcd", SamplingParams(max_tokens=4, **params))
+    assert (prepared.prompt, len(prepared.message.prompt_token_ids)) == (read, len(read))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ({"prompt_token_ids": [5, -1]}, {}, "prompt_token_ids"),
+        ({"prompt_token_ids": [VOCAB]}, {}, "prompt_token_ids"),
+        ("\u00e9", {}, "prompt_token_ids"),  # the renderer knows more tokens than the model
+        ("a", {"allowed_token_ids": [3, VOCAB]}, "allowed_token_ids"),
+        ("a", {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+        ("a", {"bad_words": ["\u00e9"]}, "bad_words"),
+        ("a", {"dry_multiplier": 1.0, "dry_sequence_breakers": ["a", VOCAB]}, "dry_sequence_breakers"),
+        ("a", {"n": 129}, "n"),
+        ("a", {"logits_processors": {"nothing": {}}}, "logits_processors"),
+    ],
+)
+def test_what_the_model_cannot_take_is_refused_by_its_parameter(prompt, params, param):
+    with pytest.raises(RequestError) as error:
+        make_processor().prepare("r", prompt, SamplingParams(**params))
+    assert error.value.param == param
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_one_wording():
+    for prepare in (lambda p: p.prepare("r", "a" * 16), lambda p: p.prepare_chat("r", [{"role": "user", "content": "a" * 16}])):
+        with pytest.raises(ContextLengthError, match="the prompt has 16 tokens; this model's maximum context length is 16 tokens"):
+            prepare(make_processor())
+
+
+def test_what_is_wrong_with_one_text_spares_the_others():
+    processor = make_processor({"embed": PoolingRules(True, True, 8)}, runner="pooling")
+    texts = ["abc", "", {"prompt_token_ids": [VOCAB]}, "ab"]
+    found = processor.prepare_pooling_batch(list("1234"), texts, [PoolingParams()] * 4)
+    assert [isinstance(one, RequestError) for one in found] == [False, True, True, False]
+    assert found[0].message.arrival_time == found[3].message.arrival_time
+    with pytest.raises(RequestError, match="does not support the task 'classify'"):
+        processor.prepare_pooling_batch(["1"], ["a"], [PoolingParams(task="classify")])

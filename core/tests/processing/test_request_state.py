@@ -1,0 +1,138 @@
+"""Deltas and snapshots of one request say the same, however its tokens come and whenever its caller looks."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from hypothesis import given, strategies as st
+from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
+from toolkit_lm.outputs import CompletionOutput
+from toolkit_lm.params import RequestOutputKind, SamplingParams
+from toolkit_lm.processing.request_state import RequestState
+from toolkit_lm.renderer import DecodeStream
+
+LETTERS = "ab c"
+
+
+class Letters(DecodeStream):
+    """One letter per token; a "b" is held back until the next token, as a renderer does with half a character."""
+
+    def __init__(self):
+        self.held = ""
+
+    def push(self, token_ids):
+        text = self.held + "".join(LETTERS[token] for token in token_ids)
+        self.held = "b" if text.endswith("b") else ""
+        return text.removesuffix(self.held) if self.held else text
+
+    def flush(self):
+        held, self.held = self.held, ""
+        return held
+
+
+class LetterRenderer:
+    num_streams = 0
+
+    def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
+        self.num_streams += 1
+        return Letters()
+
+    def token_texts(self, token_ids):
+        return [LETTERS[token] for token in token_ids]
+
+
+def make_state(kind=RequestOutputKind.DELTA, **params) -> RequestState:
+    request = EngineRequest(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(output_kind=kind, **params))
+    return RequestState(request, "ab", LetterRenderer())
+
+
+def step(index: int, tokens: list[int], reason=None, **more) -> EngineOutput:
+    return EngineOutput(request_id="r", index=index, token_ids=tokens, finish_reason=reason, **more)
+
+
+def joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    """A delta on top of what was there."""
+    result = CompletionOutput(**{field.name: getattr(new, field.name) for field in fields(new)})
+    result.text, result.token_ids = before.text + new.text, before.token_ids + new.token_ids
+    if new.logprobs is not None:
+        result.logprobs = (before.logprobs or []) + new.logprobs
+    return result
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 3), min_size=1, max_size=3)), max_size=20),
+    st.lists(st.booleans(), min_size=20, max_size=20),
+    st.sampled_from([None, "ab", ["a c", "bb"]]),
+    st.booleans(),
+    st.integers(0, 4),
+)
+def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
+    options = {"n": 2, "stop": stop, "include_stop_str_in_output": include, "min_tokens": min_tokens, "max_tokens": 99}
+    state, ended = make_state(**options), set()
+    so_far = [CompletionOutput(0, "", []), CompletionOutput(1, "", [])]
+
+    def look() -> None:
+        output = state.take()
+        for one in output.outputs if output is not None else ():
+            so_far[one.index] = joined(so_far[one.index], one)
+        assert [(one.text, one.token_ids) for one in so_far] == [(one.text, one.token_ids) for one in state.snapshot().outputs]
+
+    for (index, tokens), looking in zip(steps, looks, strict=False):
+        if index not in ended and state.apply(step(index, tokens)):
+            ended.add(index)
+        if looking:
+            look()
+    for index in {0, 1} - ended:
+        state.apply(step(index, [0], "length"))
+    look()
+    assert so_far == state.snapshot().outputs and state.finished
+    assert state.take() is None
+
+
+def test_each_kind_gives_what_it_says():
+    states = {kind: make_state(kind, max_tokens=3, logprobs=0) for kind in RequestOutputKind}
+    seen = {kind: [] for kind in RequestOutputKind}
+    for token, reason in ((0, None), (3, None), (0, "length")):
+        for kind, state in states.items():
+            state.apply(step(0, [token], reason, logprobs=[TokenLogprobs([token], [-1.0], 1)]))
+            if (output := state.take()) is not None:
+                seen[kind].append((output.outputs[0].text, len(output.outputs[0].logprobs), output.finished))
+            assert state.take() is None
+    assert seen == {
+        RequestOutputKind.CUMULATIVE: [("a", 1, False), ("ac", 2, False), ("aca", 3, True)],
+        RequestOutputKind.DELTA: [("a", 1, False), ("c", 1, False), ("a", 1, True)],
+        RequestOutputKind.FINAL_ONLY: [("aca", 3, True)],
+    }
+
+
+def test_what_a_slow_caller_missed_comes_as_one_delta():
+    state = make_state(max_tokens=9)
+    for token in (0, 3, 0):
+        state.apply(step(0, [token]))
+    assert state.take().outputs[0].text == "aca"
+
+
+def test_the_best_of_several_come_at_the_end_only():
+    state = make_state(n=1, best_of=2, max_tokens=2)
+    for index, logprob in ((0, -2.0), (1, -1.0)):
+        state.apply(step(index, [0], logprobs=[TokenLogprobs([0], [logprob], 1)]))
+        assert state.take() is None
+    for index in (0, 1):
+        state.apply(step(index, [3], "length", logprobs=[TokenLogprobs([3], [-1.0], 1)]))
+    (best,) = state.take().outputs
+    assert (best.index, best.text, best.cumulative_logprob) == (0, "ac", -2.0)
+
+
+def test_a_request_that_waits_holds_no_decode_stream():
+    state = make_state(n=2)
+    assert state.renderer.num_streams == 0
+    state.apply(step(1, [0]))
+    assert state.renderer.num_streams == 1
+
+
+def test_an_end_from_outside_shows_what_was_held_back():
+    state = make_state(stop="ab", max_tokens=9)
+    state.apply(step(0, [0]))
+    assert state.take().outputs[0].text == ""
+    state.end("abort")
+    assert (state.take().outputs[0].text, state.finished) == ("a", True)
