@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from msgspec import Struct
-from toolkit_lm.cli.converse import ClientOptions
 from toolkit_lm.config import Option, VllmConfig, options_of
+from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_server.options import ServerOptions
 
 PAGE = Path(__file__).with_name("configuration.md")

@@ -14,6 +14,7 @@ import pytest
 SOURCES = Path(__file__).parent / "plugins"
 SHIPPED = [
     "bench",
+    "cli",
     "core",
     "cpu",
     "decoder",

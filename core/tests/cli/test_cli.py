@@ -17,7 +17,7 @@ def test_version_and_help(toolkit):
     assert toolkit("--version").out == f"toolkit-lm {__version__}\n"
     shown = toolkit("--help")
     assert shown.code == 0
-    for name in ("chat", "complete", "generate", "explain", "env", "plugins", "--traceback"):
+    for name in ("explain", "env", "plugins", "--traceback"):
         assert name in shown.out
 
 
@@ -26,15 +26,15 @@ def test_no_command_shows_the_help(toolkit):
 
 
 def test_an_unknown_command_names_the_nearest(toolkit):
-    done = toolkit("generat")
+    done = toolkit("explan")
     assert (done.code, done.out) == (2, "")
-    assert "No such command 'generat'. Did you mean 'generate'" in done.err
+    assert "No such command 'explan'. Did you mean 'explain'" in done.err
 
 
 def test_a_wrong_option_is_exit_code_2(toolkit, monkeypatch):
     assert toolkit("env", "--jsn").code == 2
     monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "many")
-    done = toolkit("complete", "--prompt", "x")
+    done = toolkit("explain", "tiny")
     assert done.code == 2
     assert done.err.startswith("error: environment variable TOOLKIT_LM_BLOCK_SIZE: 'many' is no value for 'block_size'")
 
@@ -52,7 +52,7 @@ def test_plugins_list_and_show(toolkit):
     assert shown.code == 0
     for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
         assert part in shown.out
-    assert "toolkit_lm.cli.generate:generate" in toolkit("plugins", "show", "core").out
+    assert "toolkit_lm.cli.explain:explain" in toolkit("plugins", "show", "core").out
     done = toolkit("plugins", "show", "decodr")
     assert (done.code, done.out) == (1, "")
     assert "there is no plugin 'decodr'. Did you mean 'decoder'" in done.err

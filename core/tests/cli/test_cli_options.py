@@ -24,6 +24,11 @@ class PortOptions(Struct, frozen=True, kw_only=True):
     origins: Annotated[list[str], option("Origins.")] = []
 
 
+class ClientOptions(Struct, frozen=True, kw_only=True):
+    url: Annotated[str | None, option("A server.")] = None
+    api_key: Annotated[str | None, option("Its key.")] = None
+
+
 seen = {}
 
 
@@ -33,19 +38,25 @@ def probe(config: VllmConfig, ports: PortOptions, plugins: Plugins, flags: Sampl
     seen.update(config=config, ports=ports, plugins=plugins, flags=flags, extra=extra)
 
 
+@engine_command(ClientOptions)
+def other(client: ClientOptions) -> None:
+    """Another command."""
+
+
 class ProbePlugin:
     name = "probe"
 
     @hookimpl
     def toolkit_register_commands(self, commands):
         commands.add("probe", "probe_module:probe", help="Probe the options.")
+        commands.add("other", "probe_module:other", help="Another command.")
 
 
 @pytest.fixture
 def invoke(monkeypatch):
     """Runs the command `probe` through the group, and returns what the function was given."""
     module = type(sys)("probe_module")
-    module.probe = probe
+    module.probe, module.other = probe, other
     monkeypatch.setitem(sys.modules, "probe_module", module)
     app = typer.Typer(cls=LazyGroup)
 
@@ -125,7 +136,7 @@ def test_options_of_other_commands_are_known_and_typos_are_not(invoke, tmp_path,
 
 
 def test_the_help_shows_every_option(toolkit):
-    shown = toolkit("complete", "--help").out
+    shown = toolkit("explain", "--help").out
     for o in VllmConfig.options():
         assert o.name == "model" or o.flag in shown
     assert "MODEL" in shown and "Default: 16." in shown and "--no-trust-remote-code" in shown

@@ -23,6 +23,7 @@ BUILTIN = frozenset(
     f"toolkit-lm-{name}"
     for name in (
         "bench",
+        "cli",
         "cpu",
         "decoder",
         "encoder",

@@ -23,6 +23,12 @@ def generate(toolkit, checkpoint, tmp_path):
     return call
 
 
+def test_the_help_lists_the_commands(toolkit):
+    listed = toolkit("--help").out
+    assert [name for name in ("chat", "complete", "embed", "generate") if f" {name} " not in listed] == []
+    assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 4
+
+
 def test_generate_completes_each_line_in_order(generate):
     done, rows = generate("prompts.txt", "first\n\nzweiter Prompt, länger\n3\n", "--max-tokens", "4")
     assert done.code == 0, done.err
@@ -94,22 +100,6 @@ def test_a_request_that_cannot_be_served_is_one_error(toolkit, checkpoint):
     assert done.err.startswith("error: ")
     assert "Traceback" not in done.err
     assert "Traceback" in toolkit("complete", checkpoint, *SMALL, "--prompt", "x" * 500, "--traceback").err
-
-
-def test_explain_names_every_choice(toolkit, checkpoint):
-    done = toolkit("explain", checkpoint)
-    assert done.code == 0, done.err
-    for part in ("LlamaForCausalLM", "plugin 'decoder'", "generate", "hf", "sdpa", "(2 layers)"):
-        assert part in done.out
-    found = json.loads(toolkit("explain", checkpoint, "--json").out)
-    assert (found["plugin"], found["renderer"], len(found["layers"])) == ("decoder", "hf", 2)
-    assert found["layers"][0]["backend"] == "sdpa"
-
-
-def test_an_unknown_architecture_is_one_error(toolkit, checkpoint):
-    done = toolkit("explain", checkpoint, "--plugins", "sdpa")
-    assert (done.code, done.out) == (1, "")
-    assert "'LlamaForCausalLM'" in done.err
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.cli import SamplingFlags
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import LLMEngine

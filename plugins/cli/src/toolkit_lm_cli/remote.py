@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-
-from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.cli import SamplingFlags
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError, ToolkitError
 
 _TIMEOUT = httpx.Timeout(600, connect=10)

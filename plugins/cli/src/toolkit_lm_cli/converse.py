@@ -8,9 +8,7 @@ from typing import Annotated, Any, Protocol
 
 import typer
 from msgspec import Struct
-
-from toolkit_lm.cli.options import engine_command
-from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.cli import SamplingFlags, engine_command
 from toolkit_lm.config import VllmConfig, option
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.plugin import Plugins
@@ -85,10 +83,10 @@ def _refuse_many(flags: SamplingFlags) -> None:
 
 def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugins: Plugins) -> Talker:
     if client.url is not None:
-        from toolkit_lm.cli.remote import RemoteTalker
+        from toolkit_lm_cli.remote import RemoteTalker
 
         return RemoteTalker(client.url, client.api_key, ctx.params["model"])
-    from toolkit_lm.cli.local import LocalTalker
+    from toolkit_lm_cli.local import LocalTalker
 
     return LocalTalker(config, plugins)
 

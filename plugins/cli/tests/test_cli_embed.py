@@ -124,7 +124,7 @@ def test_a_wrong_output_is_one_error(embed, toolkit, checkpoint, tmp_path):
 def test_parquet_needs_its_extra(embed, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     done, _ = embed("in.txt", "x", out="out.parquet")
-    assert done.code == 2 and "toolkit-lm-core[parquet]" in done.err
+    assert done.code == 2 and "toolkit-lm-cli[parquet]" in done.err
 
 
 def test_parquet(toolkit, checkpoint, tmp_path, llm):

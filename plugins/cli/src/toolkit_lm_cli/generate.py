@@ -10,9 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from toolkit_lm.cli.options import engine_command
-from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.cli import SamplingFlags, engine_command
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import CompletionOutput, RequestOutput

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-
 from toolkit_lm.errors import ConfigError
 
 _GROUP = 1024
@@ -59,7 +58,7 @@ class ParquetFile:
         try:
             self._arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
         except ImportError as error:
-            raise ConfigError("option 'out': .parquet files need pyarrow: pip install 'toolkit-lm-core[parquet]'.") from error
+            raise ConfigError("option 'out': .parquet files need pyarrow: pip install 'toolkit-lm-cli[parquet]'.") from error
         arrow = self._arrow
         self._schema = arrow.schema([("text", arrow.string()), ("vector", arrow.list_(arrow.float32())), ("error", arrow.string())])
         self._writer = parquet.ParquetWriter(path, self._schema)

@@ -1,8 +1,10 @@
-"""`toolkit` in this process, and a small checkpoint without weights for it."""
+"""For the tests of all distributions: `toolkit` in this process, and a small checkpoint without weights for it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -19,12 +21,12 @@ class Done(NamedTuple):
 
 
 @pytest.fixture
-def toolkit(capsys, monkeypatch):
+def toolkit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
     """Runs `toolkit` with arguments."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERMINAL_WIDTH", "200")
 
-    def call(*arguments) -> Done:
+    def call(*arguments: object) -> Done:
         code = run([str(argument) for argument in arguments])
         captured = capsys.readouterr()
         return Done(code, captured.out, captured.err)
@@ -33,7 +35,7 @@ def toolkit(capsys, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-layer Llama in Hugging Face layout, with a byte-level tokenizer and a chat template: for --load-format dummy."""
     folder = tmp_path_factory.mktemp("checkpoint")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,0 +1,11 @@
+"""Commands that run a model: `toolkit generate`, `embed`, `complete` and `chat`."""
+
+from toolkit_lm.plugin import CommandRegistry, hookimpl
+
+
+@hookimpl
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    commands.add("generate", "toolkit_lm_cli.generate:generate", help="Complete a file of prompts, offline, as one batch.")
+    commands.add("embed", "toolkit_lm_cli.embed:embed", help="Embed a file of texts, offline.")
+    commands.add("complete", "toolkit_lm_cli.converse:complete", help="Complete a text, in this process or on a server.")
+    commands.add("chat", "toolkit_lm_cli.converse:chat", help="Talk with a model, in this process or on a server.")
