@@ -18,6 +18,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/budgets.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/offline.py

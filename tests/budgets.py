@@ -1,0 +1,92 @@
+"""The budgets that keep the project small: code lines of core, lines of a file, lines of a class.
+
+usage: python tests/budgets.py
+
+A code line is a line that is neither blank nor comment nor docstring. A text that stands alone as a statement is a docstring.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CORE = ROOT / "core" / "src" / "toolkit_lm"
+SOURCES = ("core/src", "plugins/*/src", "contrib_*/*/src")
+
+CORE_LINES = 11_174
+"""Code lines that core may have: those that it has. The aim is 10,000."""
+FILE_LINES = 587
+"""Lines that a file may have, whatever is on them: those of the longest. The aim is 500."""
+CLASS_LINES = 547
+"""Lines that a class may have, from its first to its last: those of the longest. The aim is 300."""
+
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def main() -> int:
+    """Prints the code lines of core's rooms, and what is over a budget. Returns the exit code."""
+    rooms = code_lines_of_rooms(CORE)
+    for room, lines in sorted(rooms.items()):
+        print(f"{lines:6,}  {room}")
+    print(f"{rooms.total():6,}  code lines of core, of {CORE_LINES:,}")
+    problems = [problem for pattern in SOURCES for folder in sorted(ROOT.glob(pattern)) for problem in oversized(folder)]
+    if rooms.total() > CORE_LINES:
+        problems.append(f"core has {rooms.total():,} code lines, and may have {CORE_LINES:,}")
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return bool(problems)
+
+
+def code_lines_of_rooms(package: Path) -> Counter[str]:
+    """The code lines of each folder of a package, its own modules under their names."""
+    rooms: Counter[str] = Counter()
+    for path in package.rglob("*.py"):
+        rooms[path.relative_to(package).parts[0]] += code_lines(path.read_text(encoding="utf-8"))
+    return rooms
+
+
+def code_lines(source: str) -> int:
+    """How many lines of a module hold code. Raises SyntaxError."""
+    docstrings = _docstring_lines(ast.parse(source))
+    found: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE and not (token.type == tokenize.STRING and token.start[0] in docstrings):
+            found.update(range(token.start[0], token.end[0] + 1))
+    blank = {number for number, line in enumerate(source.split("\n"), 1) if not line.strip()}
+    return len(found - blank)
+
+
+def oversized(folder: Path) -> Iterator[str]:
+    """The files and classes below a folder that are over their budget."""
+    for path in sorted(folder.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        if (length := len(source.splitlines())) > FILE_LINES:
+            yield f"{name} has {length} lines, and may have {FILE_LINES}"
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef) and (length := _last_line(node) - node.lineno + 1) > CLASS_LINES:
+                yield f"{name}:{node.lineno}: class {node.name} has {length} lines, and may have {CLASS_LINES}"
+
+
+def _docstring_lines(tree: ast.Module) -> set[int]:
+    texts = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    )
+    return {line for node in texts for line in range(node.lineno, _last_line(node) + 1)}
+
+
+def _last_line(node: ast.stmt) -> int:
+    assert node.end_lineno is not None, "nodes that come from a text know their end"
+    return node.end_lineno
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""`budgets.py`: what it counts, and what it finds."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+spec = importlib.util.spec_from_file_location("budgets", Path(__file__).with_name("budgets.py"))
+budgets = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(budgets)
+
+MODULE = '''"""A module,
+
+in three lines."""
+
+import os  # 1
+# a comment
+
+class Thing:  # 2
+    """A docstring."""
+
+    size: int = 3  # 3
+    """What it is."""
+
+    def text(self) -> str:  # 4
+        return """5
+
+        7""" + str(  # 6
+            self.size  # 7
+        )  # 8
+
+
+class Failure(Exception): """On the line of its class: 9"""
+'''
+
+
+def test_code_lines_leave_out_blank_lines_comments_and_docstrings():
+    assert budgets.code_lines(MODULE) == 9
+    assert budgets.code_lines("") == budgets.code_lines("# nothing\n\n") == budgets.code_lines('"""A docstring."""') == 0
+
+
+def test_rooms_are_folders_and_modules(tmp_path):
+    (tmp_path / "room" / "inner").mkdir(parents=True)
+    for name, lines in (("top.py", 2), ("room/a.py", 3), ("room/inner/b.py", 4), ("room/notes.txt", 9)):
+        (tmp_path / name).write_text("x = 1\n" * lines)
+    assert budgets.code_lines_of_rooms(tmp_path) == Counter({"top.py": 2, "room": 7})
+
+
+@pytest.fixture
+def budget(tmp_path, monkeypatch):
+    """A project of one module, with budgets of 10 code lines of core, 8 lines a file and 4 a class; gives the exit code."""
+    for name, value in {
+        "ROOT": tmp_path,
+        "CORE": tmp_path / "core/src/toolkit_lm",
+        "CORE_LINES": 10,
+        "FILE_LINES": 8,
+        "CLASS_LINES": 4,
+    }.items():
+        monkeypatch.setattr(budgets, name, value)
+
+    def call(path, source):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source)
+        return budgets.main()
+
+    return call
+
+
+@pytest.mark.parametrize("folder", ["core/src/toolkit_lm", "plugins/one/src/one", "contrib_models/one/src/one"])
+def test_a_file_or_class_over_its_budget_is_an_error(budget, capsys, folder):
+    assert budget(f"{folder}/a.py", "\n" * 8) == 0
+    assert budget(f"{folder}/a.py", "\n" * 9) == 1
+    assert capsys.readouterr().err == f"error: {folder}/a.py has 9 lines, and may have 8\n"
+    assert budget(f"{folder}/a.py", "class A:\n    x = 1\n    y = 2\n    z = 3\n") == 0
+    assert budget(f"{folder}/a.py", "if True:\n  class A:\n    x = 1\n\n    y = 2\n    z = 3\n") == 1
+    assert capsys.readouterr().err == f"error: {folder}/a.py:2: class A has 5 lines, and may have 4\n"
+
+
+def test_a_core_over_its_budget_is_an_error(budget, capsys):
+    assert budget("core/src/toolkit_lm/a.py", "x = 1\n" * 6) == 0
+    assert budget("core/src/toolkit_lm/room/b.py", "x = 1\n" * 4) == 0
+    assert budget("core/src/toolkit_lm/room/b.py", "x = 1\n" * 5) == 1
+    assert capsys.readouterr().err == "error: core has 11 code lines, and may have 10\n"
