@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
-test: lint
+test: lint docs
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)
@@ -24,10 +24,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/offline.py
 
 docs: $(STAMP)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r docs/requirements.txt
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-$(STAMP): requirements-dev.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
+$(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing the workspace into $(VENV) ..."
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
