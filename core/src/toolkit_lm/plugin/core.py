@@ -1,4 +1,4 @@
-"""What core itself brings, by the same hooks as any plugin: the commands of `toolkit`."""
+"""What core itself brings, by the same hooks as any plugin: the commands that run no model."""
 
 from __future__ import annotations
 
