@@ -7,6 +7,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -315,29 +316,26 @@ class TestBadRequests:
         with pytest.raises(RequestError, match="priority"):
             llm.engine.add_request("bad", "abc", GREEDY, priority=priority)
 
-    @pytest.mark.parametrize("method", ["push", "token_texts"])
+    @pytest.mark.parametrize("method", ["decode_stream", "push", "token_texts"])
     def test_a_renderer_that_fails_on_the_output_ends_one_request(self, llm, monkeypatch, method):
         def broken(*args, **kwargs):
             raise KeyError("no such token")
 
-        engine = llm.engine
+        engine, begin = llm.engine, llm.engine.renderer.decode_stream
+
+        def decode_stream(prompt_token_ids, **options):
+            if len(prompt_token_ids) == 3:
+                return begin(prompt_token_ids, **options)
+            return SimpleNamespace(push=broken) if method == "push" else broken()
+
         engine.add_request("good", "abc", GREEDY)
         engine.add_request("bad", "de", GREEDY.replace(logprobs=1))
-        target = engine.renderer if method == "token_texts" else engine._states["bad"]._texts[0]
-        monkeypatch.setattr(target, method, broken)
+        name, replacement = ("token_texts", broken) if method == "token_texts" else ("decode_stream", decode_stream)
+        monkeypatch.setattr(engine.renderer, name, replacement)
         finished = {o.request_id: o for o in _drain(engine)}
         assert len(finished["good"].outputs[0].token_ids) == 12 and finished["good"].error is None
         assert finished["bad"].outputs[0].finish_reason == "error" and "renderer 'hf' failed" in finished["bad"].error
-        assert used_blocks(llm) == 0
-
-    def test_a_renderer_that_fails_to_begin_leaves_nothing_behind(self, llm, monkeypatch):
-        def broken(*args, **kwargs):
-            raise KeyError("no stream")
-
-        monkeypatch.setattr(llm.engine.renderer, "decode_stream", broken)
-        with pytest.raises(KeyError):
-            llm.engine.add_request("bad", "de", GREEDY)
-        assert not llm.engine.has_unfinished_requests()
+        assert used_blocks(llm) == 0 and not engine.has_unfinished_requests()
 
     def test_an_id_in_use_is_refused(self, llm):
         llm.engine.add_request("same", "abc", GREEDY)

@@ -57,6 +57,7 @@ class FakeEngine:
     def __init__(self, plugins: Sequence[object] = (), **options) -> None:
         self.config = VllmConfig.default(model="fake", **{"max_model_len": 64, **options})
         self.renderer = CharRenderer(self.config)
+        self.served_model_name = self.config.served_model_name
         self.tasks = ("generate",)
         self.plugins = Plugins.load(PluginsConfig(plugins=["server"]), plugins)
         self.error = None
@@ -74,12 +75,11 @@ class FakeEngine:
     async def reset_prefix_cache(self):
         self.num_resets += 1
 
-    async def chat(self, messages, params, *, options, **render_options):
-        token_ids, _ = self.renderer.render_conversation(messages, **render_options)
-        async with aclosing(self.generate_many([{"prompt_token_ids": token_ids}], params, **options)) as outputs:
+    async def chat_many(self, conversations, params, *, options, **render_options):
+        prompts = [self.renderer.render_conversation(messages, **render_options)[0] for messages in conversations]
+        async with aclosing(self.generate_many([{"prompt_token_ids": one} for one in prompts], params, **options)) as outputs:
             async for found in outputs:
-                for _, output in found:
-                    yield output
+                yield found
 
     async def generate_many(self, prompts, params, **options):
         check_options(options)

@@ -50,6 +50,8 @@ class AsyncLLM:
             config = config.replace(engine_process=True)
         self.engine = LLMEngine(config, plugins=plugins, wait=False)
         self.plugins = self.engine.plugins
+        self.served_model_name = config.served_model_name
+        """What clients call the model."""
         self._ids = count()
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.stop)
@@ -118,6 +120,23 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation; `render_options` are Renderer.render_conversation's."""
         return self._single(lambda rid: self.processor.prepare_chat(rid, messages, params, options, **render_options), params, request_id)
+
+    def chat_many(
+        self,
+        conversations: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        *,
+        options: RequestOptions | None = None,
+        **render_options: Any,
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        """As `generate_many`, for conversations."""
+        ids = [self._new_id() for _ in conversations]
+
+        def prepare() -> list[PreparedRequest]:
+            chats = zip(ids, conversations, strict=True)
+            return [self.processor.prepare_chat(rid, messages, params, options, **render_options) for rid, messages in chats]
+
+        return self._outputs(ids, prepare, params)
 
     def generate_many(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestOptions]

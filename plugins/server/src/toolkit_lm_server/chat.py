@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 
 from toolkit_lm_server.context import request_context
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.generation import Generation, Piece, alone, check_generates, check_model, check_priority
+from toolkit_lm_server.generation import Generation, Piece, check_generates, check_model, check_priority
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
 from toolkit_lm_server.protocol import ChatBody
 
@@ -30,8 +30,9 @@ class Chat:
         check_generates(self._engine)
         params, options = body.params(), body.request_options(request_context(request))
         check_priority(self._engine, options)
-        outputs = self._engine.chat(body.messages, params, options=options, **body.render_options())
-        generation = await Generation.start(alone(outputs), 1, params.n)
+        outputs = self._engine.chat_many([body.messages], params, options=options, **body.render_options())
+        generation = Generation(await anext(outputs), outputs, 1, params.n)
+        await generation.check_time()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = [_choice(choice, body) for choice in await generation.choices()]
@@ -65,7 +66,7 @@ class Chat:
             "id": f"chatcmpl-{generation.id}",
             "object": kind,
             "created": generation.created,
-            "model": self._engine.config.served_model_name,
+            "model": self._engine.served_model_name,
         }
 
 

@@ -34,7 +34,9 @@ class Completions:
         prompts = body.prompts(self._options.max_prompts)
         options = body.request_options(request_context(request))
         check_priority(self._engine, options)
-        generation = await Generation.start(self._engine.generate_many(prompts, params, **options), len(prompts), params.n)
+        outputs = self._engine.generate_many(prompts, params, **options)
+        generation = Generation(await anext(outputs), outputs, len(prompts), params.n)
+        await generation.check_time()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = []
@@ -83,7 +85,7 @@ class Completions:
             "id": f"cmpl-{generation.id}",
             "object": "text_completion",
             "created": generation.created,
-            "model": self._engine.config.served_model_name,
+            "model": self._engine.served_model_name,
         }
 
 

@@ -11,9 +11,9 @@ from fastapi import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from toolkit_lm_server.disconnect import unless_disconnected
 from toolkit_lm_server.errors import as_api_error
 from toolkit_lm_server.generation import Generation
+from toolkit_lm_server.route import unless_disconnected
 
 _DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode

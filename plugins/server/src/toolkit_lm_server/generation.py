@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,13 @@ class Piece:
 
 
 class Generation:
-    """The engine's work on some prompts. `start` makes one; take its `pieces` or its `choices`; `usage` is final after that."""
+    """The engine's work on some prompts. Take its `pieces` or its `choices`; `usage` is final after that."""
 
     def __init__(self, first: list[tuple[int, RequestOutput]], rest: Outputs, num_prompts: int, n: int) -> None:
+        """`first`: what `rest` gave before. Whoever awaits it learns of a bad request (RequestError) before an answer has begun.
+
+        Outputs are deltas, or final ones only.
+        """
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
         self._first = first
@@ -51,19 +55,11 @@ class Generation:
         self._num_characters = [0] * (num_prompts * n)
         self._num_tokens = 0
 
-    @classmethod
-    async def start(cls, outputs: Outputs, num_prompts: int, n: int) -> Generation:
-        """Waits for the first outputs, so that a bad request raises here (RequestError), before an answer has begun.
-
-        `outputs` are deltas, or final ones only.
-        """
-        try:
-            first = await anext(outputs)
-            _check_time(first[0][1].outputs)
-        except BaseException:
-            await outputs.aclose()
-            raise
-        return cls(first, outputs, num_prompts, n)
+    async def check_time(self) -> None:
+        """Raises ApiError (504) where the time was over before there was any token; a partial answer is an answer."""
+        if all(choice.finish_reason == "timeout" and not choice.token_ids for choice in self._first[0][1].outputs):
+            await self.aclose()
+            raise _too_late()
 
     async def aclose(self) -> None:
         """Aborts what is not finished."""
@@ -113,26 +109,13 @@ class Generation:
         return Piece(index, new.text, offset, new.token_ids, new.logprobs or [], new.finish_reason, new.stop_reason)
 
 
-async def alone(outputs: AsyncGenerator[RequestOutput, None]) -> Outputs:
-    """The outputs of a single request, in the form of those of many."""
-    async with aclosing(outputs):
-        async for output in outputs:
-            yield [(0, output)]
-
-
-def _check_time(choices: Iterable[CompletionOutput]) -> None:
-    """Raises ApiError (504) where the time was over before there was any token; a partial answer is an answer."""
-    if all(choice.finish_reason == "timeout" and not choice.token_ids for choice in choices):
-        raise _too_late()
-
-
 def _too_late() -> ApiError:
     return ApiError(504, "The request's timeout was over before a token was generated.", code="timeout")
 
 
 def check_model(engine: AsyncLLM, name: str | None) -> None:
     """Raises ApiError (404) for a model that is not served."""
-    served = engine.config.served_model_name
+    served = engine.served_model_name
     if name is not None and name != served:
         raise ApiError(404, f"The model {name!r} does not exist. This server has {served!r}.", param="model", code="model_not_found")
 

@@ -85,7 +85,7 @@ class Lifecycle:
 
     async def _start(self) -> None:
         await self._engine.wait_ready()
-        print(f"Serving {self._engine.config.served_model_name} at {url_of(self._listener)}", flush=True)
+        print(f"Serving {self._engine.served_model_name} at {url_of(self._listener)}", flush=True)
 
     async def _attend(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:
         while not (serving.done() or self._stopped):

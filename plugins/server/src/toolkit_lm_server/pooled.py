@@ -68,7 +68,7 @@ def head(engine: AsyncLLM, prefix: str) -> dict[str, Any]:
         "id": f"{prefix}-{uuid.uuid4().hex}",
         "object": "list",
         "created": int(time.time()),
-        "model": engine.config.served_model_name,
+        "model": engine.served_model_name,
     }
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -12,11 +13,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from toolkit_lm_server.context import REQUEST_ID, request_id
-from toolkit_lm_server.disconnect import unless_disconnected
 from toolkit_lm_server.errors import ApiError, as_api_error
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
+
+Result = TypeVar("Result")
 
 
 class ServerRoute(APIRoute):
@@ -26,7 +28,8 @@ class ServerRoute(APIRoute):
     `route_class` makes the subclass to use.
     """
 
-    options: ServerOptions
+    api_key: str | None
+    max_body_bytes: int
     readiness: Readiness | None
     metrics: Metrics | None
 
@@ -35,10 +38,10 @@ class ServerRoute(APIRoute):
 
         async def respond(request: Request) -> Response:
             try:
-                check_key(request, self.options.api_key)
+                check_key(request, self.api_key)
                 if self.readiness is not None:
                     self.readiness.check()
-                body = await read_body(request, self.options.max_body_bytes)
+                body = await read_body(request, self.max_body_bytes)
                 response = await unless_disconnected(request.receive, handle(Request(request.scope, _replay(body))))
             except ClientDisconnect:
                 response = Response(status_code=499)
@@ -54,7 +57,8 @@ class ServerRoute(APIRoute):
 
 def route_class(options: ServerOptions, readiness: Readiness | None = None, metrics: Metrics | None = None) -> type[ServerRoute]:
     """The route class of a server with these options. `readiness`: None for routes that work without an engine."""
-    return type("ServerRoute", (ServerRoute,), {"options": options, "readiness": readiness, "metrics": metrics})
+    fields = {"api_key": options.api_key, "max_body_bytes": options.max_body_bytes, "readiness": readiness, "metrics": metrics}
+    return type("ServerRoute", (ServerRoute,), fields)
 
 
 def check_key(request: Request, api_key: str | None) -> None:
@@ -69,10 +73,9 @@ def check_key(request: Request, api_key: str | None) -> None:
 
 async def read_body(request: Request, most: int) -> bytes:
     """The body. Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientDisconnect when it breaks off."""
-    too_large = ApiError(413, f"The body is larger than {most} bytes (max_body_size).", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
-        raise too_large
+        raise _too_large(most)
     body, more = bytearray(), True
     while more:
         message = await request.receive()
@@ -80,9 +83,13 @@ async def read_body(request: Request, most: int) -> bytes:
             raise ClientDisconnect
         body += message.get("body", b"")
         if len(body) > most:
-            raise too_large
+            raise _too_large(most)
         more = message.get("more_body", False)
     return bytes(body)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"The body is larger than {most} bytes (max_body_size).", code="request_too_large")
 
 
 def _replay(body: bytes) -> Receive:
@@ -90,3 +97,26 @@ def _replay(body: bytes) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` returns. It is cancelled, and has ended, when the client disconnects (ClientDisconnect) or the caller is cancelled.
+
+    The request's body must have been read: `receive` then tells of the disconnect only.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
