@@ -134,11 +134,11 @@ def check(folder, queries, documents, score=max_sim):
             np.testing.assert_allclose([one.score for one in llm.score(text, DOCUMENTS, use_tqdm=False)], scores, rtol=1e-5, atol=1e-5)
             ranked = [one.index for one in llm.rerank(text, DOCUMENTS, use_tqdm=False)]
             assert ranked == sorted(range(len(scores)), key=lambda i: -scores[i])
-        for name, texts, sides in (("query", QUERIES, queries), ("document", DOCUMENTS, documents)):
+        for name, texts, roles in (("query", QUERIES, queries), ("document", DOCUMENTS, documents)):
             outputs = llm.encode(texts, task="token_embed", prompt_name=name, use_tqdm=False)
-            for output, (ids, vectors) in zip(outputs, sides, strict=True):
+            for output, (ids, vectors) in zip(outputs, roles, strict=True):
                 assert output.prompt_token_ids == ids
-                compared = llm.engine.processor.texts.sides[name].compared(output.prompt_token_ids)
+                compared = llm.engine.processor.texts.roles[name].compared(output.prompt_token_ids)
                 np.testing.assert_allclose(output.data[compared], vectors, atol=1e-5)
 
 
@@ -163,7 +163,7 @@ class TestPyLate:
             [(ids, written.compared(ids, PUNCTUATION)) for ids in documents],
         )
 
-    def test_other_requests_have_no_side(self, written):
+    def test_other_requests_have_no_role(self, written):
         text, ids = QUERIES[0], written.ids(QUERIES[0])
         with LLM(str(written.folder)) as llm:
             assert llm.engine.tasks == ("token_embed",)

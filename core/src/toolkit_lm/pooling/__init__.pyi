@@ -6,8 +6,8 @@ from .factories import (
     num_labels_of as num_labels_of,
     token_classification_pooler as token_classification_pooler,
 )
-from .finish import ClassifierHead as ClassifierHead, EmbeddingHead as EmbeddingHead, Head as Head
-from .late_interaction import Side as Side, read_sides as read_sides
+from .heads import ClassifierHead as ClassifierHead, EmbeddingHead as EmbeddingHead, Head as Head
+from .late_interaction import LateInteractionRole as LateInteractionRole, read_roles as read_roles
 from .limits import check_params as check_params, hidden_size as hidden_size
 from .methods import METHODS as METHODS, Concatenated as Concatenated, PoolingMethod as PoolingMethod, Segments as Segments
 from .poolers import (

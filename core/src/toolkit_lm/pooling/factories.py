@@ -11,10 +11,10 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, nearest
 from toolkit_lm.pooling import module_config
 from toolkit_lm.pooling.contract import Pooler
-from toolkit_lm.pooling.finish import ClassifierHead, EmbeddingHead
-from toolkit_lm.pooling.heads import ACTIVATIONS, Activation, make_heads
+from toolkit_lm.pooling.heads import ClassifierHead, EmbeddingHead
 from toolkit_lm.pooling.limits import hidden_size
 from toolkit_lm.pooling.methods import METHODS, Concatenated, PoolingMethod
+from toolkit_lm.pooling.modules import ACTIVATIONS, Activation, make_heads
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
 from toolkit_lm.pooling.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
 from toolkit_lm.pooling.sentence_transformers import SentenceTransformersConfig, read_sentence_transformers

@@ -1,122 +1,103 @@
-"""What is done to vectors after pooling, in float32: Dense modules, layer norms, L2 norm, matryoshka sizes, activations of logits."""
+"""Heads: from pooled vectors to what a request gets. `forward` is the same for all requests, `finish` is what each asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import CheckpointWeights
-from toolkit_lm.pooling import module_config
-
-Activation = Callable[[Tensor], Tensor]
+from toolkit_lm.pooling.modules import Activation, normalize
+from toolkit_lm.pooling_params import PoolingParams
 
 
-def _softmax(logits: Tensor) -> Tensor:
-    return F.softmax(logits, dim=-1)
+class Head(nn.Module, ABC):
+    """What follows pooling. Its arithmetic is in float32."""
+
+    size: int
+    """Of the last axis that `forward` gives."""
+
+    @abstractmethod
+    def forward(self, vectors: Tensor) -> Tensor:
+        """[N, H] float32 -> [N, size] float32."""
+
+    @abstractmethod
+    def finish(self, values: Tensor, params: PoolingParams) -> Tensor:
+        """[N, size] of `forward`, as a request wants it: [N, ...]."""
+
+    @abstractmethod
+    def postprocess_key(self, params: PoolingParams) -> Hashable:
+        """Requests with equal keys are finished together."""
 
 
-def _identity(logits: Tensor) -> Tensor:
-    return logits
+class EmbeddingHead(Head):
+    """Embeddings: the checkpoint's modules, the first `dimensions` (Kusupati et al. 2022: matryoshka), then L2 norm."""
 
-
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"identity": _identity, "sigmoid": torch.sigmoid, "softmax": _softmax})
-"""Of logits. sigmoid is for one label, and for several that do not exclude each other; softmax for those that do."""
-
-
-def normalize(vectors: Tensor) -> Tensor:
-    """To length 1, along the last axis. Zero stays zero."""
-    return F.normalize(vectors, p=2, dim=-1)
-
-
-class Normalize(nn.Module):
-    """To length 1, between other heads."""
+    def __init__(self, size: int, modules: nn.Module, *, normalize: bool, truncate_dim: int | None = None) -> None:
+        super().__init__()
+        self.size = size
+        self.layers = modules
+        self.normalize = normalize
+        self.truncate_dim = truncate_dim
 
     def forward(self, vectors: Tensor) -> Tensor:
-        return normalize(vectors)
+        values: Tensor = self.layers(vectors)
+        return values
+
+    def postprocess_key(self, params: PoolingParams) -> tuple[int | None, bool]:
+        dimensions = self.truncate_dim if params.dimensions is None else params.dimensions
+        return dimensions, self.normalize if params.normalize is None else params.normalize
+
+    def finish(self, values: Tensor, params: PoolingParams) -> Tensor:
+        dimensions, to_unit = self.postprocess_key(params)
+        assert dimensions is None or dimensions <= values.shape[-1], "dimensions were not checked before"
+        values = values[..., :dimensions]
+        return normalize(values) if to_unit else values
 
 
-class Dense(nn.Module):
-    """sentence-transformers' Dense module: activation(x W^T + b), plus a residual where it has one. [..., in] -> [..., out] float32.
+class ClassifierHead(Head):
+    """Logits of a classifier, shifted and scaled: activation((x - mean) / (sigma * temperature)).
 
-    Its weights are buffers that no state dict shows: they are not among the checkpoint's, but lie in a folder of their own.
+    `classifier` [N, H] -> [N, size] stays the model's: its weights are not counted among the pooler's.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-    residual_weight: Tensor | None
-
-    def __init__(self, config: module_config.Dense, weights: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        classifier: Callable[[Tensor], Tensor],
+        size: int,
+        activation: Activation,
+        *,
+        use_activation: bool = True,
+        mean: float = 0.0,
+        sigma: float = 1.0,
+        temperature: float = 1.0,
+        returned_ids: list[int] | None = None,
+    ) -> None:
         super().__init__()
-        self.residual = config.residual
-        self.activation: nn.Module = getattr(nn, config.activation)()
-        for name, key in (("weight", "linear.weight"), ("bias", "linear.bias"), ("residual_weight", "residual.weight")):
-            self.register_buffer(name, weights.get(key), persistent=False)
+        self.size = size
+        # Wrapped, it is no submodule of this one: its weights keep the one name that they have in the model.
+        self._classify = partial(classifier)
+        self._activate = partial(activation)
+        self.use_activation = use_activation
+        self.mean = mean
+        self.scale = 1 / (sigma * temperature)
+        self.returned_ids = returned_ids
 
     def forward(self, vectors: Tensor) -> Tensor:
-        out: Tensor = self.activation(F.linear(vectors, self.weight, self.bias))
-        if not self.residual:
-            return out
-        return out + (vectors if self.residual_weight is None else F.linear(vectors, self.residual_weight))
+        logits = self._classify(vectors).float()
+        assert logits.shape[-1] == self.size, f"the classifier gives {logits.shape[-1]} labels, not {self.size}"
+        return logits if (self.mean, self.scale) == (0.0, 1.0) else (logits - self.mean) * self.scale
 
+    def postprocess_key(self, params: PoolingParams) -> tuple[bool, tuple[int, ...] | None]:
+        use_activation = self.use_activation if params.use_activation is None else params.use_activation
+        ids = self.returned_ids if params.returned_token_ids is None else params.returned_token_ids
+        return use_activation, tuple(ids) if ids is not None else None
 
-class LayerNorm(nn.Module):
-    """sentence-transformers' LayerNorm module. [..., D] -> [..., D] float32. Weights are kept as those of Dense are."""
-
-    weight: Tensor
-    bias: Tensor
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.register_buffer("weight", weights["norm.weight"], persistent=False)
-        self.register_buffer("bias", weights["norm.bias"], persistent=False)
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        return F.layer_norm(vectors, self.weight.shape, self.weight, self.bias)
-
-
-def make_heads(configs: Sequence[module_config.Head], dummy: bool = False) -> nn.Sequential:
-    """The heads of a checkpoint, on the default device. `dummy`: with random weights, and no file is read.
-
-    Raises CheckpointError for weights that are missing, unexpected, of a wrong shape, or pickles.
-    """
-    return nn.Sequential(*(_make_head(config, dummy) for config in configs))
-
-
-def _make_head(config: module_config.Head, dummy: bool) -> nn.Module:
-    if isinstance(config, module_config.Normalize):
-        return Normalize()
-    if isinstance(config, module_config.LayerNorm):
-        return LayerNorm(_weights(config.folder, {"norm.weight": (config.size,), "norm.bias": (config.size,)}, dummy))
-    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (config.out_features, config.in_features)}
-    if config.bias:
-        shapes["linear.bias"] = (config.out_features,)
-    if config.residual and config.in_features != config.out_features:
-        shapes["residual.weight"] = (config.out_features, config.in_features)
-    return Dense(config, _weights(config.folder, shapes, dummy))
-
-
-def _weights(folder: str, shapes: Mapping[str, tuple[int, ...]], dummy: bool) -> dict[str, Tensor]:
-    """The tensors of `folder`, float32 on the default device; exactly those of `shapes`. Raises CheckpointError."""
-    if dummy:
-        return {name: torch.full(shape, shape[-1] ** -0.5) for name, shape in shapes.items()}
-    pickled = Path(folder) / "pytorch_model.bin"
-    if pickled.is_file() and not (Path(folder) / "model.safetensors").is_file():
-        raise CheckpointError(
-            f"{str(pickled)!r} is a pickle, which can run code and is not read. Convert it to safetensors: load the model with "
-            "sentence-transformers and call save_pretrained."
-        )
-    found = dict(CheckpointWeights(Path(folder)))
-    for name in shapes.keys() ^ found.keys():
-        problem = "lack" if name in shapes else "hold, unexpectedly,"
-        raise CheckpointError(f"the weights in {folder!r} {problem} {name!r}.")
-    for name, tensor in found.items():
-        if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
-            kind = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-            raise CheckpointError(f"{name!r} of the weights in {folder!r} is {kind}; its config.json asks for floats {list(shapes[name])}.")
-    return {name: tensor.to(torch.get_default_device(), torch.float32) for name, tensor in found.items()}
+    def finish(self, values: Tensor, params: PoolingParams) -> Tensor:
+        use_activation, ids = self.postprocess_key(params)
+        if ids is not None:
+            # Among the logits, and before softmax: the chosen ones' probabilities add up to 1.
+            values = values[..., torch.tensor(ids, dtype=torch.int64, device=values.device)]
+        return self._activate(values) if use_activation else values

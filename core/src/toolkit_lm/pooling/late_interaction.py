@@ -25,8 +25,8 @@ Tokenize = Callable[[str], list[int]]
 """The tokens of a text, without special ones around it."""
 
 
-class Side(Struct, frozen=True, kw_only=True):
-    """How a checkpoint reads the texts of one side, "query" or "document", and compares them."""
+class LateInteractionRole(Struct, frozen=True, kw_only=True):
+    """How a checkpoint reads the texts of one role, "query" or "document", and compares them."""
 
     prompt: str = ""
     """Goes before each text, behind the marker."""
@@ -68,8 +68,8 @@ class Side(Struct, frozen=True, kw_only=True):
         return np.array([token not in self.left_out and (self.kept is None or token in self.kept) for token in token_ids], bool)
 
 
-def read_sides(found: SentenceTransformersConfig, folder: Path, tokenize: Tokenize) -> dict[str, Side]:
-    """The sides of a checkpoint that treats queries and documents differently, by name; {} for others.
+def read_roles(found: SentenceTransformersConfig, folder: Path, tokenize: Tokenize) -> dict[str, LateInteractionRole]:
+    """The roles of a checkpoint that treats queries and documents differently, by name; {} for others.
 
     `folder`: the tokenizer's. Raises CheckpointError for what cannot be done as sentence-transformers does it.
     """
@@ -87,34 +87,38 @@ def read_sides(found: SentenceTransformersConfig, folder: Path, tokenize: Tokeni
     return {"query": query, "document": document}
 
 
-def _marked(found: SentenceTransformersConfig, name: str, vocabulary: Vocabulary, tokenize: Tokenize) -> Side:
-    """A side's prompt. Where the tokenizer would take its marker for several tokens, the one that it is stands apart."""
+def _marked(found: SentenceTransformersConfig, name: str, vocabulary: Vocabulary, tokenize: Tokenize) -> LateInteractionRole:
+    """A role's prompt. Where the tokenizer would take its marker for several tokens, the one that it is stands apart."""
     prompt, marker = found.prompts.get(name, ""), found.markers.get(name, "")
     # PyLate's markers are tokens with their blank ("[Q] "), those of ColBERT's authors without it ("[unused0]").
     for piece in (marker, *marker.split(None, 1)[:1]):
         token = vocabulary.id_of(piece)
         if token is not None and prompt.startswith(piece):
             read_as = tokenize(piece.lower() if found.transformer.do_lower_case else piece)
-            return Side(prompt=prompt) if read_as == [token] else Side(prompt=prompt.removeprefix(piece), marker=token)
-    return Side(prompt=prompt)
+            return (
+                LateInteractionRole(prompt=prompt)
+                if read_as == [token]
+                else LateInteractionRole(prompt=prompt.removeprefix(piece), marker=token)
+            )
+    return LateInteractionRole(prompt=prompt)
 
 
-def _filled(side: Side, found: SentenceTransformersConfig, vocabulary: Vocabulary) -> Side:
-    """The side of queries, with their length, and what they are filled up with."""
+def _filled(role: LateInteractionRole, found: SentenceTransformersConfig, vocabulary: Vocabulary) -> LateInteractionRole:
+    """The role of queries, with their length, and what they are filled up with."""
     length, expansion = found.transformer.query_length, found.transformer.query_expansion
     if expansion is None:
-        return replace(side, max_tokens=length)
+        return replace(role, max_tokens=length)
     if length is not None and length < expansion.length:
         raise CheckpointError(f"{found.folder!r} fills queries up to {expansion.length} tokens, but cuts them to {length} (query_length).")
-    side = replace(side, max_tokens=expansion.length if expansion.strategy == "fixed" else length)
+    role = replace(role, max_tokens=expansion.length if expansion.strategy == "fixed" else length)
     if not expansion.attend and found.token_mask is None:
         # Tokens that attention does not see are compared only where a module says so.
-        return side
+        return role
     filler = vocabulary.mask_id if expansion.token is None else vocabulary.id_of(expansion.token)
     if filler is None:
         name = "mask token" if expansion.token is None else f"token {expansion.token!r}"
         raise CheckpointError(f"{found.folder!r} fills queries up with the {name}, which {str(vocabulary.path)!r} does not have.")
-    return replace(side, filler=filler, filled=expansion.length, attend=expansion.attend)
+    return replace(role, filler=filler, filled=expansion.length, attend=expansion.attend)
 
 
 def _skiplist(mask: TokenMask, vocabulary: Vocabulary) -> frozenset[int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.pooling.contract import Pooler, PoolingMetadata, PoolingRow
-from toolkit_lm.pooling.finish import ClassifierHead, Head
+from toolkit_lm.pooling.heads import ClassifierHead, Head
 from toolkit_lm.pooling.limits import check_params
 from toolkit_lm.pooling.methods import PoolingMethod, Segments
 from toolkit_lm.pooling_params import PoolingParams
@@ -71,7 +71,7 @@ class SimplePooler(_HeadPooler):
         """Finishes the rows of `values` together that ask for the same."""
         groups: dict[object, list[int]] = {}
         for index, one in enumerate(params):
-            groups.setdefault(self.head.wish(one), []).append(index)
+            groups.setdefault(self.head.postprocess_key(one), []).append(index)
         if len(groups) == 1:
             return self.head.finish(values, params[0]).unbind()
         results = list(values.unbind())
@@ -100,11 +100,11 @@ class AllPooler(_HeadPooler):
         if len(tokens) != hidden_states.shape[0]:
             hidden_states = hidden_states[torch.from_numpy(tokens).to(hidden_states.device)]
         values = self.head(hidden_states.float())
-        wishes = {self.head.wish(row.params) for row in meta.rows}
-        if len(wishes) == 1:
+        keys = {self.head.postprocess_key(row.params) for row in meta.rows}
+        if len(keys) == 1:
             values = self.head.finish(values, meta.rows[0].params)
         pieces = values.split([len(one) for one in selected])
-        if len(wishes) > 1:
+        if len(keys) > 1:
             pieces = [self.head.finish(piece, row.params) for piece, row in zip(pieces, meta.rows, strict=True)]
         return [self._join(row, piece) for row, piece in zip(meta.rows, pieces, strict=True)]
 

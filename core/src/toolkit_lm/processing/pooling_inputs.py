@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import SentenceTransformersConfig, Side, read_sentence_transformers, read_sides
+from toolkit_lm.pooling import LateInteractionRole, SentenceTransformersConfig, read_roles, read_sentence_transformers
 from toolkit_lm.processing.score_template import choose_score_template
 from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer, score_tokens
 
-_NO_SIDE = Side()
+_NO_ROLE = LateInteractionRole()
 
 
-class _Before(NamedTuple):
+class PromptPrefix(NamedTuple):
     """What a prompt's name asks for."""
 
     text: str
     """Goes before the prompt."""
-    side: Side
+    role: LateInteractionRole
     is_asked_for: bool
     """False: it is the checkpoint's default."""
 
 
-class PoolingTexts:
+class PoolingInputProcessor:
     """Renders texts for pooling. Thread-safe."""
 
     def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
@@ -44,10 +44,10 @@ class PoolingTexts:
         """What embeddings are compared by: cosine, dot, euclidean or manhattan."""
         self.scored_normalized: bool | None = None
         """Whether embeddings that are compared have length 1. None: as those of other requests."""
-        self.sides: dict[str, Side] = {}
+        self.roles: dict[str, LateInteractionRole] = {}
         """Of late interaction: how texts with the prompt names "query" and "document" are read and compared."""
         self._num_opening = 0
-        """Special tokens with which each text begins, where a side has a marker."""
+        """Special tokens with which each text begins, where a role has a marker."""
         self.averages = False
         """Of late interaction: the best products of a query's tokens are averaged, not summed."""
         self.template = None
@@ -67,7 +67,7 @@ class PoolingTexts:
             if found.pooling is not None and not found.pooling.include_prompt and config.pooler.pooling_type == "auto":
                 self._left_out = {text: self._num_tokens(self._lowered(text)) for text in found.prompts.values() if text}
             _check_processing(found)
-            self._read_sides(found, config)
+            self._read_roles(found, config)
             if self.default_prompt_name is not None:
                 # Queries and documents without a prompt of their own have none, as in sentence-transformers, and not the default.
                 self.prompts = {"query": "", "document": ""} | self.prompts
@@ -83,7 +83,7 @@ class PoolingTexts:
         """Token ids of each. `prompt_name`: for all, or one for each. Raises RequestError for what cannot be rendered."""
         most = self._most(truncate_prompt_tokens)
         self._check(instruction)
-        return self._render(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
+        return self._render(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
 
     def render_each(
         self,
@@ -96,28 +96,28 @@ class PoolingTexts:
         """As `render`, with an error in the place of what cannot be rendered. Raises RequestError for what is wrong with all of them."""
         most = self._most(truncate_prompt_tokens)
         self._check(instruction)
-        return self._render_each(list(prompts), self._befores(prompt_name, len(prompts)), most, instruction)
+        return self._render_each(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
 
     def _render_each(
-        self, prompts: list[Any], befores: list[_Before], most: int | None, instruction: str | None
+        self, prompts: list[Any], prefixes: list[PromptPrefix], most: int | None, instruction: str | None
     ) -> list[RenderedText | RequestError]:
         try:
-            return list(self._render(prompts, befores, most, instruction))
+            return list(self._render(prompts, prefixes, most, instruction))
         except RequestError as error:
             if len(prompts) == 1:
                 return [error]
         # Errors are rare: halves without one are rendered at once.
         half = len(prompts) // 2
         parts = (slice(None, half), slice(half, None))
-        return [one for part in parts for one in self._render_each(prompts[part], befores[part], most, instruction)]
+        return [one for part in parts for one in self._render_each(prompts[part], prefixes[part], most, instruction)]
 
-    def _render(self, prompts: list[Any], befores: list[_Before], most: int | None, instruction: str | None) -> list[RenderedText]:
+    def _render(self, prompts: list[Any], prefixes: list[PromptPrefix], most: int | None, instruction: str | None) -> list[RenderedText]:
         rendered: list[RenderedText | None] = []
         texts: list[str | tuple[str, str]] = []
         starts: list[int] = []
-        sides: list[Side] = []
-        for prompt, before in zip(prompts, befores, strict=True):
-            item = self._item(prompt, before)
+        roles: list[LateInteractionRole] = []
+        for prompt, prefix in zip(prompts, prefixes, strict=True):
+            item = self._item(prompt, prefix)
             if isinstance(item, RenderedText):
                 rendered.append(RenderedText(item.token_ids[:most]))
             elif not isinstance(item, str) and self.template is not None:
@@ -126,38 +126,38 @@ class PoolingTexts:
             else:
                 rendered.append(None)
                 texts.append(item)
-                starts.append(self._left_out.get(before.text, 0) if isinstance(item, str) else 0)
-                sides.append(before.side if isinstance(item, str) else _NO_SIDE)
-        others = iter(self._tokens(texts, sides, most))
+                starts.append(self._left_out.get(prefix.text, 0) if isinstance(item, str) else 0)
+                roles.append(prefix.role if isinstance(item, str) else _NO_ROLE)
+        others = iter(self._tokens(texts, roles, most))
         if self._left_out:
             others = (one._replace(pooling_start=start) for one, start in zip(others, starts, strict=True))
         return [next(others) if one is None else one for one in rendered]
 
-    def _tokens(self, texts: list[str | TextPair], sides: list[Side], most: int | None) -> list[RenderedText]:
-        """Of each text or pair, as its side wants it."""
+    def _tokens(self, texts: list[str | TextPair], roles: list[LateInteractionRole], most: int | None) -> list[RenderedText]:
+        """Of each text or pair, as its role wants it."""
         rendered = dict[int, RenderedText]()
-        for side in dict.fromkeys(sides):
-            places = [place for place, one in enumerate(sides) if one == side]
-            limit = side.text_tokens(most, self.max_tokens)
+        for role in dict.fromkeys(roles):
+            places = [place for place, one in enumerate(roles) if one == role]
+            limit = role.text_tokens(most, self.max_tokens)
             for place, one in zip(places, self.renderer.render_texts([texts[i] for i in places], max_tokens=limit), strict=True):
-                rendered[place] = side.complete(one, self._num_opening)
+                rendered[place] = role.complete(one, self._num_opening)
         return [rendered[place] for place in range(len(texts))]
 
-    def _item(self, prompt: Any, before: _Before) -> str | TextPair | RenderedText:
+    def _item(self, prompt: Any, prefix: PromptPrefix) -> str | TextPair | RenderedText:
         if isinstance(prompt, tuple):
             if len(prompt) != 2 or not all(isinstance(text, str) for text in prompt):
                 raise RequestError("a pair must be two texts.", "input")
             return (self._lowered(prompt[0]), self._lowered(prompt[1]))
         parsed = parse_prompt(prompt)
         if parsed.get("prompt_token_ids") is not None:
-            if before.is_asked_for:
+            if prefix.is_asked_for:
                 raise RequestError(
                     "prompt_name names what goes before a text, and token ids are read as they are: give a text, or no prompt_name.",
                     "prompt_name",
                 )
             return RenderedText(self.renderer.render_prompt(parsed)[0])
         # An empty text is refused even where a prompt goes before it.
-        return self._lowered(before.text + parsed["prompt"]) if parsed["prompt"] else ""
+        return self._lowered(prefix.text + parsed["prompt"]) if parsed["prompt"] else ""
 
     def _num_tokens(self, prompt: str) -> int:
         """Of a prompt with the special tokens around it, except for one at the end: as sentence-transformers counts them."""
@@ -185,37 +185,37 @@ class PoolingTexts:
         if instruction is not None and self.template is not None and not self.template.takes_instruction:
             raise RequestError("this model takes no instruction: its score template has no place {instruction}.", "instruction")
 
-    def _befores(self, names: str | Sequence[str | None] | None, count: int) -> list[_Before]:
+    def _prefixes(self, names: str | Sequence[str | None] | None, count: int) -> list[PromptPrefix]:
         """What goes before each prompt."""
         if names is None or isinstance(names, str):
-            return [self._before(names)] * count
+            return [self._prefix(names)] * count
         if not isinstance(names, list | tuple) or len(names) != count:
             raise RequestError(f"prompt_name must be a name, or a list of {count}, one for each prompt.", "prompt_name")
-        return [self._before(name) for name in names]
+        return [self._prefix(name) for name in names]
 
-    def _before(self, name: str | None) -> _Before:
-        # The default prompt is text only: whoever wants a side names it.
-        side = _NO_SIDE if name is None else self.sides.get(str(name), _NO_SIDE)
+    def _prefix(self, name: str | None) -> PromptPrefix:
+        # The default prompt is text only: whoever wants a role names it.
+        role = _NO_ROLE if name is None else self.roles.get(str(name), _NO_ROLE)
         is_asked_for = name is not None
         name = name if name is not None else self.default_prompt_name
         if name is None:
-            return _Before("", side, is_asked_for)
+            return PromptPrefix("", role, is_asked_for)
         if not isinstance(name, str) or name not in self.prompts:
             raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(str(name), self.prompts)}", "prompt_name")
-        return _Before(self.prompts[name] if side is _NO_SIDE else side.prompt, side, is_asked_for)
+        return PromptPrefix(self.prompts[name] if role is _NO_ROLE else role.prompt, role, is_asked_for)
 
-    def _read_sides(self, found: SentenceTransformersConfig, config: VllmConfig) -> None:
+    def _read_roles(self, found: SentenceTransformersConfig, config: VllmConfig) -> None:
         folder = Path(config.renderer.tokenizer or found.folder)
-        self.sides = read_sides(found, folder, lambda text: self.renderer.render_prompt(text, add_special_tokens=False)[0])
-        self.prompts = {name: side.prompt for name, side in self.sides.items()} | self.prompts
-        if config.model.convert != "none" and not all(side.attend for side in self.sides.values()):
+        self.roles = read_roles(found, folder, lambda text: self.renderer.render_prompt(text, add_special_tokens=False)[0])
+        self.prompts = {name: role.prompt for name, role in self.roles.items()} | self.prompts
+        if config.model.convert != "none" and not all(role.attend for role in self.roles.values()):
             raise CheckpointError(
                 f"{found.folder!r} fills queries up with tokens that attention does not see, which is for encoders only, "
                 "and this is a language model."
             )
-        if (longest := max((side.filled for side in self.sides.values()), default=0)) > self.max_tokens:
+        if (longest := max((role.filled for role in self.roles.values()), default=0)) > self.max_tokens:
             raise ConfigError(f"max_model_len is {self.max_tokens}, but the checkpoint fills its queries up to {longest} tokens.")
-        if any(side.marker is not None for side in self.sides.values()):
+        if any(role.marker is not None for role in self.roles.values()):
             plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added)[0] for added in (False, True))
             self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
 

@@ -14,7 +14,7 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import check_params
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_inputs import PoolingTexts
+from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import (
     check_bounds,
@@ -45,7 +45,7 @@ class Processor:
         self.config = config
         self.renderer = renderer
         self.plugins = plugins
-        self.texts = PoolingTexts(config, renderer, plugins)
+        self.texts = PoolingInputProcessor(config, renderer, plugins)
         self._limits: RequestLimits | None = None
         self._max_model_len = config.max_model_len
         self._vocab_size: int = config.hf_config.get("vocab_size") or renderer.vocab_size

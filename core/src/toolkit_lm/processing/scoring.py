@@ -11,9 +11,9 @@ import numpy as np
 from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput, ScoringRequestOutput
-from toolkit_lm.pooling import Side
+from toolkit_lm.pooling import LateInteractionRole
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_inputs import PoolingTexts
+from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
 from toolkit_lm.prompts import TextPair
 
 
@@ -90,7 +90,7 @@ _TASKS: dict[ScoreKind, PoolingTask] = {
     ScoreKind.BI_ENCODER: "embed",
     ScoreKind.LATE_INTERACTION: "token_embed",
 }
-_SIDES = ("query", "document")
+_ROLES = ("query", "document")
 
 
 class Scoring:
@@ -105,7 +105,7 @@ class Scoring:
         queries: str | Sequence[str],
         documents: str | Sequence[str],
         tasks: Collection[Task],
-        texts: PoolingTexts,
+        texts: PoolingInputProcessor,
         *,
         fields: tuple[str, str] = ("queries", "documents"),
     ) -> None:
@@ -117,7 +117,7 @@ class Scoring:
         self.task = _TASKS[self.kind]
         is_late = self.kind is ScoreKind.LATE_INTERACTION
         self._compare = SIMILARITIES[texts.similarity] if not is_late else mean_max_sim if texts.averages else max_sim
-        self._sides: Mapping[str, Side] = texts.sides if is_late else {}
+        self._roles: Mapping[str, LateInteractionRole] = texts.roles if is_late else {}
         self._normalize = texts.scored_normalized if self.kind is ScoreKind.BI_ENCODER else None
         pairs = _pairs(queries, documents, fields)
         self._pairs, self._texts, self._fields = pairs, texts, fields
@@ -135,16 +135,16 @@ class Scoring:
             return
         first: dict[tuple[int, str], str] = {}
         for number, pair in enumerate(pairs):
-            for side in (0, 1):
-                first.setdefault((side, pair[side]), self._name(side, number))
+            for role in (0, 1):
+                first.setdefault((role, pair[role]), self._name(role, number))
         places = {key: place for place, key in enumerate(first)}
         self._places = [(places[0, query], places[1, document]) for query, document in pairs]
         self.prompts = [text for _, text in first]
-        self.prompt_names = [_SIDES[side] if _SIDES[side] in texts.prompts else None for side, _ in first]
+        self.prompt_names = [_ROLES[role] if _ROLES[role] in texts.prompts else None for role, _ in first]
         self.names = list(first.values())
 
-    def _name(self, side: int, number: int) -> str:
-        return self._fields[side] if self._alone[side] else f"{self._fields[side]}[{number}]"
+    def _name(self, role: int, number: int) -> str:
+        return self._fields[role] if self._alone[role] else f"{self._fields[role]}[{number}]"
 
     def culprit(self, error: RequestError) -> RequestError:
         """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for its query alone.
@@ -186,8 +186,8 @@ class Scoring:
 
     def _compared(self, output: PoolingRequestOutput, name: str | None) -> np.ndarray | None:
         """What is compared of it; None where it failed."""
-        side = None if name is None else self._sides.get(name)
-        return output.data if output.data is None or side is None else output.data[side.compared(output.prompt_token_ids)]
+        role = None if name is None else self._roles.get(name)
+        return output.data if output.data is None or role is None else output.data[role.compared(output.prompt_token_ids)]
 
     def _score(
         self, query: PoolingRequestOutput, document: PoolingRequestOutput, first: np.ndarray | None, second: np.ndarray | None
