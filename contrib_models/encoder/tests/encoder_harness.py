@@ -8,6 +8,7 @@ import torch
 from toolkit_lm.attention import Attention, AttentionBackend, AttentionType, Binding, GroupMetadata, forward_context
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import load_model
+from toolkit_lm.plugin import Plugins
 
 LENGTHS = (7, 33, 1, 21, 33)
 
@@ -59,7 +60,8 @@ def hidden_states(stages, sequences, token_types=None, backend=BidirectionalAtte
 def load(model_class, folder: Path, *, rank: int = 0, **options):
     """The model of a checkpoint folder, as one rank holds it."""
     config = VllmConfig.default(json.loads((folder / "config.json").read_text()), **{"max_model_len": 64, **options}).with_rank(rank)
-    config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(folder)))
+    profile = Plugins.load().pooling_profiles.read(folder, config.hf_config, folder)
+    config = config.with_checkpoint(msgspec.structs.replace(config.checkpoint, path=str(folder), pooling_profile=profile))
     return load_model(model_class, config, torch.device("cpu"))
 
 

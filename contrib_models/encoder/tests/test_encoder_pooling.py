@@ -43,6 +43,12 @@ def test_embeddings_are_means_of_length_1(tmp_path):
         assert_same(ours, normalize(reference(theirs, sequence).last_hidden_state[0].mean(0), dim=-1))
 
 
+def name_colbert(folder, **more):
+    """Makes config.json that of the authors' own library."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["HF_ColBERT"]} | more))
+
+
 @pytest.mark.parametrize("metadata", [{"dim": 20}, None], ids=["artifact.metadata", "config.json"])
 def test_colbert_checkpoints(tmp_path, metadata):
     """As the authors' own library writes them."""
@@ -52,9 +58,7 @@ def test_colbert_checkpoints(tmp_path, metadata):
     save_file(tensors | {"linear.weight": weight}, tmp_path / "model.safetensors")
     if metadata is not None:
         (tmp_path / "artifact.metadata").write_text(json.dumps(metadata))
-    else:
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"dim": 20}))
+    name_colbert(tmp_path, **({} if metadata else {"dim": 20}))
     model = load(our_class("HF_ColBERT"), tmp_path)
     assert model.pooler.supported_tasks() == {"token_embed"}
     for ours, sequence in zip(pooled(model, "token_embed"), SEQUENCES, strict=True):
@@ -65,6 +69,7 @@ def test_colbert_checkpoints(tmp_path, metadata):
 def test_colbert_metadata_that_is_not_understood(tmp_path, written, culprit):
     make_checkpoint("BertModel", BERT_LIKE, tmp_path)
     (tmp_path / "artifact.metadata").write_text(written)
+    name_colbert(tmp_path)
     with pytest.raises(CheckpointError, match=rf"artifact\.metadata.*{culprit}"):
         load(our_class("HF_ColBERT"), tmp_path)
 

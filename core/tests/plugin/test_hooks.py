@@ -76,6 +76,19 @@ def test_toolkit_register_pooling(example):
     assert (entry.target, entry.plugin) == ("toolkit_lm_mine.first_token:as_first_token_model", example.__name__)
 
 
+def test_toolkit_register_pooling_profiles(example, tmp_path, monkeypatch):
+    profiles = load(example).pooling_profiles
+    assert profiles.get("mine").target == "toolkit_lm_mine.profile:read_profile"
+    shown = types.ModuleType("toolkit_lm_mine.profile")
+    exec(page_example(PAGES / "toolkit_register_pooling_profiles.md", block=3), shown.__dict__)
+    monkeypatch.setitem(sys.modules, "toolkit_lm_mine", types.ModuleType("toolkit_lm_mine"))
+    monkeypatch.setitem(sys.modules, shown.__name__, shown)
+    assert profiles.read(tmp_path, {"hidden_size": 8}, tmp_path) is None
+    (tmp_path / "my_pooling.json").write_text('{"longest": 64, "query_prompt": "Q: "}')
+    profile = profiles.read(tmp_path, {"hidden_size": 8}, tmp_path)
+    assert (profile.max_tokens, profile.prompts, profile.pooling.size) == (64, {"query": "Q: "}, 8)
+
+
 def test_toolkit_register_score_templates(example):
     templates = load(example).score_templates
     entry = templates.get("mine")

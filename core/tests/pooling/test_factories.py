@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import classification_pooler, embedding_pooler, token_classification_pooler
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
 from toolkit_lm.pooling_params import PoolingParams
@@ -23,7 +24,9 @@ MODELS = "sentence_transformers.models"
 def config_of(folder: Path, hf_config: dict[str, object] | None = None, **options: object) -> VllmConfig:
     hf_config = {"hidden_size": SIZE, **(hf_config or {})}
     (folder / "config.json").write_text(json.dumps(hf_config))
-    return VllmConfig.default(**options).with_checkpoint(Checkpoint(path=str(folder), architecture="BertModel", hf_config=hf_config))
+    profile = Plugins.load().pooling_profiles.read(folder, hf_config, folder)
+    checkpoint = Checkpoint(path=str(folder), architecture="BertModel", hf_config=hf_config, pooling_profile=profile)
+    return VllmConfig.default(**options).with_checkpoint(checkpoint)
 
 
 def save_modules(folder: Path, *modules: tuple[str, dict[str, object]]) -> None:

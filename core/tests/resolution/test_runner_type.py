@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import pytest
-from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.config import PluginsConfig, PoolingProfile, VllmConfig
+from toolkit_lm.config.pooling_profile import LogitScore
 from toolkit_lm.errors import ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution.runner_type import choose_runner
@@ -30,13 +29,11 @@ def plugins() -> Plugins:
     return Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()])
 
 
-def choose(plugins, name, key=None, folder="", **options):
+def choose(plugins, name, key=None, profile=None, **options):
     """`key`: the registered class that runs the architecture `name`."""
     config = VllmConfig.default({"architectures": [name]}, **options)
-    return choose_runner(
-        msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, architecture=key or name, path=str(folder))),
-        plugins,
-    )
+    checkpoint = msgspec.structs.replace(config.checkpoint, architecture=key or name, pooling_profile=profile)
+    return choose_runner(config.with_checkpoint(checkpoint), plugins)
 
 
 LM, SEQ_CLS, BERT, BERT_CLS, REWARD = (
@@ -103,13 +100,13 @@ def test_what_is_refused(plugins, checkpoint, options, error, words):
         choose(plugins, *checkpoint, **options)
 
 
-def test_sentence_transformers_files_make_a_language_model_an_embedder(plugins, tmp_path):
-    (tmp_path / "modules.json").write_text(
-        json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}])
-    )
-    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
-    assert choose(plugins, *LM, folder=tmp_path) == ("pooling", "embed")
-    assert choose(plugins, *LM, folder=tmp_path, convert="classify") == ("pooling", "classify")
-    assert choose(plugins, *LM, folder=tmp_path, runner="generate") == ("generate", "none")
-    assert choose(plugins, *LM, folder=tmp_path, also=["embed"], runner="generate") == ("generate", "none")
-    assert choose(plugins, *BERT, folder=tmp_path) == ("pooling", "none")
+def test_a_complete_profile_makes_a_language_model_an_embedder(plugins):
+    profile = PoolingProfile(folder="", is_complete=True)
+    assert choose(plugins, *LM, profile=profile) == ("pooling", "embed")
+    assert choose(plugins, *LM, profile=profile, convert="classify") == ("pooling", "classify")
+    assert choose(plugins, *LM, profile=profile, runner="generate") == ("generate", "none")
+    assert choose(plugins, *LM, profile=profile, also=["embed"], runner="generate") == ("generate", "none")
+    assert choose(plugins, *BERT, profile=profile) == ("pooling", "none")
+    reranker = PoolingProfile(folder="", is_complete=True, logit_score=LogitScore(true_token_id=1))
+    assert choose(plugins, *LM, profile=reranker) == ("pooling", "classify")
+    assert choose(plugins, *LM, profile=PoolingProfile(folder="", max_tokens=64)) == ("generate", "none")

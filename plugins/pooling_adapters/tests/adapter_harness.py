@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from toolkit_lm.attention import Attention, AttentionBackend, Binding, GroupMetadata, forward_context
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import load_model
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingMetadata, PoolingRow
 from toolkit_lm.pooling_params import PoolingParams
 
@@ -53,7 +54,8 @@ class CausalAttention(AttentionBackend):
 
 def config_of(folder: Path, **options) -> VllmConfig:
     config = VllmConfig.default(json.loads((folder / "config.json").read_text()), **{"max_model_len": 64, **options})
-    return msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(folder)))
+    profile = Plugins.load().pooling_profiles.read(folder, config.hf_config, folder)
+    return config.with_checkpoint(msgspec.structs.replace(config.checkpoint, path=str(folder), pooling_profile=profile))
 
 
 def load(convert, model_class, folder: Path, *, rank: int = 0, **options):

@@ -5,11 +5,10 @@ Checkpoints of pylate and sentence-transformers need no class of their own: thei
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import Absent, HFConfig, ReplicatedLinear, join
-from toolkit_lm.pooling import AllPooler, EmbeddingHead, read_artifact_metadata
+from toolkit_lm.pooling import AllPooler, EmbeddingHead
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.bert import BertEncoder
@@ -35,8 +34,11 @@ class HF_ColBERT(BertEncoder):  # noqa: N801 - so it is called in checkpoints of
 
 
 def dimensions(vllm_config: VllmConfig) -> int:
-    """Length of a token's vector: `dim` of config.json, or of the library's own artifact.metadata. Raises CheckpointError."""
+    """Length of a token's vector: `dim` of config.json, or what the library's own artifact.metadata says. Raises CheckpointError."""
     if (dim := HFConfig(vllm_config.hf_config).get("dim", int)) is not None:
         return dim
     assert vllm_config.checkpoint is not None
-    return read_artifact_metadata(Path(vllm_config.checkpoint.path)).dim
+    profile = vllm_config.checkpoint.pooling_profile
+    if profile is None or profile.embedding_size is None:
+        raise CheckpointError("config.json has no 'dim', and no plugin reads artifact.metadata. Install toolkit-lm-sentence-transformers.")
+    return profile.embedding_size

@@ -2,6 +2,7 @@
 
 from toolkit_lm.config.memory import parse_memory
 from toolkit_lm.config.options import Option, load_options, option, options_of, read_file
+from toolkit_lm.config.pooling_profile import PoolingProfile, RoleProfile
 from toolkit_lm.config.vllm import (
     AttentionConfig,
     CacheConfig,
@@ -32,7 +33,9 @@ __all__ = [
     "ParallelConfig",
     "PluginsConfig",
     "PoolerConfig",
+    "PoolingProfile",
     "RendererConfig",
+    "RoleProfile",
     "SchedulerConfig",
     "VllmConfig",
     "load_options",

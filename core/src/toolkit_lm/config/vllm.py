@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from toolkit_lm.config.memory import parse_memory
 from toolkit_lm.config.options import Option, option, options_of
+from toolkit_lm.config.pooling_profile import PoolingProfile
 from toolkit_lm.errors import ConfigError, nearest
 
 
@@ -218,6 +219,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     hf_config: dict[str, Any]
     """config.json; for a multimodal checkpoint the whole of it."""
     generation_config: dict[str, Any] = field(default_factory=dict)
+    pooling_profile: PoolingProfile | None = None
+    """What the files beside it say of pooling; None: there are none that do."""
 
 
 class VllmConfig(Struct, frozen=True, kw_only=True):

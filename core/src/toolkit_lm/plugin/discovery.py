@@ -34,6 +34,7 @@ BUILTIN = frozenset(
         "reward",
         "sampling-extra",
         "sdpa",
+        "sentence-transformers",
         "server",
         "tiny",
         "transformers",

@@ -20,6 +20,7 @@ from toolkit_lm.plugin.registry import (
     ConverterRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
+    PoolingProfileRegistry,
     RendererRegistry,
     ScoreTemplateRegistry,
 )
@@ -72,6 +73,15 @@ def toolkit_register_pooling(converters: ConverterRegistry) -> None:
     """Registers pooling adapters: functions that make a pooling model of another model's class.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_pooling_profiles(profiles: PoolingProfileRegistry) -> None:
+    """Registers readers of what checkpoints' own files say of pooling: prompts, methods, heads, late interaction.
+
+    Caller: the loader. Process: every one, though only the front reads checkpoints. Thread: main. Return: nothing; all implementations
+    are called.
     """
 
 

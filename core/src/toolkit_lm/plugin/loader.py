@@ -34,6 +34,7 @@ REGISTER_HOOKS = {
     "toolkit_register_renderers": "renderers",
     "toolkit_register_logits_processors": "logits_processors",
     "toolkit_register_pooling": "converters",
+    "toolkit_register_pooling_profiles": "pooling_profiles",
     "toolkit_register_score_templates": "score_templates",
     "toolkit_register_checkpoints": "checkpoints",
     "toolkit_register_commands": "commands",

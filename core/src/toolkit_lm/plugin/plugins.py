@@ -26,6 +26,7 @@ from toolkit_lm.plugin.registry import (
     ConverterRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
+    PoolingProfileRegistry,
     RendererRegistry,
     ScoreTemplateRegistry,
 )
@@ -39,6 +40,7 @@ class Plugins:
     renderers: RendererRegistry
     logits_processors: LogitsProcessorRegistry
     converters: ConverterRegistry
+    pooling_profiles: PoolingProfileRegistry
     score_templates: ScoreTemplateRegistry
     checkpoints: CheckpointRegistry
     commands: CommandRegistry

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+from toolkit_lm.config import PoolingProfile
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, ToolkitError, UnsupportedError, nearest
 from toolkit_lm.plugin.info import PluginInfo
 
@@ -75,6 +76,11 @@ class LogitsProcessorEntry(Entry):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConverterEntry(Entry):
     """A function that makes a pooling model's class of another model's class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingProfileEntry(Entry):
+    """A function that reads what a checkpoint's files say of pooling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +263,40 @@ class ConverterRegistry(Registry[ConverterEntry]):
         self._add(ConverterEntry, convert, target, _TARGET, "module:function", override=override)
 
 
+class PoolingProfileRegistry(Registry[PoolingProfileEntry]):
+    """Readers of what checkpoints' files say of pooling, by name."""
+
+    noun = "reader of pooling profiles"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, override: bool = False) -> None:
+        """Registers a function (folder: Path, hf_config: dict, tokenizer: Path) -> PoolingProfile | None. Its module imports no torch.
+
+        `hf_config` is the folder's config.json, `tokenizer` the folder of the tokenizer. It returns None for a folder without files of its
+        kind, and raises CheckpointError for files that it does not understand.
+        """
+        self._add(PoolingProfileEntry, name, target, _TARGET, "module:function", override=override)
+
+    def read(self, folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
+        """What the first reader with an answer says; those that were registered last are asked first. None: no reader has one.
+
+        Raises CheckpointError for files that a reader does not understand, PluginError for a reader that fails.
+        """
+        for entry in reversed(self.entries()):
+            try:
+                profile = self.load(entry.key)(folder, hf_config, tokenizer)
+            except ToolkitError:
+                raise
+            except Exception as error:
+                raise PluginError(f"{entry.owner}: {self.noun} {entry.key!r} failed: {type(error).__name__}: {error}") from error
+            if isinstance(profile, PoolingProfile):
+                return profile
+            if profile is not None:
+                kind = type(profile).__name__
+                raise PluginError(f"{entry.owner}: {self.noun} {entry.key!r} must return a PoolingProfile or None, not a {kind}.")
+        return None
+
+
 class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
     """The prompts of rerankers, by the name that the option score_template gives."""
 
@@ -312,6 +352,7 @@ class Registries:
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
     converters: ConverterRegistry = field(default_factory=ConverterRegistry)
+    pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
     score_templates: ScoreTemplateRegistry = field(default_factory=ScoreTemplateRegistry)
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
     commands: CommandRegistry = field(default_factory=CommandRegistry)

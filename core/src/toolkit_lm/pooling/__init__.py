@@ -1,6 +1,6 @@
 """Pooling: from the hidden states of a sequence's tokens to an embedding, classes or scores.
 
-The names are resolved when they are used: a front that reads what sentence-transformers says of a checkpoint needs no torch.
+The names are resolved when they are used: a front that checks parameters or compares tokens needs no torch.
 """
 
 import lazy_loader

@@ -1,4 +1,3 @@
-from .artifact_metadata import read_artifact_metadata as read_artifact_metadata
 from .contract import Pooler as Pooler, PoolingMetadata as PoolingMetadata, PoolingRow as PoolingRow
 from .factories import (
     classification_pooler as classification_pooler,
@@ -7,7 +6,7 @@ from .factories import (
     token_classification_pooler as token_classification_pooler,
 )
 from .heads import ClassifierHead as ClassifierHead, EmbeddingHead as EmbeddingHead, Head as Head
-from .late_interaction import LateInteractionRole as LateInteractionRole, read_roles as read_roles
+from .late_interaction import LateInteractionRole as LateInteractionRole, make_roles as make_roles
 from .limits import check_params as check_params, hidden_size as hidden_size
 from .methods import METHODS as METHODS, Concatenated as Concatenated, PoolingMethod as PoolingMethod, Segments as Segments
 from .poolers import (
@@ -16,9 +15,5 @@ from .poolers import (
     DispatchPooler as DispatchPooler,
     SimplePooler as SimplePooler,
     StepPooler as StepPooler,
-)
-from .sentence_transformers import (
-    SentenceTransformersConfig as SentenceTransformersConfig,
-    read_sentence_transformers as read_sentence_transformers,
 )
 from .weight_names import stored_weights as stored_weights

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import PoolingProfile, VllmConfig, pooling_profile
 from toolkit_lm.errors import CheckpointError, ConfigError, nearest
-from toolkit_lm.pooling import module_config
 from toolkit_lm.pooling.contract import Pooler
 from toolkit_lm.pooling.heads import ClassifierHead, EmbeddingHead
 from toolkit_lm.pooling.limits import hidden_size
@@ -17,7 +16,6 @@ from toolkit_lm.pooling.methods import METHODS, Concatenated, PoolingMethod
 from toolkit_lm.pooling.modules import ACTIVATIONS, Activation, make_heads
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
 from toolkit_lm.pooling.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
-from toolkit_lm.pooling.sentence_transformers import SentenceTransformersConfig, read_sentence_transformers
 
 Classifier = Callable[[Tensor], Tensor]
 TOKEN_METHODS = ("ALL", "STEP")
@@ -27,15 +25,15 @@ _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_clas
 def embedding_pooler(vllm_config: VllmConfig, default: str | PoolingMethod = "MEAN", *, normalize: bool = True) -> Pooler:
     """Embeddings of a prompt (embed) and of its tokens (token_embed).
 
-    Of sentence-transformers' files beside the checkpoint it takes the pooling methods and the Dense, LayerNorm and Normalize modules;
-    those that follow pooling are not for token_embed. `default` and `normalize` hold where there is no modules.json. A late-interaction
+    Of the checkpoint's pooling profile it takes the pooling methods and the heads; those that follow pooling are not for token_embed.
+    `default` and `normalize` hold where the profile is not complete, or where there is none. A late-interaction
     checkpoint, which pools nothing, has token_embed only, unless the option `pooling_type` says how to pool.
 
     Raises CheckpointError for files that are not understood or do not fit, ConfigError for an option that does not.
     """
     check_pooler_options(vllm_config.pooler, PoolingKind.EMBEDDER)
-    found = _sentence_transformers(vllm_config) or SentenceTransformersConfig(folder="")
-    ends_normalized = None if found.has_modules else normalize
+    found = _profile(vllm_config) or PoolingProfile(folder="")
+    ends_normalized = None if found.is_complete else normalize
     size = found.pooling.size if found.pooling is not None else hidden_size(vllm_config.hf_config)
     token_layers, token_head = _embedding_head(vllm_config, found.token_heads, size, ends_normalized)
     poolers: list[Pooler] = [AllPooler({"token_embed"}, token_head)]
@@ -119,10 +117,9 @@ def num_labels_of(hf_config: dict[str, Any]) -> int:
     return 2
 
 
-def _sentence_transformers(vllm_config: VllmConfig) -> SentenceTransformersConfig | None:
+def _profile(vllm_config: VllmConfig) -> PoolingProfile | None:
     assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    folder = vllm_config.checkpoint.path
-    return read_sentence_transformers(folder) if folder else None
+    return vllm_config.checkpoint.pooling_profile
 
 
 def _sequence_method(method: str | PoolingMethod) -> PoolingMethod:
@@ -134,20 +131,20 @@ def _sequence_method(method: str | PoolingMethod) -> PoolingMethod:
     return METHODS[method]
 
 
-def _embedding_method(vllm_config: VllmConfig, found: SentenceTransformersConfig, default: str | PoolingMethod) -> PoolingMethod | None:
+def _embedding_method(vllm_config: VllmConfig, found: PoolingProfile, default: str | PoolingMethod) -> PoolingMethod | None:
     """How prompts are pooled; None where the checkpoint pools nothing."""
     option = vllm_config.pooler.pooling_type
     if option != "auto":
         return _sequence_method(option)
     if found.pooling is None:
-        return None if found.has_modules else _sequence_method(default)
+        return None if found.is_complete else _sequence_method(default)
     methods = [METHODS[name] for name in found.pooling.methods]
     return methods[0] if len(methods) == 1 else Concatenated(methods)
 
 
 def _embedding_head(
     vllm_config: VllmConfig,
-    configs: Sequence[module_config.Head],
+    configs: Sequence[pooling_profile.Head],
     size: int,
     normalize: bool | None,
     truncate_dim: int | None = None,
@@ -158,7 +155,7 @@ def _embedding_head(
     """
     layers = make_heads(configs, dummy=vllm_config.load.load_format == "dummy")
     out = _out_size(configs, size)
-    last = bool(configs) and isinstance(configs[-1], module_config.Normalize)
+    last = bool(configs) and isinstance(configs[-1], pooling_profile.Normalize)
     option = vllm_config.pooler.normalize
     unit = option if option is not None else last if normalize is None else normalize
     if truncate_dim is not None and truncate_dim > out:
@@ -166,15 +163,15 @@ def _embedding_head(
     return layers, EmbeddingHead(out, layers[:-1] if last else layers, normalize=unit, truncate_dim=truncate_dim)
 
 
-def _out_size(configs: Sequence[module_config.Head], size: int) -> int:
+def _out_size(configs: Sequence[pooling_profile.Head], size: int) -> int:
     """What vectors of `size` become. Raises CheckpointError for a module that takes others."""
     for config in configs:
-        if isinstance(config, module_config.Normalize):
+        if isinstance(config, pooling_profile.Normalize):
             continue
-        takes = config.in_features if isinstance(config, module_config.Dense) else config.size
+        takes = config.in_features if isinstance(config, pooling_profile.Dense) else config.size
         if takes != size:
             raise CheckpointError(f"the module in {config.folder!r} takes vectors of {takes}, but is given vectors of {size}.")
-        size = config.out_features if isinstance(config, module_config.Dense) else size
+        size = config.out_features if isinstance(config, pooling_profile.Dense) else size
     return size
 
 
@@ -215,7 +212,7 @@ def _activation(vllm_config: VllmConfig, num_labels: int, default: str | None) -
         )
     several = num_labels > 1 and problem != "multi_label_classification"
     usual = ACTIVATIONS["softmax" if several else "sigmoid"]
-    found = _sentence_transformers(vllm_config)
+    found = _profile(vllm_config)
     if found is not None and found.activation is not None:
         named: nn.Module = getattr(nn, found.activation)()
         return (usual, False) if found.activation == "Identity" else (named, True)

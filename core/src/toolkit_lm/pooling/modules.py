@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from toolkit_lm.config import pooling_profile
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import CheckpointWeights
-from toolkit_lm.pooling import module_config
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -51,7 +51,7 @@ class Dense(nn.Module):
     bias: Tensor | None
     residual_weight: Tensor | None
 
-    def __init__(self, config: module_config.Dense, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, config: pooling_profile.Dense, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.residual = config.residual
         self.activation: nn.Module = getattr(nn, config.activation)()
@@ -80,7 +80,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(vectors, self.weight.shape, self.weight, self.bias)
 
 
-def make_heads(configs: Sequence[module_config.Head], dummy: bool = False) -> nn.Sequential:
+def make_heads(configs: Sequence[pooling_profile.Head], dummy: bool = False) -> nn.Sequential:
     """The heads of a checkpoint, on the default device. `dummy`: with random weights, and no file is read.
 
     Raises CheckpointError for weights that are missing, unexpected, of a wrong shape, or pickles.
@@ -88,10 +88,10 @@ def make_heads(configs: Sequence[module_config.Head], dummy: bool = False) -> nn
     return nn.Sequential(*(_make_head(config, dummy) for config in configs))
 
 
-def _make_head(config: module_config.Head, dummy: bool) -> nn.Module:
-    if isinstance(config, module_config.Normalize):
+def _make_head(config: pooling_profile.Head, dummy: bool) -> nn.Module:
+    if isinstance(config, pooling_profile.Normalize):
         return Normalize()
-    if isinstance(config, module_config.LayerNorm):
+    if isinstance(config, pooling_profile.LayerNorm):
         return LayerNorm(_weights(config.folder, {"norm.weight": (config.size,), "norm.bias": (config.size,)}, dummy))
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (config.out_features, config.in_features)}
     if config.bias:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import PoolingProfile, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import LateInteractionRole, SentenceTransformersConfig, read_roles, read_sentence_transformers
+from toolkit_lm.pooling import LateInteractionRole, make_roles
 from toolkit_lm.processing.score_template import choose_score_template
 from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer, score_tokens
@@ -35,7 +34,7 @@ class PoolingInputProcessor:
         self.renderer = renderer
         self.max_tokens = config.max_model_len
         self.prompts: dict[str, str] = {}
-        """Of the checkpoint's sentence-transformers files: texts that go before the input, by name."""
+        """Of the checkpoint: texts that go before the input, by name."""
         self.default_prompt_name: str | None = None
         self.lower_case = False
         self._left_out: dict[str, int] = {}
@@ -55,9 +54,11 @@ class PoolingInputProcessor:
             self.template = choose_score_template(config, plugins)
         elif not config.model.also:
             return
-        if found := read_sentence_transformers(config.checkpoint.path):
+        if found := config.checkpoint.pooling_profile:
+            if found.refusal is not None:
+                raise CheckpointError(found.refusal)
             self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
-            self.lower_case = found.transformer.do_lower_case
+            self.lower_case = found.lower_case
             self.averages = found.similarity == "meanmaxsim"
             if found.similarity in ("dot", "euclidean", "manhattan"):
                 self.similarity = found.similarity
@@ -66,8 +67,7 @@ class PoolingInputProcessor:
             # The option pooling_type takes the place of the checkpoint's Pooling module.
             if found.pooling is not None and not found.pooling.include_prompt and config.pooler.pooling_type == "auto":
                 self._left_out = {text: self._num_tokens(self._lowered(text)) for text in found.prompts.values() if text}
-            _check_processing(found)
-            self._read_roles(found, config)
+            self._take_roles(found, config)
             if self.default_prompt_name is not None:
                 # Queries and documents without a prompt of their own have none, as in sentence-transformers, and not the default.
                 self.prompts = {"query": "", "document": ""} | self.prompts
@@ -204,25 +204,16 @@ class PoolingInputProcessor:
             raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(str(name), self.prompts)}", "prompt_name")
         return PromptPrefix(self.prompts[name] if role is _NO_ROLE else role.prompt, role, is_asked_for)
 
-    def _read_roles(self, found: SentenceTransformersConfig, config: VllmConfig) -> None:
-        folder = Path(config.renderer.tokenizer or found.folder)
-        self.roles = read_roles(found, folder, lambda text: self.renderer.render_prompt(text, add_special_tokens=False)[0])
+    def _take_roles(self, found: PoolingProfile, config: VllmConfig) -> None:
+        self.roles = make_roles(found, lambda text: self.renderer.render_prompt(text, add_special_tokens=False)[0])
         self.prompts = {name: role.prompt for name, role in self.roles.items()} | self.prompts
-        if config.model.convert != "none" and not all(role.attend for role in self.roles.values()):
+        if config.model.convert != "none" and not all(role.profile.attend for role in self.roles.values()):
             raise CheckpointError(
                 f"{found.folder!r} fills queries up with tokens that attention does not see, which is for encoders only, "
                 "and this is a language model."
             )
-        if (longest := max((role.filled for role in self.roles.values()), default=0)) > self.max_tokens:
+        if (longest := max((role.profile.filled for role in self.roles.values()), default=0)) > self.max_tokens:
             raise ConfigError(f"max_model_len is {self.max_tokens}, but the checkpoint fills its queries up to {longest} tokens.")
         if any(role.marker is not None for role in self.roles.values()):
             plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added)[0] for added in (False, True))
             self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-
-
-def _check_processing(found: SentenceTransformersConfig) -> None:
-    """Raises CheckpointError for arguments of the tokenizer that would change what the model reads. Those of chat templates do not."""
-    if unknown := [key for key in found.transformer.processing_options if key != "chat_template"]:
-        raise CheckpointError(
-            f"the Transformer module of {found.folder!r} has processing_kwargs for {', '.join(map(repr, unknown))}, which is not supported."
-        )

@@ -16,6 +16,8 @@ from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, Unsuppo
 from toolkit_lm.plugin import Plugins, PluginWarning
 
 _POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
+_POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "artifact.metadata")
+"""Of sentence-transformers, PyLate and ColBERT's authors, who write them for models that pool only."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -86,7 +88,21 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
             PluginWarning,
             stacklevel=2,
         )
-    return msgspec.structs.replace(checkpoint, architecture=key)
+    tokenizer = Path(config.renderer.tokenizer or folder)
+    profile = plugins.pooling_profiles.read(folder, hf_config, tokenizer)
+    if profile is None:
+        _check_nothing_unread(folder, plugins)
+    return msgspec.structs.replace(checkpoint, architecture=key, pooling_profile=profile)
+
+
+def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
+    """Raises CheckpointError where files say how to pool, and no plugin reads them: its vectors would be wrong."""
+    for name in _POOLING_FILES:
+        if (folder / name).is_file():
+            raise CheckpointError(
+                f"{str(folder / name)!r} says how the model pools, and no loaded plugin reads it. "
+                f"Install toolkit-lm-sentence-transformers. {plugins.pooling_profiles.hint}".rstrip()
+            )
 
 
 _SIZES = (

@@ -11,9 +11,8 @@ from typing import Any
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import read_sentence_transformers
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
-from toolkit_lm.resolution.checkpoint import read_checkpoint, read_json
+from toolkit_lm.resolution.checkpoint import read_checkpoint
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 
 _MOST_UNCUT = 8192
@@ -44,8 +43,9 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     choice = choose_runner(config, plugins)
     if choice.runner == "generate" and not config.model.also:
         check_pooler_options(config.pooler, PoolingKind.NONE)
-    if asked_len is None and choice.runner == "pooling":
-        config = config.replace(max_model_len=min(config.max_model_len, _trained_len(checkpoint) or config.max_model_len))
+    profile = checkpoint.pooling_profile
+    if asked_len is None and choice.runner == "pooling" and profile is not None and profile.max_tokens is not None:
+        config = config.replace(max_model_len=min(config.max_model_len, profile.max_tokens))
     asked_budget = config.scheduler.max_num_batched_tokens
     config = _for_runner(config, choice)
     _check(config, asked_budget)
@@ -119,20 +119,6 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint, reserved: int) ->
     if wanted is not None and wanted > longest:
         raise ConfigError(f"max_model_len {wanted} is more than the checkpoint's positions, {longest}.")
     return wanted or longest
-
-
-def _trained_len(checkpoint: Checkpoint) -> int | None:
-    """The longest input that a checkpoint's sentence-transformers files allow; None where they do not say.
-
-    Since version 5.4 it stands with the tokenizer only.
-    """
-    found = read_sentence_transformers(checkpoint.path)
-    if found is None or found.max_seq_length is not None:
-        return None if found is None else found.max_seq_length
-    file = Path(checkpoint.path, "tokenizer_config.json")
-    length = read_json(file).get("model_max_length") if file.is_file() else None
-    # transformers writes 1e30, as an integer, where there is none.
-    return length if type(length) is int and length > 0 else None
 
 
 def checkpoint_max_len(hf_config: dict[str, Any]) -> int | None:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import CONVERT_TASKS, RunnerType, default_runner
 from toolkit_lm.errors import ConfigError, UnsupportedError, nearest
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import read_sentence_transformers
-
-SENTENCE_TRANSFORMERS = "modules.json"
-"""The file of a checkpoint folder that makes it a pooling model of sentence-transformers' kind."""
 
 
 class RunnerChoice(NamedTuple):
@@ -29,9 +24,9 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     name = config.checkpoint.hf_config["architectures"][0]
     wanted, convert = config.model.runner, config.model.convert
     by_name, by_name_convert = default_runner(name)
-    if (Path(config.checkpoint.path) / SENTENCE_TRANSFORMERS).is_file() and by_name == "generate":
-        found = read_sentence_transformers(config.checkpoint.path)
-        by_name, by_name_convert = "pooling", "classify" if found is not None and found.logit_score is not None else "embed"
+    profile = config.checkpoint.pooling_profile
+    if profile is not None and profile.is_complete and by_name == "generate":
+        by_name, by_name_convert = "pooling", "embed" if profile.logit_score is None else "classify"
     native = plugins.models.get(config.checkpoint.architecture).runner == "pooling"
     if wanted == "draft" or (wanted != "auto" and native and wanted != "pooling"):
         why = "no drafter is installed" if wanted == "draft" else f"{name!r} is a pooling model"

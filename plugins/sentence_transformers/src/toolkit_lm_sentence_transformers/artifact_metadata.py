@@ -1,4 +1,4 @@
-"""What the library of ColBERT's authors says of a checkpoint: artifact.metadata. Importing it needs no torch."""
+"""What the library of ColBERT's authors says of a checkpoint: artifact.metadata."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from toolkit_lm.pooling.json_file import JsonObject, choose
-from toolkit_lm.pooling.module_config import positive
+from toolkit_lm_sentence_transformers.json_file import JsonObject, choose
+from toolkit_lm_sentence_transformers.module_config import positive
 
 
 class ArtifactMetadata(Struct, frozen=True, kw_only=True):

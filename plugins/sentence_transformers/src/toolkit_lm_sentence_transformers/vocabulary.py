@@ -1,4 +1,4 @@
-"""Which token has which id, by a tokenizer's files. Importing it needs no torch."""
+"""Which token has which id, by a tokenizer's files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.pooling.json_file import read_json_file
+
+from toolkit_lm_sentence_transformers.json_file import read_json_file
 
 _USUAL_MASKS = ("[MASK]", "<mask>")
 """Mask tokens that the tokenizer classes of transformers have where no file names one."""

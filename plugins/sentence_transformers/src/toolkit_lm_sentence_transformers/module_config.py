@@ -1,4 +1,4 @@
-"""The modules of sentence-transformers: what each one's config.json says, in the forms of all its versions. Importing it needs no torch."""
+"""The modules of sentence-transformers: what each one's config.json says, in the forms of all its versions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 import string
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct, field
-
+from toolkit_lm.config.pooling_profile import ACTIVATIONS, Dense, Head, LayerNorm, LogitScore, Normalize, Pooling
 from toolkit_lm.errors import CheckpointError, nearest
-from toolkit_lm.pooling.json_file import JsonObject, choose
+
+from toolkit_lm_sentence_transformers.json_file import JsonObject, choose
 
 Level = Literal["sentence", "token"]
 _LEVELS: dict[str, Level] = {"sentence_embedding": "sentence", "token_embeddings": "token"}
@@ -34,9 +35,6 @@ OLD_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 """The keys before version 5.4, in the order in which their vectors are concatenated."""
-
-ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid", "ELU", "LeakyReLU", "Mish", "Softplus")
-"""Classes of torch.nn that a Dense module may name."""
 
 _TRANSFORMER_FILES = tuple(
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -77,41 +75,6 @@ class Transformer(Struct, frozen=True, kw_only=True):
     processing_options: dict[str, Any] = field(default_factory=dict)
 
 
-class Pooling(Struct, frozen=True, kw_only=True):
-    """Vectors of tokens to one vector: the methods' vectors side by side."""
-
-    size: int
-    """Of a token's vector."""
-    methods: tuple[str, ...]
-    include_prompt: bool = True
-
-
-class Dense(Struct, frozen=True, kw_only=True):
-    """activation(x W^T + b), plus x (or a projection of it) where `residual`. Weights lie in `folder`."""
-
-    folder: str
-    level: Level
-    in_features: int
-    out_features: int
-    bias: bool
-    activation: str
-    residual: bool = False
-
-
-class LayerNorm(Struct, frozen=True, kw_only=True):
-    """Layer normalisation with learned scale and bias. Weights lie in `folder`."""
-
-    folder: str
-    size: int
-    level: Level = "sentence"
-
-
-class Normalize(Struct, frozen=True, kw_only=True):
-    """To length 1 (L2)."""
-
-    level: Level = "sentence"
-
-
 class TokenMask(Struct, frozen=True, kw_only=True):
     """Which tokens' vectors a late-interaction model leaves out."""
 
@@ -123,15 +86,14 @@ class TokenMask(Struct, frozen=True, kw_only=True):
     """Of a document, only these tokens are kept."""
 
 
-class LogitScore(Struct, frozen=True, kw_only=True):
-    """A cross-encoder's score from a language model's logits: of one token, or the difference of two."""
+class HeadModule(NamedTuple):
+    """A head, and which vectors it is applied to."""
 
-    true_token_id: int
-    false_token_id: int | None = None
+    level: Level
+    head: Head
 
 
-Head: TypeAlias = Dense | LayerNorm | Normalize
-Module: TypeAlias = Transformer | Pooling | Head | TokenMask | LogitScore
+Module: TypeAlias = Transformer | Pooling | HeadModule | TokenMask | LogitScore
 
 PUNCTUATION = TokenMask(skiplist_words=list(string.punctuation))
 """What PyLate's models leave out of documents."""
@@ -270,7 +232,7 @@ def _modes(said: JsonObject) -> list[str]:
     return [choose(said.source, "pooling_mode", mode, MODES) for mode in modes]
 
 
-def _parse_dense(folder: Path, default_level: Level) -> Dense:
+def _parse_dense(folder: Path, default_level: Level) -> HeadModule:
     said = JsonObject.read(folder / "config.json")
     level = _level(said, default_level)
     sizes = positive(said, "in_features"), positive(said, "out_features")
@@ -278,7 +240,6 @@ def _parse_dense(folder: Path, default_level: Level) -> Dense:
         raise CheckpointError(f"{said.source} does not say 'in_features' and 'out_features'.")
     dense = Dense(
         folder=str(folder),
-        level=level,
         in_features=sizes[0] or 0,
         out_features=sizes[1] or 0,
         bias=said.take("bias", bool),
@@ -286,7 +247,7 @@ def _parse_dense(folder: Path, default_level: Level) -> Dense:
         residual=said.take_or("use_residual", bool) or False,
     )
     said.finish()
-    return dense
+    return HeadModule(level, dense)
 
 
 def _level(said: JsonObject, default: Level) -> Level:
@@ -300,23 +261,23 @@ def _level(said: JsonObject, default: Level) -> Level:
     return level
 
 
-def _parse_layer_norm(folder: Path, _: Level) -> LayerNorm:
+def _parse_layer_norm(folder: Path, _: Level) -> HeadModule:
     said = JsonObject.read(folder / "config.json")
     size = positive(said, "dimension")
     if size is None:
         raise CheckpointError(f"{said.source} does not say 'dimension'.")
     said.finish()
-    return LayerNorm(folder=str(folder), size=size)
+    return HeadModule("sentence", LayerNorm(folder=str(folder), size=size))
 
 
-def _parse_normalize(folder: Path, _: Level) -> Normalize:
+def _parse_normalize(folder: Path, _: Level) -> HeadModule:
     # Old versions saved no config.json, or an empty one: the module had nothing to say.
     if not (folder / "config.json").is_file():
-        return Normalize()
+        return HeadModule("sentence", Normalize())
     said = JsonObject.read(folder / "config.json")
     level = _level(said, "sentence")
     said.finish()
-    return Normalize(level=level)
+    return HeadModule(level, Normalize())
 
 
 def _parse_token_mask(folder: Path, _: Level) -> TokenMask:

@@ -1,4 +1,4 @@
-"""What sentence-transformers says of a checkpoint: modules.json, each module's config.json, prompts. Importing it needs no torch."""
+"""What sentence-transformers says of a checkpoint: modules.json, each module's config.json, prompts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, field
-
+from toolkit_lm.config.pooling_profile import Dense, Head, LogitScore, Normalize, Pooling
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.pooling.artifact_metadata import read_artifact_metadata
-from toolkit_lm.pooling.json_file import JsonObject, choose, read_json_file
-from toolkit_lm.pooling.module_config import (
+
+from toolkit_lm_sentence_transformers.artifact_metadata import ArtifactMetadata, read_artifact_metadata
+from toolkit_lm_sentence_transformers.json_file import JsonObject, choose, read_json_file
+from toolkit_lm_sentence_transformers.module_config import (
     PUNCTUATION,
-    Dense,
-    Head,
-    LogitScore,
+    HeadModule,
     Module,
-    Normalize,
-    Pooling,
     QueryExpansion,
     TokenMask,
     Transformer,
@@ -56,6 +53,8 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
     token_mask: TokenMask | None = None
     """Which tokens a late-interaction model leaves out; None where it is none."""
     logit_score: LogitScore | None = None
+    vector_size: int | None = None
+    """Size of a token's vector, by artifact.metadata; None: that library did not save the model."""
     prompts: dict[str, str] = field(default_factory=dict)
     """Texts that are put before the input, by name ("query", "document", ...)."""
     markers: dict[str, str] = field(default_factory=dict)
@@ -84,35 +83,34 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
         return self.token_mask is not None
 
     @property
-    def ends_normalized(self) -> bool:
-        """The modules give embeddings of length 1."""
-        return bool(self.heads) and isinstance(self.heads[-1], Normalize)
-
-    @property
     def embedding_size(self) -> int | None:
         """Size of an embedding; None: not said."""
+        if self.vector_size is not None:
+            return self.vector_size
         sizes = [head.out_features for head in self.heads or self.token_heads if isinstance(head, Dense)]
         if sizes:
             return sizes[-1]
         return self.pooling.size * len(self.pooling.methods) if self.pooling else None
 
 
-def read_sentence_transformers(folder: str | Path) -> SentenceTransformersConfig | None:
-    """What the files of sentence-transformers beside a checkpoint say; None where there are none.
+def read_sentence_transformers(folder: Path, hf_config: dict[str, Any]) -> SentenceTransformersConfig | None:
+    """What the files of sentence-transformers beside a checkpoint say; None where there are none. `hf_config`: its config.json.
 
     The forms of all its versions are read. Raises CheckpointError that names the file, and the module, key or value in it that is not
     understood.
     """
-    folder = Path(folder)
     listing, general_path = folder / "modules.json", folder / "config_sentence_transformers.json"
-    activation = _activation_of_model(folder / "config.json")
-    of_authors = not listing.is_file() and _is_of_colberts_authors(folder / "config.json")
-    known = of_authors or activation is not None or find_transformer_config(folder) is not None
+    said = JsonObject(repr(str(folder / "config.json")), hf_config)
+    activation = _activation_of_model(said)
+    # The class of the library of ColBERT's authors.
+    metadata = read_artifact_metadata(folder) if "HF_ColBERT" in (said.take_or("architectures", list) or []) else None
+    known = metadata is not None or activation is not None or find_transformer_config(folder) is not None
     if not (known or listing.is_file() or general_path.is_file()):
         return None
     general = _read_general(general_path) if general_path.is_file() else _General()
-    if of_authors:
-        _read_authors(folder, general)
+    of_authors = metadata is not None and not listing.is_file()
+    if metadata is not None and of_authors:
+        _add_metadata(general, metadata)
     modules: list[Module] = _read_modules(listing, general) if listing.is_file() else [parse_transformer(folder)]
     if of_authors:
         modules.append(general.skiplist)
@@ -121,6 +119,7 @@ def read_sentence_transformers(folder: str | Path) -> SentenceTransformersConfig
     return SentenceTransformersConfig(
         folder=str(folder),
         has_modules=listing.is_file(),
+        vector_size=None if metadata is None else metadata.dim,
         prompts=general.prompts,
         markers=general.markers,
         default_prompt_name=general.default_prompt_name,
@@ -200,14 +199,8 @@ def _read_pylate(said: JsonObject, general: _General) -> None:
     general.model_type = general.model_type or "ColBERT"
 
 
-def _is_of_colberts_authors(path: Path) -> bool:
-    """config.json names the class of the library of ColBERT's authors."""
-    return path.is_file() and "HF_ColBERT" in (JsonObject.read(path).take_or("architectures", list) or [])
-
-
-def _read_authors(folder: Path, general: _General) -> None:
-    """What that library does; what the files of sentence-transformers say counts before it."""
-    said = read_artifact_metadata(folder)
+def _add_metadata(general: _General, said: ArtifactMetadata) -> None:
+    """What the library of ColBERT's authors does; what the files of sentence-transformers say counts before it."""
     general.markers = {"query": f"{said.query_marker} ", "document": f"{said.document_marker} "}
     general.prompts = general.markers | general.prompts
     general.skiplist = PUNCTUATION if said.mask_punctuation else TokenMask()
@@ -234,7 +227,7 @@ def _read_modules(path: Path, general: _General) -> list[Module]:
     modules = [module for module in found if module is not None]
     if general.model_type == "ColBERT":
         # PyLate lists its Transformer and Dense only. It skips punctuation and normalizes without saying so.
-        modules += [general.skiplist, Normalize(level="token")]
+        modules += [general.skiplist, HeadModule("token", Normalize())]
     return modules
 
 
@@ -244,13 +237,13 @@ def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
     for index, module in enumerate(modules):
         if isinstance(module, Transformer) != (index == 0):
             raise CheckpointError(f"{str(path)!r}: the first module, and no other, must be a Transformer.")
-        if isinstance(module, Head):
+        if isinstance(module, HeadModule):
             pooled = "pooling" in found
             if pooled != (module.level == "sentence"):
                 where = f"{module.level} vectors stands {'after' if pooled else 'before'} the Pooling module"
-                raise CheckpointError(f"{str(path)!r}: a {type(module).__name__} of {where}.")
+                raise CheckpointError(f"{str(path)!r}: a {type(module.head).__name__} of {where}.")
             key = "heads" if pooled else "token_heads"
-            found[key] = (*found[key], module)
+            found[key] = (*found[key], module.head)
             continue
         names = {Transformer: "transformer", Pooling: "pooling", TokenMask: "token_mask", LogitScore: "logit_score"}
         name = names[type(module)]
@@ -260,11 +253,8 @@ def _sorted(modules: list[Module], path: Path) -> dict[str, Any]:
     return found
 
 
-def _activation_of_model(path: Path) -> str | None:
+def _activation_of_model(hf_config: JsonObject) -> str | None:
     """What a cross-encoder says in config.json: since version 4 in an object `sentence_transformers`, before that in a key."""
-    if not path.is_file():
-        return None
-    hf_config = JsonObject.read(path)
     if (values := hf_config.take_or("sentence_transformers", dict)) is not None:
         said = JsonObject(f"{hf_config.source}, in sentence_transformers", values)
         said.ignore(("version",))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from toolkit_lm.config.pooling_profile import Dense, LayerNorm, LogitScore, Normalize
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.pooling import read_sentence_transformers
-from toolkit_lm.pooling.module_config import PUNCTUATION, Dense, LayerNorm, LogitScore, Normalize, QueryExpansion, TokenMask
+from toolkit_lm_sentence_transformers.checkpoint_files import SentenceTransformersConfig, read_sentence_transformers
+from toolkit_lm_sentence_transformers.module_config import PUNCTUATION, QueryExpansion, TokenMask
 
 OLD, NEW = "sentence_transformers.models", "sentence_transformers.base.modules"
 ALL_MINILM_POOLING = {
@@ -32,6 +33,11 @@ def write(folder: Path, files: dict[str, Any]) -> Path:
     return folder
 
 
+def read(folder: Path) -> SentenceTransformersConfig | None:
+    path = folder / "config.json"
+    return read_sentence_transformers(folder, json.loads(path.read_text()) if path.is_file() else {})
+
+
 def listing(*modules: tuple[str, str]) -> list[dict[str, Any]]:
     return [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)]
 
@@ -42,8 +48,8 @@ def with_pooling(folder: Path, pooling: dict[str, Any], kind: str = f"{OLD}.Pool
 
 
 def test_nothing_there(tmp_path):
-    assert read_sentence_transformers(tmp_path) is None
-    assert read_sentence_transformers(write(tmp_path, {"config.json": {"architectures": ["BertModel"]}})) is None
+    assert read(tmp_path) is None
+    assert read(write(tmp_path, {"config.json": {"architectures": ["BertModel"]}})) is None
 
 
 def test_all_minilm_of_version_2(tmp_path):
@@ -58,7 +64,7 @@ def test_all_minilm_of_version_2(tmp_path):
             },
         },
     )
-    config = read_sentence_transformers(folder)
+    config = read(folder)
     assert config.pooling.methods == ("MEAN",)
     assert (config.heads, config.token_heads, config.has_modules) == ((Normalize(),), (), True)
     assert (config.max_seq_length, config.transformer.do_lower_case, config.embedding_size) == (256, False, 384)
@@ -80,7 +86,7 @@ def test_general_file_of_version_5(tmp_path):
             }
         },
     )
-    config = read_sentence_transformers(folder)
+    config = read(folder)
     assert config.prompts == {"query": "query: ", "document": ""}
     assert (config.default_prompt_name, config.similarity, config.truncate_dim) == ("query", "dot", 128)
 
@@ -98,13 +104,13 @@ OLD_FLAGS = {
 @pytest.mark.parametrize("method", OLD_FLAGS)
 def test_old_pooling_flags(method, tmp_path):
     flags = {flag: name == method for name, flag in OLD_FLAGS.items()}
-    config = read_sentence_transformers(with_pooling(tmp_path, {"word_embedding_dimension": 8, **flags, "include_prompt": True}))
+    config = read(with_pooling(tmp_path, {"word_embedding_dimension": 8, **flags, "include_prompt": True}))
     assert (config.pooling.methods, config.pooling.size, config.pooling.include_prompt) == ((method,), 8, True)
 
 
 def test_old_flags_are_concatenated_in_their_order(tmp_path):
     flags = {flag: name in ("LAST", "CLS", "MEAN") for name, flag in reversed(OLD_FLAGS.items())}
-    config = read_sentence_transformers(with_pooling(tmp_path, {"word_embedding_dimension": 8, **flags}))
+    config = read(with_pooling(tmp_path, {"word_embedding_dimension": 8, **flags}))
     assert config.pooling.methods == ("CLS", "MEAN", "LAST")
     assert config.embedding_size == 24
 
@@ -120,9 +126,7 @@ def test_old_flags_are_concatenated_in_their_order(tmp_path):
 )
 def test_pooling_mode_since_version_5_4(mode, methods, tmp_path):
     pooling = {"embedding_dimension": 8, "pooling_mode": mode, "include_prompt": False}
-    config = read_sentence_transformers(
-        with_pooling(tmp_path, pooling, "sentence_transformers.sentence_transformer.modules.pooling.Pooling")
-    )
+    config = read(with_pooling(tmp_path, pooling, "sentence_transformers.sentence_transformer.modules.pooling.Pooling"))
     assert config.pooling.methods == methods
     assert not config.pooling.include_prompt
 
@@ -144,7 +148,7 @@ def test_pooling_mode_since_version_5_4(mode, methods, tmp_path):
 )
 def test_pooling_that_is_not_understood(pooling, said, tmp_path):
     with pytest.raises(CheckpointError, match=r"1_Pooling/config\.json") as caught:
-        read_sentence_transformers(with_pooling(tmp_path, pooling))
+        read(with_pooling(tmp_path, pooling))
     assert said in str(caught.value)
 
 
@@ -163,9 +167,9 @@ def test_module_types_of_all_versions(form, tmp_path):
     write(
         tmp_path, {"modules.json": modules, "1/config.json": ALL_MINILM_POOLING, "2/config.json": DENSE, "3/config.json": {"dimension": 64}}
     )
-    config = read_sentence_transformers(tmp_path)
+    config = read(tmp_path)
     dense, norm, last = config.heads
-    assert dense == Dense(folder=str(tmp_path / "2"), level="sentence", in_features=384, out_features=64, bias=True, activation="Tanh")
+    assert dense == Dense(folder=str(tmp_path / "2"), in_features=384, out_features=64, bias=True, activation="Tanh")
     assert norm == LayerNorm(folder=str(tmp_path / "3"), size=64)
     assert last == Normalize()
     assert config.embedding_size == 64
@@ -184,7 +188,7 @@ def test_module_types_of_all_versions(form, tmp_path):
 )
 def test_module_types_that_are_not_understood(kind, tmp_path):
     with pytest.raises(CheckpointError, match=r"modules\.json") as caught:
-        read_sentence_transformers(with_pooling(tmp_path, ALL_MINILM_POOLING, kind))
+        read(with_pooling(tmp_path, ALL_MINILM_POOLING, kind))
     assert f"a module of type {kind!r}, which is not understood" in str(caught.value)
 
 
@@ -207,7 +211,7 @@ def test_dense_that_is_not_understood(changes, said, tmp_path):
     modules = listing(("", f"{OLD}.Transformer"), ("1", f"{OLD}.Pooling"), ("2_Dense", f"{OLD}.Dense"))
     write(tmp_path, {"modules.json": modules, "1/config.json": ALL_MINILM_POOLING, "2_Dense/config.json": DENSE | changes})
     with pytest.raises(CheckpointError, match=r"2_Dense/config\.json") as caught:
-        read_sentence_transformers(tmp_path)
+        read(tmp_path)
     assert said in str(caught.value)
 
 
@@ -229,20 +233,20 @@ def test_dense_that_is_not_understood(changes, said, tmp_path):
 def test_chains_that_make_no_sense(modules, said, tmp_path):
     write(tmp_path, {"modules.json": modules, "1/config.json": ALL_MINILM_POOLING, "2/config.json": DENSE})
     with pytest.raises(CheckpointError, match=r"modules\.json") as caught:
-        read_sentence_transformers(tmp_path)
+        read(tmp_path)
     assert said in str(caught.value)
 
 
 def test_broken_file(tmp_path):
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"modules.json' cannot be read"):
-        read_sentence_transformers(tmp_path)
+        read(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"])
 def test_transformer_of_old_versions(name, tmp_path):
     write(with_pooling(tmp_path, ALL_MINILM_POOLING), {name: {"max_seq_length": 100, "do_lower_case": True}})
-    config = read_sentence_transformers(tmp_path)
+    config = read(tmp_path)
     assert (config.max_seq_length, config.transformer.do_lower_case) == (100, True)
 
 
@@ -257,7 +261,7 @@ def test_transformer_of_new_versions(tmp_path):
         "processor_kwargs": {"model_max_length": 99, "padding_side": "left"},
         "model_args": {"torch_dtype": "float16"},
     }
-    config = read_sentence_transformers(write(with_pooling(tmp_path, ALL_MINILM_POOLING), {"sentence_bert_config.json": transformer}))
+    config = read(write(with_pooling(tmp_path, ALL_MINILM_POOLING), {"sentence_bert_config.json": transformer}))
     assert config.max_seq_length == 99
     assert config.transformer.processing_options == {"chat_template": {"add_generation_prompt": True}}
 
@@ -283,7 +287,7 @@ def test_transformer_of_new_versions(tmp_path):
 )
 def test_transformer_that_is_not_understood(transformer, said, tmp_path):
     with pytest.raises(CheckpointError, match=r"sentence_bert_config\.json") as caught:
-        read_sentence_transformers(write(with_pooling(tmp_path, ALL_MINILM_POOLING), {"sentence_bert_config.json": transformer}))
+        read(write(with_pooling(tmp_path, ALL_MINILM_POOLING), {"sentence_bert_config.json": transformer}))
     assert said in str(caught.value)
 
 
@@ -300,7 +304,7 @@ def test_transformer_that_is_not_understood(transformer, said, tmp_path):
 )
 def test_general_file_that_is_not_understood(general, said, tmp_path):
     with pytest.raises(CheckpointError, match=r"config_sentence_transformers\.json") as caught:
-        read_sentence_transformers(write(tmp_path, {"config_sentence_transformers.json": general}))
+        read(write(tmp_path, {"config_sentence_transformers.json": general}))
     assert said in str(caught.value)
 
 
@@ -326,13 +330,13 @@ def test_general_file_that_is_not_understood(general, said, tmp_path):
     ],
 )
 def test_activation_of_cross_encoders(files, activation, tmp_path):
-    assert read_sentence_transformers(write(tmp_path, files)).activation == activation
+    assert read(write(tmp_path, files)).activation == activation
 
 
 def test_activation_that_is_not_understood(tmp_path):
     write(tmp_path, {"config.json": {"sentence_transformers": {"activation_fn": "builtins.print"}}})
     with pytest.raises(CheckpointError, match=r"config.json', in sentence_transformers: 'activation_fn' is 'builtins.print'"):
-        read_sentence_transformers(tmp_path)
+        read(tmp_path)
 
 
 def test_cross_encoder_of_a_language_model(tmp_path):
@@ -340,7 +344,7 @@ def test_cross_encoder_of_a_language_model(tmp_path):
     transformer = {"transformer_task": "text-generation", "module_output_name": "causal_logits"}
     score = {"true_token_id": 9693, "false_token_id": 2152, "module_input_name": "causal_logits"}
     write(tmp_path, {"modules.json": modules, "sentence_bert_config.json": transformer, "1/config.json": score})
-    config = read_sentence_transformers(tmp_path)
+    config = read(tmp_path)
     assert config.logit_score == LogitScore(true_token_id=9693, false_token_id=2152)
     assert config.pooling is None
 
@@ -364,11 +368,11 @@ def test_late_interaction_of_pylate(tmp_path):
     }
     modules = listing(("", f"{OLD}.Transformer"), ("1_Dense", "pylate.models.Dense.Dense"))
     write(tmp_path, {"modules.json": modules, "1_Dense/config.json": PYLATE_DENSE, "config_sentence_transformers.json": general})
-    config = read_sentence_transformers(tmp_path)
-    assert config.is_late_interaction
+    config = read(tmp_path)
+    assert config.token_mask is not None
     assert config.token_mask == TokenMask(skiplist_words=["!", "."], skiplist_tasks=["document"])
     assert [type(head) for head in config.token_heads] == [Dense, Normalize]
-    assert {head.level for head in config.token_heads} == {"token"}
+    assert config.heads == ()
     assert config.transformer.query_expansion == QueryExpansion(length=48, attend=True)
     assert config.transformer.document_length == 300
     assert (config.prompts, config.pooling, config.embedding_size) == ({"query": "[Q] ", "document": "[D] "}, None, 128)
@@ -379,7 +383,7 @@ def test_late_interaction_of_pylate_that_says_little(model_type, tmp_path):
     modules = listing(("", f"{OLD}.Transformer"), ("1_Dense", "pylate.models.Dense.Dense"))
     general = {**model_type, "query_prefix": "[Q] ", "prompts": {"query": "search: "}, "similarity_fn_name": "MaxSim"}
     write(tmp_path, {"modules.json": modules, "1_Dense/config.json": PYLATE_DENSE, "config_sentence_transformers.json": general})
-    config = read_sentence_transformers(tmp_path)
+    config = read(tmp_path)
     assert config.token_mask == PUNCTUATION
     assert config.transformer.query_expansion == QueryExpansion(length=32)
     assert (config.prompts, config.similarity) == ({"query": "[Q] search: "}, "maxsim")
@@ -404,7 +408,7 @@ def test_late_interaction_of_sentence_transformers(tmp_path):
             "config_sentence_transformers.json": {"model_type": "MultiVectorEncoder", "similarity_fn_name": "maxsim"},
         },
     )
-    config = read_sentence_transformers(tmp_path)
+    config = read(tmp_path)
     assert config.token_mask == TokenMask(skiplist_words=["?"], skiplist_tasks=["query", "document"])
     assert config.transformer.query_expansion == QueryExpansion(length=40, strategy="min", token="[MASK]")
     assert config.token_heads[0].residual
@@ -415,8 +419,11 @@ def test_reading_imports_no_torch(tmp_path):
     with_pooling(tmp_path, ALL_MINILM_POOLING)
     code = (
         "import sys\n"
-        "from toolkit_lm.pooling import check_params, hidden_size, read_sentence_transformers\n"
-        f"assert read_sentence_transformers({str(tmp_path)!r}).pooling.methods == ('MEAN',)\n"
+        "from pathlib import Path\n"
+        "from toolkit_lm.pooling import check_params, hidden_size\n"
+        "from toolkit_lm_sentence_transformers.profile import read_pooling_profile\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "assert read_pooling_profile(folder, {}, folder).pooling.methods == ('MEAN',)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,66 @@
+"""What the files of sentence-transformers and of ColBERT's authors say, as a pooling profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from toolkit_lm.config import PoolingProfile
+from toolkit_lm.errors import CheckpointError
+
+from toolkit_lm_sentence_transformers.checkpoint_files import SentenceTransformersConfig, read_sentence_transformers
+from toolkit_lm_sentence_transformers.json_file import JsonObject
+from toolkit_lm_sentence_transformers.late_interaction import read_roles
+
+_UNBOUNDED = 2**63
+"""transformers writes 1e30, as an integer, where there is no longest input."""
+
+
+def read_pooling_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
+    """Of a checkpoint folder, its config.json and the folder of its tokenizer; None where there are no such files.
+
+    Raises CheckpointError that names the file, and what in it is not understood.
+    """
+    found = read_sentence_transformers(folder, hf_config)
+    if found is None:
+        return None
+    longest = found.max_seq_length or _max_tokens_of_tokenizer(folder)
+    refusal, roles = _refusal(found), {}
+    if refusal is None:
+        try:
+            roles = read_roles(found, tokenizer)
+        except CheckpointError as error:
+            refusal = str(error)
+    return PoolingProfile(
+        folder=found.folder,
+        is_complete=found.has_modules,
+        max_tokens=None if longest is None or longest >= _UNBOUNDED else longest,
+        lower_case=found.transformer.do_lower_case,
+        prompts=found.prompts,
+        default_prompt_name=found.default_prompt_name,
+        roles=roles,
+        pooling=found.pooling,
+        heads=found.heads,
+        token_heads=found.token_heads,
+        embedding_size=found.embedding_size,
+        truncate_dim=found.truncate_dim,
+        similarity=found.similarity,
+        logit_score=found.logit_score,
+        activation=found.activation,
+        refusal=refusal,
+    )
+
+
+def _refusal(found: SentenceTransformersConfig) -> str | None:
+    """What is wrong with arguments of the tokenizer that would change what the model reads. Those of chat templates do not."""
+    unknown = [key for key in found.transformer.processing_options if key != "chat_template"]
+    if not unknown:
+        return None
+    return f"the Transformer module of {found.folder!r} has processing_kwargs for {', '.join(map(repr, unknown))}, which is not supported."
+
+
+def _max_tokens_of_tokenizer(folder: Path) -> int | None:
+    """sentence-transformers asks the tokenizer where its own files do not say."""
+    file = folder / "tokenizer_config.json"
+    length = JsonObject.read(file).take_any("model_max_length") if file.is_file() else None
+    return length if type(length) is int and length > 0 else None
