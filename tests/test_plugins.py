@@ -26,6 +26,7 @@ SHIPPED = [
     "reward",
     "sampling_extra",
     "sdpa",
+    "sentence_transformers",
     "server",
     "tiny",
     "transformers",

@@ -8,9 +8,11 @@ import torch
 from encoder_families import BERT_LIKE, MODERN, VOCAB_SIZE, make_checkpoint, our_class
 from encoder_harness import hidden_states, load, random_sequences
 from safetensors.torch import load_file, save_file
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.pooling import PoolingMetadata, PoolingRow
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_encoder.colbert import dimensions
 from torch.nn.functional import normalize
 
 SEQUENCES = random_sequences(VOCAB_SIZE)
@@ -63,6 +65,11 @@ def test_colbert_checkpoints(tmp_path, metadata):
     assert model.pooler.supported_tasks() == {"token_embed"}
     for ours, sequence in zip(pooled(model, "token_embed"), SEQUENCES, strict=True):
         assert_same(ours, normalize(reference(theirs, sequence).last_hidden_state[0] @ weight.T, dim=-1))
+
+
+def test_colbert_whose_size_nobody_reads():
+    with pytest.raises(CheckpointError, match=r"config\.json has no 'dim', and no plugin reads artifact\.metadata"):
+        dimensions(VllmConfig.default({"architectures": ["HF_ColBERT"]}))
 
 
 @pytest.mark.parametrize(("written", "culprit"), [("{", "cannot be read"), ('{"dim": "20"}', "'dim' must be an integer"), ("[]", "object")])

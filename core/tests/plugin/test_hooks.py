@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import PluginError
 from toolkit_lm.events import RequestEvent, StepEvent
 from toolkit_lm.plugin import Plugins, hookimpl
-from toolkit_lm.renderer import score_prompt
+from toolkit_lm.renderer import PairRenderer, RenderedText
 
 PAGES = Path(__file__).parents[3] / "docs" / "hooks"
 
@@ -43,6 +44,41 @@ def test_toolkit_register_hookspecs(example):
             return f"hello {name}"
 
     assert load(Greets(), example).hook.toolkit_greeting(name="you") == ["hello you"]
+
+
+def test_the_page_of_toolkit_register_hookspecs_shows_a_registry():
+    shown = types.ModuleType("greetings_example")
+    exec(page_example(PAGES / "toolkit_register_hookspecs.md", block=3), shown.__dict__)
+
+    class Brings:
+        name = "brings"
+
+        @hookimpl
+        def toolkit_register_hookspecs(self):
+            return shown
+
+    class Greets:
+        def __init__(self, name, *languages):
+            self.name, self.languages = name, languages
+
+        @hookimpl
+        def toolkit_register_greetings(self, greetings):
+            for language in self.languages:
+                greetings.add(language, f"{self.name}:greet")
+
+    plugins = load(Greets("first", "de", "fr"), Brings(), Greets("second", "it"))
+    registry = plugins.brought_registry(shown.GreetingRegistry)
+    assert [(entry.key, entry.plugin, entry.target) for entry in registry.entries()] == [
+        ("de", "first", "first:greet"),
+        ("fr", "first", "first:greet"),
+        ("it", "second", "second:greet"),
+    ]
+    with pytest.raises(PluginError, match="greeting 'es' cannot be added: plugins add to a registry in their"):
+        registry.add("es", "late:greet")
+    with pytest.raises(PluginError, match=r"greeting 'de' is registered by .*'first'.* and by .*'second'"):
+        load(Brings(), Greets("first", "de"), Greets("second", "de"))
+    with pytest.raises(PluginError, match="no loaded plugin brings a GreetingRegistry"):
+        load().brought_registry(shown.GreetingRegistry)
 
 
 def test_toolkit_register_models(example):
@@ -89,13 +125,18 @@ def test_toolkit_register_pooling_profiles(example, tmp_path, monkeypatch):
     assert (profile.max_tokens, profile.prompts, profile.pooling.size) == (64, {"query": "Q: "}, 8)
 
 
-def test_toolkit_register_score_templates(example):
-    templates = load(example).score_templates
-    entry = templates.get("mine")
-    assert (entry.target, entry.architectures) == ("toolkit_lm_mine.score_templates:MINE", ("MineForCausalLM",))
-    shown = types.ModuleType("score_template_example")
-    exec(page_example(PAGES / "toolkit_register_score_templates.md", block=3), shown.__dict__)
-    assert score_prompt(shown.MINE, "q", "d", "Instruct.") == "Instruct.\nQuery: q\nPassage: d\nRelevant:"
+def test_toolkit_register_pair_renderers(example, monkeypatch):
+    plugins = load(example)
+    assert plugins.pair_renderers.get("mine").target == "toolkit_lm_mine.pairs:make_pair_renderer"
+    shown = types.ModuleType("toolkit_lm_mine.pairs")
+    exec(page_example(PAGES / "toolkit_register_pair_renderers.md", block=3), shown.__dict__)
+    monkeypatch.setitem(sys.modules, "toolkit_lm_mine", types.ModuleType("toolkit_lm_mine"))
+    monkeypatch.setitem(sys.modules, shown.__name__, shown)
+    renderer = types.SimpleNamespace(render_texts=lambda texts, *, max_tokens: [RenderedText([len(text) for text in texts][:max_tokens])])
+    made = plugins.pair_renderers.first_result(PairRenderer, VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins)
+    assert made.render_pair("ab", "cde", max_tokens=4) == [6]
+    other = VllmConfig.default({"architectures": ["OtherForCausalLM"]})
+    assert plugins.pair_renderers.first_result(PairRenderer, other, renderer, plugins) is None
 
 
 def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):

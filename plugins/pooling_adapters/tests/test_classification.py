@@ -17,6 +17,7 @@ from toolkit_lm_decoder.qwen2 import Qwen2ForCausalLM
 from toolkit_lm_decoder.qwen3 import Qwen3ForCausalLM
 from toolkit_lm_pooling_adapters.classification import as_seq_cls_model
 from toolkit_lm_pooling_adapters.origin import RERANKERS, classifier_origin
+from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
 from toolkit_lm_transformers.model import TransformersForCausalLM
 
 
@@ -137,7 +138,7 @@ def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, capl
     known = RERANKERS[architecture]
     named = {"classifier_method": known.method, "classifier_tokens": list(known.words)}
     assert classifier_origin(config_of(folder, **named)) == classifier_origin(config_of(folder))
-    (template,) = (e.key for e in Plugins.load().score_templates.entries() if architecture in e.architectures)
+    (template,) = (e.key for e in Plugins.load().brought_registry(ScoreTemplateRegistry).entries() if architecture in e.architectures)
     assert known.template == template
     # Of several workers one says it. The words alone do not say what is done with them.
     assert warnings_of(caplog, folder, rank=1, pipeline_parallel_size=2) == []

@@ -10,10 +10,10 @@ from adapter_harness import config_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.processing.score_template import choose_score_template
-from toolkit_lm.renderer import score_prompt, score_tokens
 from toolkit_lm_pooling_adapters.origin import RERANKERS
+from toolkit_lm_pooling_adapters.score_template import score_prompt, score_tokens
 from toolkit_lm_pooling_adapters.score_templates import BGE_RERANKER_V2_GEMMA, MXBAI_RERANK_V2, QWEN3_RERANKER
+from toolkit_lm_pooling_adapters.template_choice import choose_score_template
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 
 QUERY, DOCUMENT, INSTRUCTION = "Who wrote it?", "Harper Lee.\nIn 1960!", "Think of books."
@@ -100,7 +100,6 @@ def test_known_rerankers_get_their_templates(tmp_path):
 
 
 def test_the_front_needs_no_torch():
-    code = (
-        "import toolkit_lm_pooling_adapters.score_templates, toolkit_lm.processing.score_template, sys; assert 'torch' not in sys.modules"
-    )
+    modules = "toolkit_lm_pooling_adapters.score_templates, toolkit_lm_pooling_adapters.template_renderer"
+    code = f"import {modules}, sys; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

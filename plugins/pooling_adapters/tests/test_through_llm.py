@@ -14,8 +14,8 @@ from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, 
 from toolkit_lm.model import Absent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm.pooling import embedding_pooler
-from toolkit_lm.renderer import score_tokens
 from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_pooling_adapters.score_template import score_tokens
 from toolkit_lm_pooling_adapters.score_templates import QWEN3_RERANKER
 
 GENERATOR = torch.Generator().manual_seed(1)

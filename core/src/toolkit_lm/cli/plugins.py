@@ -72,7 +72,8 @@ def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
 
 
 def _registries(plugins: Plugins) -> list[tuple[str, Registry[Any]]]:
-    return [(kind, registry) for kind, registry in vars(plugins).items() if isinstance(registry, Registry)]
+    own = [(kind, registry) for kind, registry in vars(plugins).items() if isinstance(registry, Registry)]
+    return own + [(hook.removeprefix("toolkit_register_"), registry) for hook, registry in plugins.brought.items()]
 
 
 def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:

@@ -29,13 +29,13 @@ from toolkit_lm.plugin.registry import (
     LogitsProcessorRegistry,
     ModelEntry,
     ModelRegistry,
+    PairRendererEntry,
+    PairRendererRegistry,
     PoolingProfileEntry,
     PoolingProfileRegistry,
     Registry,
     RendererEntry,
     RendererRegistry,
-    ScoreTemplateEntry,
-    ScoreTemplateRegistry,
 )
 
 __all__ = [
@@ -63,8 +63,8 @@ __all__ = [
     "Registry",
     "RendererEntry",
     "RendererRegistry",
-    "ScoreTemplateEntry",
-    "ScoreTemplateRegistry",
+    "PairRendererEntry",
+    "PairRendererRegistry",
     "hookimpl",
     "hookspec",
 ]

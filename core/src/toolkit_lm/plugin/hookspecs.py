@@ -20,9 +20,9 @@ from toolkit_lm.plugin.registry import (
     ConverterRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
+    PairRendererRegistry,
     PoolingProfileRegistry,
     RendererRegistry,
-    ScoreTemplateRegistry,
 )
 
 
@@ -86,8 +86,8 @@ def toolkit_register_pooling_profiles(profiles: PoolingProfileRegistry) -> None:
 
 
 @hookspec
-def toolkit_register_score_templates(templates: ScoreTemplateRegistry) -> None:
-    """Registers score templates: the prompts in which rerankers made of language models read a query and a document.
+def toolkit_register_pair_renderers(renderers: PairRendererRegistry) -> None:
+    """Registers what reads a query and a document as one text, for rerankers that are language models.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

@@ -35,7 +35,7 @@ REGISTER_HOOKS = {
     "toolkit_register_logits_processors": "logits_processors",
     "toolkit_register_pooling": "converters",
     "toolkit_register_pooling_profiles": "pooling_profiles",
-    "toolkit_register_score_templates": "score_templates",
+    "toolkit_register_pair_renderers": "pair_renderers",
     "toolkit_register_checkpoints": "checkpoints",
     "toolkit_register_commands": "commands",
 }
@@ -109,6 +109,7 @@ class Loader:
                 if _is_marked(getattr(module, name), "spec"):
                     self._refuse_spec(name)
             self.manager.add_hookspecs(module)
+            self.registries.brought |= {hook: kind() for hook, kind in getattr(module, "REGISTRIES", {}).items()}
 
     def _refuse_spec(self, name: str) -> None:
         if not name.startswith(HOOK_PREFIX):
@@ -142,9 +143,11 @@ class Loader:
 
     def _collect(self, candidate: Candidate) -> None:
         staged = self.registries.copy(candidate.info)
-        for hook, registry in REGISTER_HOOKS.items():
+        fills = {hook: getattr(staged, name) for hook, name in REGISTER_HOOKS.items()} | staged.brought
+        for hook, registry in fills.items():
+            (argument,) = getattr(self.manager.hook, hook).spec.argnames
             for call in implementations(self.manager, hook, candidate.info.name):
-                call(**{_argument(hook): getattr(staged, registry)})
+                call(**{argument: registry})
         self.registries = staged
 
     def _has_spec(self, hook: str) -> bool:
@@ -163,11 +166,6 @@ def _with_subset(function: Callable[..., Any], argnames: Iterable[str]) -> Calla
         return function(**{name: arguments[name] for name in argnames})
 
     return call
-
-
-def _argument(hook: str) -> str:
-    (name,) = inspect.signature(getattr(hookspecs, hook)).parameters
-    return name
 
 
 def _hook_names(plugin: object) -> list[str]:

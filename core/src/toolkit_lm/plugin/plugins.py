@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pluggy
 
@@ -26,10 +26,13 @@ from toolkit_lm.plugin.registry import (
     ConverterRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
+    PairRendererRegistry,
     PoolingProfileRegistry,
+    Registry,
     RendererRegistry,
-    ScoreTemplateRegistry,
 )
+
+RegistryT = TypeVar("RegistryT", bound=Registry[Any])
 
 
 class Plugins:
@@ -41,9 +44,11 @@ class Plugins:
     logits_processors: LogitsProcessorRegistry
     converters: ConverterRegistry
     pooling_profiles: PoolingProfileRegistry
-    score_templates: ScoreTemplateRegistry
+    pair_renderers: PairRendererRegistry
     checkpoints: CheckpointRegistry
     commands: CommandRegistry
+    brought: dict[str, Registry[Any]]
+    """Registries that plugins bring together with a hook, by the hook that fills them."""
     infos: list[PluginInfo]
     """Every installed plugin in load order, with what became of it."""
 
@@ -93,6 +98,13 @@ class Plugins:
     def implementations(self, hook: str) -> list[tuple[PluginInfo, Callable[..., Any]]]:
         """Each plugin's implementation of a hook, in load order, to be called with the hook's arguments as keywords."""
         return [(info, call) for info, _ in self._loaded for call in implementations(self._manager, hook, info.name)]
+
+    def brought_registry(self, kind: type[RegistryT]) -> RegistryT:
+        """The registry of a class that a plugin brings together with its hook. Raises PluginError where no loaded plugin does."""
+        for registry in self.brought.values():
+            if isinstance(registry, kind):
+                return registry
+        raise PluginError(f"no loaded plugin brings a {kind.__name__}. {self.models.hint}".rstrip())
 
     def configure(self, config: VllmConfig) -> VllmConfig:
         """`config` after every plugin's `toolkit_configure`. Raises PluginError when one raises or returns something else."""

@@ -84,11 +84,8 @@ class PoolingProfileEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreTemplateEntry(Entry):
-    """A score template."""
-
-    architectures: tuple[str, ...] = ()
-    """Rerankers of these architectures are given it where nobody names one."""
+class PairRendererEntry(Entry):
+    """A function that makes what reads a query and a document as one text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +102,7 @@ class CommandEntry(Entry):
 
 
 EntryT = TypeVar("EntryT", bound=Entry)
+ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -162,6 +160,33 @@ class Registry(Generic[EntryT]):
     def __len__(self) -> int:
         return len(self._entries)
 
+    def first_result(self, kind: type[ResultT], *arguments: Any) -> ResultT | None:
+        """What the registered functions make of `arguments`: the first result that is not None. Those that came last are asked first.
+
+        The order makes third parties win over the distributions of this repository. Raises PluginError for a function that fails, or that
+        returns something else than `kind`; a ToolkitError passes.
+        """
+        for entry in reversed(self.entries()):
+            try:
+                result = self.load(entry.key)(*arguments)
+            except ToolkitError:
+                raise
+            except Exception as error:
+                raise PluginError(f"{entry.owner}: {self.noun} {entry.key!r} failed: {type(error).__name__}: {error}") from error
+            if isinstance(result, kind):
+                return result
+            if result is not None:
+                found = type(result).__name__
+                raise PluginError(f"{entry.owner}: {self.noun} {entry.key!r} must return a {kind.__name__} or None, not a {found}.")
+        return None
+
+    def add_entry(self, kind: type[EntryT], key: str, target: str, shape: str, **fields: Any) -> None:
+        """For the `add` of a registry: adds an entry of `kind`, with the fields of its own. `shape`: what the target is, in errors.
+
+        Raises PluginError for a malformed target or a key that another plugin has.
+        """
+        self._add(kind, key, target, _TARGET, shape, **fields)
+
     def _add(self, kind: type[EntryT], key: str, target: str, pattern: re.Pattern[str], shape: str, **fields: Any) -> None:
         if self.owner is None:
             raise PluginError(f"{self.noun} {key!r} cannot be added: plugins add to a registry in their toolkit_register_... hook only.")
@@ -198,7 +223,7 @@ class ModelRegistry(Registry[ModelEntry]):
     ) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
         fields = {"runner": runner, "renderer": renderer, "reserved_positions": reserved_positions, "override": override}
-        self._add(ModelEntry, architecture, target, _TARGET, "module:Class", **fields)
+        self.add_entry(ModelEntry, architecture, target, "module:Class", **fields)
 
     def add_fallback(
         self, name: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False
@@ -208,7 +233,7 @@ class ModelRegistry(Registry[ModelEntry]):
         `name` is what the option `model_impl` calls it. Raises PluginError, as `add` does.
         """
         fields = {"runner": runner, "renderer": renderer, "override": override, "is_fallback": True}
-        self._add(ModelEntry, name, target, _TARGET, "module:Class", **fields)
+        self.add_entry(ModelEntry, name, target, "module:Class", **fields)
 
     def architectures(self) -> list[str]:
         """The architectures that have a class of their own."""
@@ -227,7 +252,7 @@ class AttentionBackendRegistry(Registry[AttentionBackendEntry]):
 
     def add(self, name: str, target: str, *, priority: int = 0, override: bool = False) -> None:
         """Registers a backend class. Of those that do not refuse a layer, the one of the highest priority is chosen."""
-        self._add(AttentionBackendEntry, name, target, _TARGET, "module:Class", priority=priority, override=override)
+        self.add_entry(AttentionBackendEntry, name, target, "module:Class", priority=priority, override=override)
 
 
 class RendererRegistry(Registry[RendererEntry]):
@@ -238,7 +263,7 @@ class RendererRegistry(Registry[RendererEntry]):
 
     def add(self, name: str, target: str, *, reads: tuple[str, ...] = ("tokenizer.json",), override: bool = False) -> None:
         """Registers a renderer class. `reads`: file names, any of which in a checkpoint folder says that it can read it."""
-        self._add(RendererEntry, name, target, _TARGET, "module:Class", reads=tuple(reads), override=override)
+        self.add_entry(RendererEntry, name, target, "module:Class", reads=tuple(reads), override=override)
 
 
 class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
@@ -249,7 +274,7 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
 
     def add(self, name: str, target: str, *, override: bool = False) -> None:
         """Registers a subclass of toolkit_lm.sampling.LogitsProcessor."""
-        self._add(LogitsProcessorEntry, name, target, _TARGET, "module:Class", override=override)
+        self.add_entry(LogitsProcessorEntry, name, target, "module:Class", override=override)
 
 
 class ConverterRegistry(Registry[ConverterEntry]):
@@ -260,7 +285,7 @@ class ConverterRegistry(Registry[ConverterEntry]):
 
     def add(self, convert: str, target: str, *, override: bool = False) -> None:
         """Registers a function (model class, vllm_config) -> pooling model class. It raises UnsupportedError for what it cannot convert."""
-        self._add(ConverterEntry, convert, target, _TARGET, "module:function", override=override)
+        self.add_entry(ConverterEntry, convert, target, "module:function", override=override)
 
 
 class PoolingProfileRegistry(Registry[PoolingProfileEntry]):
@@ -275,40 +300,28 @@ class PoolingProfileRegistry(Registry[PoolingProfileEntry]):
         `hf_config` is the folder's config.json, `tokenizer` the folder of the tokenizer. It returns None for a folder without files of its
         kind, and raises CheckpointError for files that it does not understand.
         """
-        self._add(PoolingProfileEntry, name, target, _TARGET, "module:function", override=override)
+        self.add_entry(PoolingProfileEntry, name, target, "module:function", override=override)
 
     def read(self, folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
-        """What the first reader with an answer says; those that were registered last are asked first. None: no reader has one.
+        """What the files of a checkpoint say; None: no reader knows its files.
 
-        Raises CheckpointError for files that a reader does not understand, PluginError for a reader that fails.
+        Raises CheckpointError for files that a reader does not understand, and as `first_result` does.
         """
-        for entry in reversed(self.entries()):
-            try:
-                profile = self.load(entry.key)(folder, hf_config, tokenizer)
-            except ToolkitError:
-                raise
-            except Exception as error:
-                raise PluginError(f"{entry.owner}: {self.noun} {entry.key!r} failed: {type(error).__name__}: {error}") from error
-            if isinstance(profile, PoolingProfile):
-                return profile
-            if profile is not None:
-                kind = type(profile).__name__
-                raise PluginError(f"{entry.owner}: {self.noun} {entry.key!r} must return a PoolingProfile or None, not a {kind}.")
-        return None
+        return self.first_result(PoolingProfile, folder, hf_config, tokenizer)
 
 
-class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
-    """The prompts of rerankers, by the name that the option score_template gives."""
+class PairRendererRegistry(Registry[PairRendererEntry]):
+    """What reads a query and a document as one text, by name."""
 
-    noun = "score template"
+    noun = "pair renderer"
     missing = ConfigError
 
-    def add(self, name: str, target: str, *, architectures: tuple[str, ...] = (), override: bool = False) -> None:
-        """Registers an toolkit_lm.renderer.ScoreTemplate. Its module must not import torch: the front, which has none, uses it.
+    def add(self, name: str, target: str, *, override: bool = False) -> None:
+        """Registers a function (config, renderer, plugins) -> toolkit_lm.renderer.PairRenderer | None. Its module imports no torch.
 
-        `architectures`: of language models that, where they have no trained classifier and are to classify, are rerankers of this kind.
+        `config` is that of an engine that pools, resolved; `plugins` is the loaded set. None: queries and documents stay pairs of texts.
         """
-        self._add(ScoreTemplateEntry, name, target, _TARGET, "module:NAME", architectures=tuple(architectures), override=override)
+        self.add_entry(PairRendererEntry, name, target, "module:function", override=override)
 
 
 class CheckpointRegistry(Registry[CheckpointEntry]):
@@ -340,7 +353,7 @@ class CommandRegistry(Registry[CommandEntry]):
 
     def add(self, name: str, target: str, *, help: str, override: bool = False) -> None:
         """Registers a command: the target is a function that Typer can read, or a Typer app. `help`: one line for `toolkit --help`."""
-        self._add(CommandEntry, name, target, _TARGET, "module:function", help=help, override=override)
+        self.add_entry(CommandEntry, name, target, "module:function", help=help, override=override)
 
 
 @dataclass
@@ -353,10 +366,13 @@ class Registries:
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
     converters: ConverterRegistry = field(default_factory=ConverterRegistry)
     pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
-    score_templates: ScoreTemplateRegistry = field(default_factory=ScoreTemplateRegistry)
+    pair_renderers: PairRendererRegistry = field(default_factory=PairRendererRegistry)
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
     commands: CommandRegistry = field(default_factory=CommandRegistry)
+    brought: dict[str, Registry[Any]] = field(default_factory=dict)
+    """Those that plugins bring together with a hook, by the hook that fills them."""
 
     def copy(self, owner: PluginInfo | None, hint: str = "") -> Registries:
         """A copy that takes the entries of `owner`."""
-        return Registries(**{name: registry.copy(owner, hint) for name, registry in vars(self).items()})
+        own: dict[str, Any] = {name: one.copy(owner, hint) for name, one in vars(self).items() if isinstance(one, Registry)}
+        return Registries(**own, brought={hook: one.copy(owner, hint) for hook, one in self.brought.items()})

@@ -1,4 +1,4 @@
-"""What a pooling model reads of its users' texts: with the checkpoint's prompts, pairs, and a reranker's template."""
+"""What a pooling model reads of its users' texts: with the checkpoint's prompts, as pairs, and as a reranker has them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from toolkit_lm.config import PoolingProfile, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import LateInteractionRole, make_roles
-from toolkit_lm.processing.score_template import choose_score_template
 from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
-from toolkit_lm.renderer import RenderedText, Renderer, score_tokens
+from toolkit_lm.renderer import PairRenderer, RenderedText, Renderer
 
 _NO_ROLE = LateInteractionRole()
 
@@ -49,9 +48,10 @@ class PoolingInputProcessor:
         """Special tokens with which each text begins, where a role has a marker."""
         self.averages = False
         """Of late interaction: the best products of a query's tokens are averaged, not summed."""
-        self.template = None
+        self.pair_renderer: PairRenderer | None = None
+        """Of rerankers that are language models. None: query and document are a pair of texts, which the renderer joins."""
         if config.model.runner == "pooling":
-            self.template = choose_score_template(config, plugins)
+            self.pair_renderer = _make_pair_renderer(config, renderer, plugins)
         elif not config.model.also:
             return
         if found := config.checkpoint.pooling_profile:
@@ -120,9 +120,9 @@ class PoolingInputProcessor:
             item = self._item(prompt, prefix)
             if isinstance(item, RenderedText):
                 rendered.append(RenderedText(item.token_ids[:most]))
-            elif not isinstance(item, str) and self.template is not None:
+            elif not isinstance(item, str) and self.pair_renderer is not None:
                 query, document = item
-                rendered.append(RenderedText(score_tokens(self.renderer, self.template, query, document, instruction, max_tokens=most)))
+                rendered.append(RenderedText(self.pair_renderer.render_pair(query, document, instruction, max_tokens=most)))
             else:
                 rendered.append(None)
                 texts.append(item)
@@ -180,9 +180,9 @@ class PoolingInputProcessor:
         return self.max_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens
 
     def _check(self, instruction: str | None) -> None:
-        if instruction is not None and self.template is None:
+        if instruction is not None and self.pair_renderer is None:
             raise RequestError("this model takes no instruction: it has no score template.", "instruction")
-        if instruction is not None and self.template is not None and not self.template.takes_instruction:
+        if instruction is not None and self.pair_renderer is not None and not self.pair_renderer.takes_instruction:
             raise RequestError("this model takes no instruction: its score template has no place {instruction}.", "instruction")
 
     def _prefixes(self, names: str | Sequence[str | None] | None, count: int) -> list[PromptPrefix]:
@@ -217,3 +217,15 @@ class PoolingInputProcessor:
         if any(role.marker is not None for role in self.roles.values()):
             plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added)[0] for added in (False, True))
             self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+
+
+def _make_pair_renderer(config: VllmConfig, renderer: Renderer, plugins: Plugins) -> PairRenderer | None:
+    """The first that a plugin makes. Raises ConfigError where a score template is asked for, and no plugin takes it."""
+    # mypy: an abstract class stands for those that are made.
+    made = plugins.pair_renderers.first_result(PairRenderer, config, renderer, plugins)  # type: ignore[type-abstract]
+    if made is None and config.pooler.score_template is not None:
+        raise ConfigError(
+            f"score_template {config.pooler.score_template!r} is taken by no loaded plugin. "
+            f"Install toolkit-lm-pooling-adapters. {plugins.pair_renderers.hint}".rstrip()
+        )
+    return made

@@ -1,15 +1,12 @@
 """The renderer contract: all input preparation, and its inverse."""
 
 from toolkit_lm.renderer.contract import DecodeStream, MultiModalFeatureSpec, RenderedText, Renderer
-from toolkit_lm.renderer.score_template import ScoreTemplate, read_score_template, score_prompt, score_tokens
+from toolkit_lm.renderer.pair_renderer import PairRenderer
 
 __all__ = [
     "DecodeStream",
     "MultiModalFeatureSpec",
+    "PairRenderer",
     "RenderedText",
     "Renderer",
-    "ScoreTemplate",
-    "read_score_template",
-    "score_prompt",
-    "score_tokens",
 ]

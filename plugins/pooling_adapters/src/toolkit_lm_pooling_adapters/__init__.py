@@ -1,12 +1,27 @@
 """Any language model as embedder, classifier or reranker. This entry module only registers; each part is imported when it is used."""
 
-from toolkit_lm.plugin import ConverterRegistry, ScoreTemplateRegistry, hookimpl
+from types import ModuleType
+
+from toolkit_lm.plugin import ConverterRegistry, PairRendererRegistry, hookimpl
+
+from toolkit_lm_pooling_adapters import hookspecs
+from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
+
+
+@hookimpl
+def toolkit_register_hookspecs() -> ModuleType:
+    return hookspecs
 
 
 @hookimpl
 def toolkit_register_pooling(converters: ConverterRegistry) -> None:
     converters.add("embed", "toolkit_lm_pooling_adapters.embedding:as_embedding_model")
     converters.add("classify", "toolkit_lm_pooling_adapters.classification:as_seq_cls_model")
+
+
+@hookimpl
+def toolkit_register_pair_renderers(renderers: PairRendererRegistry) -> None:
+    renderers.add("score_template", "toolkit_lm_pooling_adapters.template_renderer:make_template_renderer")
 
 
 @hookimpl

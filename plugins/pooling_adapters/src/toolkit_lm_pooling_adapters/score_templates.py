@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from toolkit_lm.renderer import ScoreTemplate
+from toolkit_lm_pooling_adapters.score_template import ScoreTemplate
 
 QWEN3_RERANKER = ScoreTemplate(
     pieces=(

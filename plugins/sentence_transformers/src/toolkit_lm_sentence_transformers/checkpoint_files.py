@@ -78,11 +78,6 @@ class SentenceTransformersConfig(Struct, frozen=True, kw_only=True):
         return max(transformer.max_seq_length, *(length or 0 for length in lengths))
 
     @property
-    def is_late_interaction(self) -> bool:
-        """Texts are compared by the vectors of their tokens (MaxSim)."""
-        return self.token_mask is not None
-
-    @property
     def embedding_size(self) -> int | None:
         """Size of an embedding; None: not said."""
         if self.vector_size is not None:
@@ -108,12 +103,14 @@ def read_sentence_transformers(folder: Path, hf_config: dict[str, Any]) -> Sente
     if not (known or listing.is_file() or general_path.is_file()):
         return None
     general = _read_general(general_path) if general_path.is_file() else _General()
-    of_authors = metadata is not None and not listing.is_file()
-    if metadata is not None and of_authors:
+    modules: list[Module]
+    if listing.is_file():
+        modules = _read_modules(listing, general)
+    elif metadata is not None:
         _add_metadata(general, metadata)
-    modules: list[Module] = _read_modules(listing, general) if listing.is_file() else [parse_transformer(folder)]
-    if of_authors:
-        modules.append(general.skiplist)
+        modules = [parse_transformer(folder), general.skiplist]
+    else:
+        modules = [parse_transformer(folder)]
     if general.lengths and isinstance(modules[0], Transformer):
         modules[0] = _with_lengths(modules[0], general.lengths)
     return SentenceTransformersConfig(

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 from msgspec import Struct
-
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
-from toolkit_lm.renderer.contract import Renderer
+from toolkit_lm.renderer import Renderer
 
 _PLACE = re.compile(r"\{(query|document|instruction)\}")
 _DOCUMENT = "{document}"

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import types
+from pathlib import Path
 
 import msgspec
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, ContextLengthError, PluginError, RequestError
 from toolkit_lm.plugin import Plugins, hookimpl
-from toolkit_lm.pooling import stored_weights
-from toolkit_lm.processing.score_template import choose_score_template
-from toolkit_lm.renderer import RenderedText, Renderer, ScoreTemplate, read_score_template, score_prompt, score_tokens
+from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
+from toolkit_lm_pooling_adapters.score_template import ScoreTemplate, read_score_template, score_prompt, score_tokens
+from toolkit_lm_pooling_adapters.template_choice import choose_score_template
+from toolkit_lm_pooling_adapters.template_renderer import make_template_renderer
 
 BOS, EOS = 1, 2
 
 
-class PairRenderer(Renderer):
+class TwoCharacters(Renderer):
     """A token is two characters of one text, or the last one; so that it matters where texts are tokenized apart."""
 
     def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
@@ -57,7 +61,7 @@ def tokens_of(*pieces):
     return [hash_of(piece[i : i + 2]) for piece in pieces for i in range(0, len(piece), 2)]
 
 
-RENDERER = PairRenderer(VllmConfig.default())
+RENDERER = TwoCharacters(VllmConfig.default())
 TEMPLATE = ScoreTemplate(pieces=("{instruction}Q {query}", ";", "D {document}", "=> {0}"), instruction_text="I {instruction};")
 
 
@@ -174,12 +178,13 @@ def choose(monkeypatch, tmp_path):
         setattr(module, name, ScoreTemplate(pieces=("{query}{document}", name)))
     made = {"classifier_method": "from_2_way_softmax", "classifier_tokens": ("no", "yes")}
     module.MADE = ScoreTemplate(pieces=("{query}{document}", "MADE"), **made)
-    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def run(architecture="KnownForCausalLM", plugins=(Brings,), **options):
         config = VllmConfig.default({"architectures": [architecture]}, **{"convert": "classify", **options})
         config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(tmp_path)))
-        template = choose_score_template(config, Plugins.load(PluginsConfig(plugins=[]), extra=[kind() for kind in plugins]))
+        loaded = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[kind() for kind in plugins])
+        template = choose_score_template(config, loaded)
         return template and template.pieces[-1]
 
     return run
@@ -228,14 +233,30 @@ def test_the_template_of_the_option(choose, tmp_path):
         choose(plugins=(Wrong,), score_template="wrong")
 
 
-def test_stored_weights(tmp_path):
-    from toolkit_lm.errors import CheckpointError
+def test_pairs_are_rendered_with_the_template(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("Q {query} D {document}=")
+    config = VllmConfig.default({"architectures": ["KnownForCausalLM"]}, score_template=str(path))
+    made = make_template_renderer(config, RENDERER, Plugins.load())
+    template = read_score_template(path)
+    assert not made.takes_instruction
+    assert made.render_pair("abc", "defg") == score_tokens(RENDERER, template, "abc", "defg")
+    assert made.render_pair("abc", "defg", max_tokens=8) == score_tokens(RENDERER, template, "abc", "defg", max_tokens=8)
+    path.write_text("{instruction} Q {query} D {document}=")
+    made = make_template_renderer(config, RENDERER, Plugins.load())
+    assert made.takes_instruction
+    assert made.render_pair("a", "b", "now") == score_tokens(RENDERER, read_score_template(path), "a", "b", "now")
+    assert make_template_renderer(VllmConfig.default({"architectures": ["KnownForCausalLM"]}), RENDERER, Plugins.load()) is None
 
-    assert stored_weights(tmp_path) == frozenset()
-    write_weights(tmp_path, "a", "b")
-    assert stored_weights(tmp_path) == {"a", "b"}
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 10**6))
-    with pytest.raises(CheckpointError, match="truncated"):
-        stored_weights(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"c": "x.safetensors"}}))
-    assert stored_weights(tmp_path) == {"c"}
+
+def test_toolkit_register_score_templates(monkeypatch):
+    page = Path(__file__).parents[3] / "docs" / "hooks" / "toolkit_register_score_templates.md"
+    plugin, shown = (types.ModuleType(name) for name in ("example", "shown"))
+    for block, module in ((2, plugin), (3, shown)):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(page.read_text(encoding="utf-8").split("```python\n")[block].split("```")[0], module.__dict__)
+    templates = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[plugin]).brought_registry(ScoreTemplateRegistry)
+    assert templates.keys()[-1] == "mine"
+    entry = templates.get("mine")
+    assert (entry.target, entry.architectures) == ("toolkit_lm_mine.score_templates:MINE", ("MineForCausalLM",))
+    assert score_prompt(shown.MINE, "q", "d", "Instruct.") == "Instruct.\nQuery: q\nPassage: d\nRelevant:"

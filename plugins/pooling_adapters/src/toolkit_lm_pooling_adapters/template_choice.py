@@ -8,7 +8,9 @@ from toolkit_lm.config import PoolerConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, PluginError, nearest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import stored_weights
-from toolkit_lm.renderer import ScoreTemplate, read_score_template
+
+from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
+from toolkit_lm_pooling_adapters.score_template import ScoreTemplate, read_score_template
 
 
 def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate | None:
@@ -18,22 +20,22 @@ def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate
     trained classifier that are to classify, and that do so as its reranker does. Raises ConfigError and PluginError.
     """
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    wanted = config.pooler.score_template
+    templates, wanted = plugins.brought_registry(ScoreTemplateRegistry), config.pooler.score_template
     if wanted is not None:
-        if wanted in plugins.score_templates:
-            return _load(wanted, plugins)
+        if wanted in templates:
+            return _load(wanted, templates)
         if Path(wanted).is_file():
             return read_score_template(Path(wanted))
-        known = nearest(wanted, plugins.score_templates.keys())
+        known = nearest(wanted, templates.keys())
         raise ConfigError(f"score_template {wanted!r} is neither the name of a registered template nor a file. {known}")
     if config.model.convert != "classify":
         return None
     architecture = config.hf_config["architectures"][0]
     # The one that was registered last: third parties come after the distributions of this repository.
-    name = next((e.key for e in reversed(plugins.score_templates.entries()) if architecture in e.architectures), None)
+    name = next((e.key for e in reversed(templates.entries()) if architecture in e.architectures), None)
     if name is None or "score.weight" in stored_weights(config.checkpoint.path):
         return None
-    template = _load(name, plugins)
+    template = _load(name, templates)
     return template if _is_made_for(template, config.pooler) else None
 
 
@@ -44,9 +46,9 @@ def _is_made_for(template: ScoreTemplate, options: PoolerConfig) -> bool:
     return options.classifier_method == template.classifier_method and tokens in (None, list(template.classifier_tokens))
 
 
-def _load(name: str, plugins: Plugins) -> ScoreTemplate:
-    template = plugins.score_templates.load(name)
+def _load(name: str, templates: ScoreTemplateRegistry) -> ScoreTemplate:
+    template = templates.load(name)
     if not isinstance(template, ScoreTemplate):
-        owner = plugins.score_templates.get(name).owner
+        owner = templates.get(name).owner
         raise PluginError(f"{owner}: score template {name!r} must be a ScoreTemplate, not a {type(template).__name__}.")
     return template

@@ -1,0 +1,30 @@
+"""The registry of score templates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import Entry, Registry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreTemplateEntry(Entry):
+    """A score template."""
+
+    architectures: tuple[str, ...] = ()
+    """Rerankers of these architectures are given it where nobody names one."""
+
+
+class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
+    """The prompts of rerankers, by the name that the option score_template gives."""
+
+    noun = "score template"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, architectures: tuple[str, ...] = (), override: bool = False) -> None:
+        """Registers a ScoreTemplate. Its module must not import torch: the front, which has none, uses it.
+
+        `architectures`: of language models that, where they have no trained classifier and are to classify, are rerankers of this kind.
+        """
+        self.add_entry(ScoreTemplateEntry, name, target, "module:NAME", architectures=tuple(architectures), override=override)
