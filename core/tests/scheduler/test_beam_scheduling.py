@@ -227,7 +227,7 @@ def test_it_ends_as_a_whole(reason):
     if reason == "abort":
         core.finish("a", "abort", index=1)
         assert not core.has_unfinished
-        news = core.news()
+        news = core.poll_outputs()
     else:
         time.sleep(0.06)
         news = core.step()

@@ -62,7 +62,7 @@ class EngineClient(ABC):
         """In this process: computes a step, if there is work. Else waits for what comes, a `wake`, or `timeout` seconds."""
 
     @abstractmethod
-    def news(self) -> EngineOutputs:
+    def poll_outputs(self) -> EngineOutputs:
         """What has come without waiting or computing: events, outputs of steps that are over."""
 
     @abstractmethod

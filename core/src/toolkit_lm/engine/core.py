@@ -133,17 +133,17 @@ class EngineCore:
             # An interrupt, say: the next step begins anew.
             self._give_up()
             raise
-        news = self.news()
-        if not idle or news.outputs:
-            self.progress_time = news.time
-        return news
+        outputs = self.poll_outputs()
+        if not idle or outputs.outputs:
+            self.progress_time = outputs.time
+        return outputs
 
-    def news(self) -> EngineOutputs:
+    def poll_outputs(self) -> EngineOutputs:
         """What came since the last call."""
         self._collect()
-        news = EngineOutputs(time=time.monotonic(), outputs=self._outputs, admitted=self._admitted, events=self._events)
+        outputs = EngineOutputs(time=time.monotonic(), outputs=self._outputs, admitted=self._admitted, events=self._events)
         self._outputs, self._admitted, self._events = [], [], []
-        return news
+        return outputs
 
     def shutdown(self) -> None:
         self.executor.shutdown()

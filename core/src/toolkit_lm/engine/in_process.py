@@ -50,10 +50,10 @@ class InProcessClient(EngineClient):
         self.core.reset_prefix_cache()
 
     def step(self, timeout: float | None = None) -> EngineOutputs:
-        news = self.core.step() if self.core.has_unfinished else self.core.news()
-        if not (self.core.has_unfinished or news.outputs or news.events):
+        outputs = self.core.step() if self.core.has_unfinished else self.core.poll_outputs()
+        if not (self.core.has_unfinished or outputs.outputs or outputs.events):
             self._rest(timeout)
-        return news
+        return outputs
 
     def _rest(self, timeout: float | None) -> None:
         try:
@@ -63,8 +63,8 @@ class InProcessClient(EngineClient):
         except Empty:
             return
 
-    def news(self) -> EngineOutputs:
-        return self.core.news()
+    def poll_outputs(self) -> EngineOutputs:
+        return self.core.poll_outputs()
 
     def wake(self) -> None:
         self._wakes.put(None)

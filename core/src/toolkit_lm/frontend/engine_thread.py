@@ -100,9 +100,9 @@ class EngineThread:
             return Health("closed", "the engine has been shut down")
         if not self.ready.done():
             return Health("restarting" if self.num_restarts else "starting", self.engine.client.phase)
-        silence, bound = self.engine.seconds_since_progress, self.engine.config.engine.step_timeout
-        if silence > bound:
-            return Health("stalled", f"no progress for {silence:.1f} s; step_timeout is {bound:g} s")
+        seconds, bound = self.engine.seconds_since_progress, self.engine.config.engine.step_timeout
+        if seconds > bound:
+            return Health("stalled", f"no progress for {seconds:.1f} s; step_timeout is {bound:g} s")
         return Health("ready")
 
     def _at_exit(self) -> None:

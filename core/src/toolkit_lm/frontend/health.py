@@ -25,9 +25,9 @@ class Health(NamedTuple):
 class Watchdog:
     """A thread that looks after an engine: one that stalls has the stacks of its threads dumped, once per stall."""
 
-    def __init__(self, silence: Callable[[], float], bound: float, dump: Callable[[], None]) -> None:
-        """`silence`: for how many seconds there has been no sign of life. More than `bound` is a stall."""
-        self._silence = silence
+    def __init__(self, seconds_since_progress: Callable[[], float], bound: float, dump: Callable[[], None]) -> None:
+        """`seconds_since_progress`: for how many seconds there has been no sign of life. More than `bound` is a stall."""
+        self._seconds_since_progress = seconds_since_progress
         self._bound = bound
         self._dump = dump
         self._stopped = threading.Event()
@@ -40,7 +40,7 @@ class Watchdog:
     def _run(self) -> None:
         stalled = False
         while not self._stopped.wait(min(self._bound / 4, _LOOK)):
-            before, stalled = stalled, self._silence() > self._bound
+            before, stalled = stalled, self._seconds_since_progress() > self._bound
             if stalled and not before:
                 logger.warning("the engine has made no progress for %.1f s (step_timeout): the stacks of its threads follow", self._bound)
                 self._dump()

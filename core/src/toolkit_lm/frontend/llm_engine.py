@@ -194,12 +194,12 @@ class LLMEngine:
             timeout = 0
         return self._take(self.client.step(timeout))
 
-    def _take(self, news: EngineOutputs) -> list[AnyState]:
+    def _take(self, outputs: EngineOutputs) -> list[AnyState]:
         if self.queue is not None:
-            self.queue.admit(news.admitted)
+            self.queue.admit(outputs.admitted)
         touched: dict[str, AnyState] = {}
         has_finished_some = False
-        for output in news.outputs:
+        for output in outputs.outputs:
             if state := self._states.get(output.request_id):
                 touched[output.request_id] = state
                 has_finished_some |= self._apply(state, output)
@@ -207,10 +207,10 @@ class LLMEngine:
             if state.finished:
                 del self._states[request_id]
                 self._leave_queue(request_id)
-        for event in news.events:
+        for event in outputs.events:
             self.plugins.event(event)
         # What the engine has to say to that may not wait for a next step: there may be none.
-        more = self._take(self.client.news()) if has_finished_some else []
+        more = self._take(self.client.poll_outputs()) if has_finished_some else []
         return [*touched.values(), *more]
 
     def _apply(self, state: AnyState, output: EngineOutput) -> bool:
@@ -245,7 +245,7 @@ class LLMEngine:
 
     def _tell_last_events(self) -> None:
         with suppress(ToolkitError):
-            for event in self.client.news().events:
+            for event in self.client.poll_outputs().events:
                 self.plugins.event(event)
 
     def _check_open(self) -> None:

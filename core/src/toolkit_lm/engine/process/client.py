@@ -48,18 +48,18 @@ class ProcessClient(EngineClient):
         self._info: EngineInfo | None = None
         self._death: ToolkitError | None = None
         self._closed = False
-        self._news = EngineOutputs(time=self._progress_time)
+        self._pending = EngineOutputs(time=self._progress_time)
         self._num_sent = 0
         self._finished: dict[tuple[str, int | None], int] = {}
         """Requests, or sequences of them, that were ended from here: after how many commands. What the engine said before is stale."""
-        self._bell, self._ear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ear.setblocking(False)
+        self._wake_send, self._wake_recv = socket.socketpair()
+        self._wake_send.setblocking(False)
+        self._wake_recv.setblocking(False)
         self._context = zmq.Context()
         self._socket = wire.make_socket(self._context)
         self._socket.connect(process.address)
         self._poller = zmq.Poller()
-        for one in (self._socket, process.lifeline, self._ear):
+        for one in (self._socket, process.lifeline, self._wake_recv):
             self._poller.register(one, zmq.POLLIN)
         self._send(start)
 
@@ -70,7 +70,7 @@ class ProcessClient(EngineClient):
             now = time.monotonic()
             if now >= self._deadline:
                 what = f"the engine process was not ready after {self._start_timeout:g} seconds (start_timeout)"
-                self._die(EngineDeadError(f"{what}: it was still {self.phase}."))
+                self._fail(EngineDeadError(f"{what}: it was still {self.phase}."))
             elif now >= end or self._wait(min(end, self._deadline) - now):
                 return None
         return self._info
@@ -98,22 +98,22 @@ class ProcessClient(EngineClient):
         self._send(wire.encode(wire.ResetPrefixCache()))
 
     def step(self, timeout: float | None = None) -> EngineOutputs:
-        if not _says_something(self._news):
+        if not _has_any(self._pending):
             self._check()
             self._wait(timeout)
-        return self.news()
+        return self.poll_outputs()
 
-    def news(self) -> EngineOutputs:
-        if not _says_something(self._news):
+    def poll_outputs(self) -> EngineOutputs:
+        if not _has_any(self._pending):
             self._check()
             self._take_reports()
-        news, self._news = self._news, EngineOutputs(time=self._progress_time)
-        return news
+        outputs, self._pending = self._pending, EngineOutputs(time=self._progress_time)
+        return outputs
 
     def wake(self) -> None:
         # A full pipe wakes as well, and a closed one has nobody to wake.
         with suppress(OSError):
-            self._bell.send(b"\0")
+            self._wake_send.send(b"\0")
 
     def dump_stacks(self) -> None:
         self.process.send_signal(signal.SIGUSR1)
@@ -124,8 +124,8 @@ class ProcessClient(EngineClient):
             self._socket.close(linger=0)
             self._context.term()
             self.process.end()
-            self._bell.close()
-            self._ear.close()
+            self._wake_send.close()
+            self._wake_recv.close()
 
     def _send(self, message: bytes) -> None:
         self._num_sent += 1
@@ -144,10 +144,10 @@ class ProcessClient(EngineClient):
             ready = dict(self._poller.poll(math.ceil(1000 * max(min(end - time.monotonic(), _LOOK), 0))))
             self._take_reports()
             if self.process.lifeline.fileno() in ready or not (ready or self.process.is_alive):
-                self._bury()
+                self._on_exit()
                 return False
-            if self._ear.fileno() in ready:
-                self._ear.recv(4096)
+            if self._wake_recv.fileno() in ready:
+                self._wake_recv.recv(4096)
                 return True
             if ready or time.monotonic() >= end:
                 return False
@@ -162,8 +162,8 @@ class ProcessClient(EngineClient):
 
     def _take(self, report: wire.Report) -> None:
         self._progress_time = time.monotonic()
-        if isinstance(report, wire.News):
-            self._add_news(report)
+        if isinstance(report, wire.Outputs):
+            self._add_outputs(report)
         elif isinstance(report, wire.Phase):
             self.phase = report.name
         elif isinstance(report, wire.Ready):
@@ -173,23 +173,23 @@ class ProcessClient(EngineClient):
         else:
             self._death = _as_error(report)
 
-    def _add_news(self, report: wire.News) -> None:
-        outputs, news = report.outputs, self._news
+    def _add_outputs(self, report: wire.Outputs) -> None:
+        new, pending = report.outputs, self._pending
         self._finished = {key: number for key, number in self._finished.items() if number > report.num_handled}
         stale = self._finished.keys()
-        news.time = outputs.time
-        news.outputs += [o for o in outputs.outputs if not stale or not stale & {(o.request_id, None), (o.request_id, o.index)}]
-        news.admitted += outputs.admitted
-        news.events += outputs.events
+        pending.time = new.time
+        pending.outputs += [o for o in new.outputs if not stale or not stale & {(o.request_id, None), (o.request_id, o.index)}]
+        pending.admitted += new.admitted
+        pending.events += new.events
 
-    def _bury(self) -> None:
+    def _on_exit(self) -> None:
         """The process has died: finds out why."""
         while self._death is None and self._socket.poll(_LAST_WORDS):
             self._take_reports()
         when = "" if self._info is not None else f" while {self.phase}"
-        self._die(self._death or EngineDeadError(f"the engine process {self.process.pid} has died{when}: {self.process.end()}."))
+        self._fail(self._death or EngineDeadError(f"the engine process {self.process.pid} has died{when}: {self.process.end()}."))
 
-    def _die(self, why: ToolkitError) -> None:
+    def _fail(self, why: ToolkitError) -> None:
         self._death = why
         self.shutdown()
 
@@ -217,8 +217,8 @@ def _encode_start(config: VllmConfig, plugins: Plugins) -> bytes:
     return message
 
 
-def _says_something(news: EngineOutputs) -> bool:
-    return bool(news.outputs or news.admitted or news.events)
+def _has_any(outputs: EngineOutputs) -> bool:
+    return bool(outputs.outputs or outputs.admitted or outputs.events)
 
 
 def _as_error(report: wire.Failed) -> ToolkitError:

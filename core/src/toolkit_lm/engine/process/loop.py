@@ -1,4 +1,4 @@
-"""What the engine process does: it loads an engine, then takes commands and gives news."""
+"""What the engine process does: it loads an engine, then takes commands and sends outputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
 
 
 class _Loop:
-    """Commands in, news out, a step at a time."""
+    """Commands in, outputs out, a step at a time."""
 
     def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
         self._core = core
@@ -70,14 +70,14 @@ class _Loop:
         while True:
             num_handled, progress = self._num_handled, self._core.progress_time
             self._take_commands()
-            news = self._core.step() if self._core.has_unfinished else self._core.news()
-            news.outputs += self._refusals
+            outputs = self._core.step() if self._core.has_unfinished else self._core.poll_outputs()
+            outputs.outputs += self._refusals
             self._refusals = []
             if (num_handled, progress) == (self._num_handled, self._core.progress_time):
                 # A sign of life would be a lie.
                 continue
             # Large arrays among it are not copied.
-            self._socket.send(wire.encode(wire.News(news, self._num_handled)), copy=False)
+            self._socket.send(wire.encode(wire.Outputs(outputs, self._num_handled)), copy=False)
 
     def _take_commands(self) -> None:
         """All that have come; where there is nothing else to do, waits for one."""

@@ -62,7 +62,7 @@ class Ready(Struct, tag="ready"):
     info: EngineInfo
 
 
-class News(Struct, tag="news"):
+class Outputs(Struct, tag="outputs"):
     """What a step gave, or the answer to commands. Every step sends one, if only as a sign of life."""
 
     outputs: EngineOutputs
@@ -79,7 +79,7 @@ class Failed(Struct, tag="failed"):
     traceback: str
 
 
-Report = Phase | Ready | News | Failed
+Report = Phase | Ready | Outputs | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode
