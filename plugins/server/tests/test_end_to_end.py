@@ -359,3 +359,22 @@ EngineCore.step = dying"""
         assert errors.splitlines()[-1] == "error: the engine has died: MemoryError: no more"
     finally:
         server.process.kill()
+
+
+def test_a_broken_plugin_is_warned_of_once(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('it is broken')\n")
+    info = tmp_path / "broken_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[toolkit_lm]\nbroken = broken_plugin\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--log-level", "warning")
+    try:
+        assert 'toolkit_lm_engine_status{status="ready"} 1.0' in httpx.get(f"{server.url()}/metrics").text
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.end()
+    finally:
+        server.process.kill()
+    assert code == 0, errors
+    assert errors.count("it is broken") == 1, errors
+    assert errors.startswith("warning: plugin 'broken' (broken-plugin 1.0, ")

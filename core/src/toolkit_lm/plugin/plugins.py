@@ -150,6 +150,10 @@ class Plugins:
                 message = f"{info} failed to close its event listener: {type(error).__name__}: {error}"
                 warnings.warn(message, PluginWarning, stacklevel=2)
 
+    def add_listener(self, name: str, on_event: Callable[..., object]) -> None:
+        """Has a function of this process hear every event too, as the hook `toolkit_event` would. Warnings call it by `name`."""
+        self._listeners += ((PluginInfo(name), on_event),)
+
     @property
     def has_event_listeners(self) -> bool:
         """False: making an event would be for nothing."""

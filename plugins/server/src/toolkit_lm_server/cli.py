@@ -17,10 +17,10 @@ from toolkit_lm_server.plugin_routes import check_names
 
 
 @engine_command(ServerOptions)
-def serve(config: VllmConfig, options: ServerOptions) -> None:
+def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
     metrics = Metrics()
-    plugins = Plugins.load(config.plugins, [metrics])
+    plugins.add_listener(metrics.name, metrics.toolkit_event)
     # What can fail at once does so before the engine starts.
     check_names(plugins, options.routes)
     with bind(options.host, options.port) as listener:
