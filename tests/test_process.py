@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ SLOW_TARGET = """
     import ctypes
     import os
     import time
+    import traceback
 
     from toolkit_lm_decoder.llama import LlamaForCausalLM
 
@@ -67,6 +70,8 @@ SLOW_TARGET = """
 
         def forward(self, *arguments, **keywords):
             self.steps += 1
+            if PHASE == "writing":
+                os.write(2, b"a step\\n")
             # Two steps are the warm-up's.
             if PHASE == "warming up":
                 time.sleep(60)
@@ -74,6 +79,18 @@ SLOW_TARGET = """
                 # It holds the interpreter lock: no other thread of the process runs. A signal ends one sleep.
                 while True:
                     ctypes.PyDLL(None).sleep(60)
+            if self.steps > 2:
+                if PHASE == "printing":
+                    try:
+                        raise ValueError("no more\\nof that")
+                    except ValueError:
+                        traceback.print_exc()
+                if PHASE == "aborting":
+                    os.abort()
+                if PHASE == "talking":
+                    os.write(2, b"x\\n" + b"y" * 1_000_000)
+                if PHASE in ("printing", "silent", "talking"):
+                    os._exit(7)
             return super().forward(*arguments, **keywords)
 """
 FRONT = """
@@ -113,6 +130,7 @@ def slow_folder(tmp_path_factory) -> Path:
 def slow(slow_folder, monkeypatch):
     """slow(phase): from now on engines take a minute in that phase. In "failing" their model cannot be made."""
     monkeypatch.syspath_prepend(str(slow_folder))
+    monkeypatch.setenv("PYTHONPATH", str(slow_folder), prepend=os.pathsep)
 
     def choose(phase: str) -> None:
         monkeypatch.setenv("SLOW_PHASE", phase)
@@ -156,6 +174,22 @@ class TestStart:
                     modes.append(folder.stat().st_mode & 0o777)
             assert set(modes) == {0o700} and not folder.exists()
             assert engine.wait_ready()
+
+    def test_nobody_can_make_the_socket_folder_first(self, monkeypatch):
+        start, taken = subprocess.Popen, []
+
+        def after_others(command, **options):
+            # Whoever reads the command line may make what it names.
+            for argument in command:
+                if argument.startswith(tempfile.gettempdir()):
+                    with suppress(FileExistsError):
+                        os.mkdir(argument)
+                        taken.append(argument)
+            return start(command, **options)
+
+        monkeypatch.setattr(subprocess, "Popen", after_others)
+        with LLM(**SMALL, engine_process=True):
+            assert taken == []
 
     def test_llm_gives_the_same_with_and_without(self):
         results = []
@@ -294,6 +328,32 @@ class TestKills:
             front.kill()
             wait_until_gone(front.pid, engine)
 
+    def test_of_a_forked_front_when_the_socket_folder_is_somebody_elses(self, sockets):
+        code = f"""
+            import os, time
+            from toolkit_lm import LLM
+            llm = LLM(**{SMALL!r}, engine_process=True)
+            # It holds the lifeline open.
+            fork = os.fork()
+            if fork:
+                print(llm.engine.client.process.pid, fork, llm.engine.client.process.folder, flush=True)
+            time.sleep(60)
+        """
+        with subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True) as front:
+            engine, fork, folder = front.stdout.readline().split()
+            os.mkdir(folder)
+            front.kill()
+            wait_until_gone(front.pid, int(engine))
+            os.kill(int(fork), signal.SIGKILL)
+        # Fails where it was deleted.
+        os.rmdir(folder)
+
+    def test_a_closed_front_leaves_a_folder_that_is_somebody_elses(self):
+        with LLM(**SMALL, engine_process=True) as llm:
+            folder = llm.engine.client.process.folder
+            folder.mkdir()
+        folder.rmdir()
+
     @pytest.mark.parametrize("phase", PHASES)
     def test_of_the_engine(self, slow, phase):
         slow(phase)
@@ -340,6 +400,83 @@ class TestKills:
                 assert len((await ask(llm)).token_ids) == 12
 
         asyncio.run(body())
+
+
+BROKEN_TORCH = """
+    import sys
+
+    print("a word before", file=sys.stderr)
+    raise ImportError("libnone.so: cannot open shared object file")
+"""
+
+
+class TestLastWords:
+    """What the engine process wrote to its stderr before it died is in the error, and on the terminal."""
+
+    def test_while_importing(self, tmp_path, monkeypatch, capfd):
+        (tmp_path / "torch.py").write_text(textwrap.dedent(BROKEN_TORCH))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        with pytest.raises(EngineDeadError) as caught:
+            AsyncLLM(VllmConfig.make(**SMALL))
+        text, note = str(caught.value), caught.value.__notes__[0]
+        assert re.search(r"process \d+ has died while importing: it ended with exit code 1\b", text)
+        assert text.endswith(": ImportError: libnone.so: cannot open shared object file") and "\n" not in text
+        assert "a word before\nTraceback" in note and "torch.py" in note
+        assert note.endswith(capfd.readouterr().err.strip())
+
+    @pytest.mark.parametrize(
+        ("phase", "how", "words"),
+        [
+            ("printing", "it ended with exit code 7", "ValueError: no more\nof that"),
+            ("aborting", "it was killed by SIGABRT", "Fatal Python error: Aborted"),
+            ("silent", "it ended with exit code 7", None),
+            ("talking", "it ended with exit code 7", "y" * 500 + "..."),
+        ],
+    )
+    def test_while_serving(self, slow, capfd, phase, how, words):
+        slow(phase)
+        with LLM(**SMALL, engine_process=True) as llm:
+            pid = llm.engine.client.process.pid
+            with pytest.raises(EngineDeadError) as caught:
+                llm.generate("Once", GREEDY, use_tqdm=False)
+        said = f". The last that it wrote to stderr: {words}" if words else "."
+        assert str(caught.value) == f"the engine process {pid} has died: {how}{said}"
+        assert sum(map(len, getattr(caught.value, "__notes__", []))) < 10_000
+        err = capfd.readouterr().err
+        assert words is None or words[:500] in err
+        if phase == "talking":
+            assert err.count("y") == 1_000_000
+
+    def test_a_kill_is_not_blamed_on_what_was_written_before(self, slow):
+        slow("writing")
+
+        async def body():
+            async with AsyncLLM(VllmConfig.make(**SMALL)) as llm:
+                await ask(llm)
+                os.kill(llm.engine.client.process.pid, signal.SIGKILL)
+                with pytest.raises(EngineDeadError, match=r"killed by SIGKILL; perhaps the machine ran out of memory\.$"):
+                    await ask(llm)
+
+        asyncio.run(body())
+
+    def test_it_is_written_as_it_comes_and_a_closed_terminal_harms_nobody(self, slow):
+        slow("writing")
+        code = f"""
+            import os, sys
+            from toolkit_lm import LLM, SamplingParams
+            llm = LLM(**{SMALL!r}, engine_process=True)
+            llm.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+            sys.stdin.readline()
+            [output] = llm.generate("Once", SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+            print(len(output.outputs[0].token_ids))
+        """
+        front = [sys.executable, "-c", textwrap.dedent(code)]
+        with subprocess.Popen(front, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr.readline() == "a step\n"
+            process.stderr.close()
+            process.stdin.write("\n")
+            process.stdin.close()
+            assert process.stdout.read() == "2\n"
 
 
 class TestRestart:

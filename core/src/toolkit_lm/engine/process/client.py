@@ -101,14 +101,13 @@ class ProcessClient(EngineClient):
         if not _has_any(self._pending):
             self._check()
             self._wait(timeout)
-        return self.poll_outputs()
+        return self._take_pending()
 
     def poll_outputs(self) -> EngineOutputs:
         if not _has_any(self._pending):
             self._check()
             self._take_reports()
-        outputs, self._pending = self._pending, EngineOutputs(time=self._progress_time)
-        return outputs
+        return self._take_pending()
 
     def wake(self) -> None:
         # A full pipe wakes as well, and a closed one has nobody to wake.
@@ -152,6 +151,10 @@ class ProcessClient(EngineClient):
             if ready or time.monotonic() >= end:
                 return False
 
+    def _take_pending(self) -> EngineOutputs:
+        outputs, self._pending = self._pending, EngineOutputs(time=self._progress_time)
+        return outputs
+
     def _take_reports(self) -> None:
         while True:
             try:
@@ -166,6 +169,7 @@ class ProcessClient(EngineClient):
             self._add_outputs(report)
         elif isinstance(report, wire.Phase):
             self.phase = report.name
+            self.process.disown_folder()
         elif isinstance(report, wire.Ready):
             # The front has options of its own: those of plugins given from code.
             config = replace(report.info.config, plugins=self._plugins)
@@ -186,8 +190,7 @@ class ProcessClient(EngineClient):
         """The process has died: finds out why."""
         while self._death is None and self._socket.poll(_LAST_WORDS):
             self._take_reports()
-        when = "" if self._info is not None else f" while {self.phase}"
-        self._fail(self._death or EngineDeadError(f"the engine process {self.process.pid} has died{when}: {self.process.end()}."))
+        self._fail(self._death or self.process.death(self.phase if self._info is None else None))
 
     def _fail(self, why: ToolkitError) -> None:
         self._death = why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -12,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from toolkit_lm.engine.process.stderr import StderrRelay, last_words
 from toolkit_lm.errors import ConfigError, EngineDeadError
 
 _MOST_BYTES = 107 if sys.platform == "linux" else 103
@@ -21,33 +21,46 @@ _GRACE = 0.5
 
 
 class EngineProcess:
-    """A process that runs process_main.py. It starts to import at once, and waits for its config.
+    """A process that runs main.py. It starts to import at once, and waits for its config.
 
-    Front and engine hold one end each of a socket pair, the lifeline: whichever process dies, the other's end reads end-of-file. The
-    engine process makes the socket folder, under a name that is agreed before, so that whoever survives can delete it.
+    Front and engine hold one end each of a socket pair, the lifeline: whichever process dies, the other's end reads end-of-file. They meet
+    in a folder that is made before the process starts and that only their user may enter. The engine process deletes it once both are
+    connected; until then, whoever survives does.
     """
 
     def __init__(self) -> None:
         """Starts it. Raises ConfigError where the temporary folder's name is too long for a socket's, EngineDeadError where that fails."""
-        self.folder = Path(tempfile.gettempdir()) / f"toolkit_lm-{secrets.token_hex(8)}"
+        self._front = os.getpid()
+        try:
+            self.folder = Path(tempfile.mkdtemp(prefix="toolkit_lm-"))
+        except OSError as error:
+            raise EngineDeadError(f"no folder for the engine process's socket can be made: {error}. Set TMPDIR to another.") from error
+        self._owns_folder = True
         self.address = f"ipc://{self.folder / 'engine'}"
+        self.lifeline, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self._process = self._start(theirs.fileno())
+            except BaseException:
+                self.lifeline.close()
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise
+        assert self._process.stderr is not None, "it was asked for"
+        self._stderr = StderrRelay(self._process.stderr)
+
+    def _start(self, lifeline: int) -> subprocess.Popen[bytes]:
         if len(os.fsencode(self.folder / "engine")) > _MOST_BYTES:
             raise ConfigError(
                 f"the temporary folder {str(self.folder.parent)!r} has too long a name for a socket in it, which may have "
                 f"{_MOST_BYTES} bytes: set TMPDIR to another, or engine_process to False."
             )
-        self.lifeline, theirs = socket.socketpair()
-        with theirs:
-            arguments = [str(self.folder), str(theirs.fileno()), str(os.getpid())]
-            # As multiprocessing does, so that it imports what this process would import, and its environment is the same.
-            code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm.engine.process.main import main; main()"
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code, *arguments], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-                )
-            except OSError as error:
-                self.lifeline.close()
-                raise EngineDeadError(f"no engine process can be started from {sys.executable!r}: {error}") from error
+        # As multiprocessing does, so that it imports what this process would import, and its environment is the same.
+        code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm.engine.process.main import main; main()"
+        command = [sys.executable, "-c", code, str(self.folder), str(lifeline), str(self._front)]
+        try:
+            return subprocess.Popen(command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        except OSError as error:
+            raise EngineDeadError(f"no engine process can be started from {sys.executable!r}: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -57,21 +70,41 @@ class EngineProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def disown_folder(self) -> None:
+        """The process has deleted the folder: from now on its name may be another's."""
+        self._owns_folder = False
+
     def send_signal(self, number: signal.Signals) -> None:
         """No error when it has ended. From any thread."""
         self._process.send_signal(number)
 
-    def end(self) -> str:
-        """Ends it if it has not ended, and deletes what it leaves. Returns how it ended, for a message. Safe to call twice."""
+    def end(self) -> None:
+        """Ends it if it has not ended, and deletes what it leaves. Safe to call twice. A fork of the front leaves it alone."""
         self.lifeline.close()
+        if os.getpid() != self._front:
+            return
         try:
-            code = self._process.wait(_GRACE)
+            self._process.wait(_GRACE)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            code = self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if code >= 0:
-            return f"it ended with exit code {code}"
-        name = signal.Signals(-code).name
-        hint = "; perhaps the machine ran out of memory" if -code == signal.SIGKILL else ""
-        return f"it was killed by {name}{hint}"
+            self._process.wait()
+        self._stderr.join()
+        if self._owns_folder:
+            self._owns_folder = False
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def death(self, phase: str | None) -> EngineDeadError:
+        """Ends it. Returns an error that says how it died, with the last that it wrote. `phase`: what it was doing before it was ready."""
+        self.end()
+        code, stderr = self._process.returncode, self._stderr.text
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        while_phase = "" if phase is None else f" while {phase}"
+        message = f"the engine process {self.pid} has died{while_phase}: it {how}"
+        if -code == signal.SIGKILL:
+            # What it wrote before says nothing of why.
+            message += "; perhaps the machine ran out of memory"
+        words = "" if -code == signal.SIGKILL else last_words(stderr)
+        error = EngineDeadError(f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}.")
+        if stderr:
+            error.add_note(f"The end of the engine process's stderr:\n{stderr}")
+        return error

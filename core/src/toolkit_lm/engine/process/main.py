@@ -34,8 +34,8 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
         signal.signal(number, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
-    os.mkdir(folder, 0o700)
-    threading.Thread(target=_watch, args=(folder, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
+    is_connected = threading.Event()
+    threading.Thread(target=_watch, args=(folder, is_connected, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
     from toolkit_lm.engine.process.loop import serve
@@ -44,19 +44,20 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
     gc.enable()
 
     def connected() -> None:
-        # The socket lives on without its name.
+        # The socket lives on without its name, which may be another's from now on.
+        is_connected.set()
         shutil.rmtree(folder)
         _die_with(lifeline)
 
     serve(folder, connected)
 
 
-def _watch(folder: str, lifeline: int, parent: int) -> None:
+def _watch(folder: str, is_connected: threading.Event, lifeline: int, parent: int) -> None:
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     while not poll.poll(_LOOK) and os.getppid() == parent:
         pass
-    while os.path.exists(folder):
+    while not is_connected.is_set() and os.path.exists(folder):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 

@@ -1,0 +1,58 @@
+"""The engine process's standard error: passed on as it comes, and its end remembered, for it may say why the process died."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from contextlib import suppress
+from typing import IO
+
+_STDERR = 2
+_MOST_BYTES = 8192
+"""Of what is remembered."""
+_MOST_CHARACTERS = 500
+"""Of the last words."""
+_LATE = 0.2
+"""Seconds to wait for the rest, once the process has ended: processes that it started may hold its stderr open."""
+_PYTHON_ERROR = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*(\S.*)", re.DOTALL)
+"""The error below a traceback, and what follows it."""
+
+
+class StderrRelay:
+    """A thread that copies a pipe to this process's standard error, whether or not that still takes anything."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        """Owns `source`, which is unbuffered."""
+        self._source = source
+        self._end = b""
+        self._thread = threading.Thread(target=self._run, name="toolkit_lm-stderr", daemon=True)
+        self._thread.start()
+
+    @property
+    def text(self) -> str:
+        """The end of what came."""
+        return self._end.decode(errors="replace").strip()
+
+    def join(self) -> None:
+        """Waits for the rest, after the process's end."""
+        self._thread.join(_LATE)
+
+    def _run(self) -> None:
+        with self._source as source:
+            while data := source.read(2**16):
+                self._end = (self._end + data)[-_MOST_BYTES:]
+                # A closed terminal must not stop the engine process.
+                with suppress(OSError):
+                    while data:
+                        data = data[os.write(_STDERR, data) :]
+
+
+def last_words(text: str) -> str:
+    """Of the end of a stderr: the last Python error, or what the interpreter called fatal, or the last line; cut to 500 characters."""
+    lines = text.splitlines() or [""]
+    fatal = [line for line in lines if line.startswith("Fatal Python error:")]
+    _, mark, rest = text.rpartition("Traceback (most recent call last):\n")
+    error = _PYTHON_ERROR.match(mark + rest)
+    words = fatal[-1] if fatal else error[1] if error else lines[-1]
+    return words if len(words) <= _MOST_CHARACTERS else f"{words[:_MOST_CHARACTERS]}..."
