@@ -13,12 +13,14 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import closing
 from types import FunctionType
 
 import psutil
 import pytest
 import torch
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm.frontend import LLMEngine
 
 SMALL = {"model": "tiny", "num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -177,6 +179,78 @@ class TestUntouched:
         assert {t.name for t in threading.enumerate()} == threads and not any(name.startswith("toolkit_lm") for name in threads)
         assert me.num_fds() == files
         assert me.children() == []
+
+
+def in_a_fork(use) -> str:
+    """What `use` raises, or gives, in a child of os.fork()."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        try:
+            text = repr(use())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writes, text.encode())
+        os._exit(0)
+    os.close(writes)
+    with open(reads) as read:
+        text = read.read()
+    assert os.waitpid(child, 0)[1] == 0, "it hung"
+    return text
+
+
+class TestForks:
+    """An engine that was made before a fork says so in the child, and goes on in the parent."""
+
+    def check(self, use) -> None:
+        text = in_a_fork(use)
+        assert text.startswith(f"EngineDeadError: the engine was made in process {os.getpid()} before os.fork(), and cannot be used in")
+        assert "Make the engine in the child" in text and "multiprocessing.get_context('spawn')" in text
+
+    @KINDS
+    def test_llm(self, process):
+        with LLM(**SMALL, engine_process=process) as llm:
+            expected = llm.generate("Once", GREEDY, use_tqdm=False)
+            self.check(lambda: llm.generate("Once", GREEDY, use_tqdm=False))
+            self.check(lambda: llm.reset_prefix_cache())
+            # A child that leaves the block ends nothing but itself.
+            assert in_a_fork(llm.shutdown) == "None"
+            assert llm.generate("Once", GREEDY, use_tqdm=False)[0].outputs == expected[0].outputs
+
+    @KINDS
+    def test_llm_engine(self, process):
+        with LLMEngine(VllmConfig.make(**SMALL, engine_process=process)) as engine:
+            self.check(lambda: engine.add_request("1", "Once", GREEDY))
+            self.check(lambda: engine.wait_ready())
+            engine.add_request("1", "Once", GREEDY)
+            while engine.has_unfinished_requests():
+                last = engine.step()
+            assert len(last[0].outputs[0].token_ids) == 8
+
+    @KINDS
+    def test_async_llm(self, process):
+        with closing(AsyncLLM(VllmConfig.make(**SMALL, engine_process=process))) as llm:
+            self.check(lambda: asyncio.run(ask(llm)))
+            self.check(lambda: asyncio.run(llm.wait_ready()))
+            self.check(lambda: asyncio.run(llm.reset_prefix_cache()))
+            assert in_a_fork(llm.close) == "None"
+            assert len(asyncio.run(ask(llm))) == 8
+
+    def test_a_fork_while_the_engine_starts(self):
+        with LLMEngine(VllmConfig.make(**SMALL, engine_process=True), wait=False) as engine:
+            self.check(lambda: engine.wait_ready())
+            assert in_a_fork(engine.shutdown) == "None"
+            assert engine.wait_ready()
+
+    def test_an_engine_that_is_made_in_the_child_works(self):
+        with LLM(**SMALL, engine_process=True):
+
+            def use() -> int:
+                with LLM(**SMALL, engine_process=True) as llm:
+                    return len(llm.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+            assert in_a_fork(use) == "8"
 
 
 class TestEnds:

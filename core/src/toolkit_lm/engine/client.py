@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from msgspec import Struct
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules
 from toolkit_lm.params import FinishReason
 
@@ -25,13 +27,26 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 
 
 class EngineClient(ABC):
-    """One engine, in this process or in another. Used from one thread at a time, but for `phase`, `wake` and `dump_stacks`.
+    """One engine, in this process or in another.
 
+    Used from one thread at a time, but for `phase`, `check_process`, `wake` and `dump_stacks`.
     `add` and `finish` never wait for the engine. Every method but `finish` and `shutdown` raises EngineDeadError once the engine has died.
+    Those that callers begin with, `wait_ready`, `add`, `reset_prefix_cache` and `poll_outputs`, do so in a fork as well.
     """
 
     phase: str = ""
     """What the engine does before it is ready."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    def check_process(self) -> None:
+        """Raises EngineDeadError in a fork of the process that made the engine: no thread and no socket of it works there."""
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                f"the engine was made in process {self._pid} before os.fork(), and cannot be used in its child {os.getpid()}. Make the "
+                "engine in the child, or start the child with the spawn method: multiprocessing.get_context('spawn')."
+            )
 
     @abstractmethod
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:

@@ -21,11 +21,13 @@ class InProcessClient(EngineClient):
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         """Loads the model. `config` is resolved, `settle_device` included."""
+        super().__init__()
         self.core = EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=plugins.has_event_listeners)
         self._info = EngineInfo(config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling)
         self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def wait_ready(self, timeout: float | None = None) -> EngineInfo:
+        self.check_process()
         return self._info
 
     @property
@@ -33,6 +35,7 @@ class InProcessClient(EngineClient):
         return self.core.progress_time
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
+        self.check_process()
         added = []
         try:
             for request in requests:
@@ -47,6 +50,7 @@ class InProcessClient(EngineClient):
         self.core.finish(request_id, reason, index)
 
     def reset_prefix_cache(self) -> None:
+        self.check_process()
         self.core.reset_prefix_cache()
 
     def step(self, timeout: float | None = None) -> EngineOutputs:
@@ -64,6 +68,7 @@ class InProcessClient(EngineClient):
             return
 
     def poll_outputs(self) -> EngineOutputs:
+        self.check_process()
         return self.core.poll_outputs()
 
     def wake(self) -> None:

@@ -38,6 +38,7 @@ class ProcessClient(EngineClient):
 
         Raises PluginError for plugins that it cannot have, ConfigError for options that cannot be sent to it.
         """
+        super().__init__()
         self.phase = "importing"
         self.process = process
         start = _encode_start(config, plugins)
@@ -64,6 +65,7 @@ class ProcessClient(EngineClient):
         self._send(start)
 
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
+        self.check_process()
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self._info is None:
             self._check()
@@ -80,6 +82,7 @@ class ProcessClient(EngineClient):
         return self._progress_time
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
+        self.check_process()
         self._check()
         try:
             message = wire.encode(wire.Add(list(requests)))
@@ -94,6 +97,7 @@ class ProcessClient(EngineClient):
             self._finished[request_id, index] = self._num_sent
 
     def reset_prefix_cache(self) -> None:
+        self.check_process()
         self._check()
         self._send(wire.encode(wire.ResetPrefixCache()))
 
@@ -104,6 +108,7 @@ class ProcessClient(EngineClient):
         return self._take_pending()
 
     def poll_outputs(self) -> EngineOutputs:
+        self.check_process()
         if not _has_any(self._pending):
             self._check()
             self._take_reports()
