@@ -414,7 +414,8 @@ def test_a_dead_engine_is_told_and_ends_the_server(serve):
     assert (done, server.status("/health")) == ("data: [DONE]", 503)
     code, log = server.end()
     assert code == 1
-    assert "killed by SIGKILL" in log.splitlines()[-1]
+    text = r"error: the engine has died: the engine process \d+ has died: it was killed by SIGKILL; perhaps the machine ran out of memory\."
+    assert re.fullmatch(text, log.splitlines()[-1])
     wait_for(server.has_left_nothing, 5)
 
 

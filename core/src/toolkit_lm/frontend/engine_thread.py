@@ -96,7 +96,7 @@ class EngineThread:
     def health(self) -> Health:
         """The state of the engine now."""
         if self.error is not None:
-            return Health("dead", f"{type(self.error).__name__}: {self.error}")
+            return Health("dead", _reason(self.error))
         if self._stopping or self.ended:
             return Health("closed", "the engine has been shut down")
         if not self.ready.done():
@@ -153,7 +153,7 @@ class EngineThread:
         """Requests that the engine had end here; those that it never had wait for the next engine."""
         self.num_restarts += 1
         most = self.engine.config.engine.restart_engine
-        logger.error("the engine has died, and is started anew (%d of at most %d times): %s", self.num_restarts, most, failure)
+        logger.error("the engine has died, and is started anew (restart %d of at most %d): %s", self.num_restarts, most, failure)
         if self.ready.done():
             self.ready = Future()
         lost = {request_id: listener for request_id, listener in self._listeners.items() if listener.states}
@@ -242,6 +242,10 @@ def _wake_all(listeners: list[Listener], error: BaseException | None) -> None:
 
 
 def _dead(error: BaseException) -> EngineDeadError:
-    dead = EngineDeadError(f"the engine has died: {type(error).__name__}: {error}")
+    dead = EngineDeadError(f"the engine has died: {_reason(error)}")
     dead.__cause__ = error
     return dead
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"

@@ -35,7 +35,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
         finally:
             close(engine).join(CLOSING)
         if engine.error is not None:
-            raise EngineDeadError(f"the engine has died: {type(engine.error).__name__}: {engine.error}") from engine.error
+            raise EngineDeadError(f"the engine has died: {engine.health().reason}") from engine.error
 
 
 def bind(host: str, port: int) -> socket.socket:

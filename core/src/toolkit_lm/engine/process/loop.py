@@ -50,7 +50,7 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
         warnings.simplefilter("ignore", PluginWarning)
         plugins = Plugins.load(start.config.plugins)
     if difference := start.fingerprint.difference(plugins.fingerprint()):
-        raise PluginError(f"the plugins of the engine process are not those of its front. Here is the front:\n{difference}")
+        raise PluginError(f"the engine process has other plugins than its front ('here': the front; 'there': the process):\n{difference}")
     config = settle_device(start.config)
     return EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=start.listening, on_phase=on_phase)
 

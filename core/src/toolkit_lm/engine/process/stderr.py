@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 from contextlib import suppress
 from typing import IO
@@ -13,7 +14,7 @@ _MOST_BYTES = 8192
 """Of what is remembered."""
 _MOST_CHARACTERS = 500
 """Of the last words."""
-_LATE = 0.2
+_LATE = 1.0
 """Seconds to wait for the rest, once the process has ended: processes that it started may hold its stderr open."""
 _PYTHON_ERROR = re.compile(r"Traceback \(most recent call last\):\n(?:[ \t][^\n]*\n|\n)*(\S.*)", re.DOTALL)
 """The error below a traceback, and what follows it."""
@@ -44,7 +45,8 @@ class StderrRelay:
                 self._end = (self._end + data)[-_MOST_BYTES:]
                 # A closed terminal must not stop the engine process.
                 with suppress(OSError):
-                    while data:
+                    # Where there was none at the start, the number may be any file's.
+                    while data and sys.__stderr__ is not None:
                         data = data[os.write(_STDERR, data) :]
 
 
