@@ -45,8 +45,8 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
 
     def connected() -> None:
         # The socket lives on without its name, which may be another's from now on.
-        is_connected.set()
         shutil.rmtree(folder)
+        is_connected.set()
         _die_with(lifeline)
 
     serve(folder, connected)
