@@ -148,7 +148,9 @@ def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):
 
 
 def test_toolkit_register_commands(example):
-    assert load(example).commands.get("measure").help == "Measure a model."
+    commands = load(example).commands
+    assert commands.get("measure").help == "Measure a model."
+    assert commands.children("compare") == {"runs": "Compare two measurements."}
 
 
 def test_toolkit_configure(example):

@@ -158,3 +158,33 @@ def test_the_path_of_a_checkpoint(tmp_path, monkeypatch):
             checkpoints.path(name)
     with pytest.raises(ConfigError, match=r"no checkpoint 'tinny'.*'tiny'"):
         checkpoints.path("tinny")
+
+
+def test_commands_of_several_words_make_groups():
+    commands = CommandRegistry(owner=ONE)
+    commands.add("tools one", "a:b", help="One.")
+    commands.add("go", "a:b", help="Go.")
+    commands.owner = TWO
+    commands.add("tools two", "a:b", help="Two.")
+    commands.add("toolsmith", "a:b", help="Another.")
+    assert commands.children() == {"go": "Go.", "tools": "Commands: one, two.", "toolsmith": "Another."}
+    assert commands.children("tools") == {"one": "One.", "two": "Two."}
+    assert commands.children("go") == commands.children("tool") == {}
+
+
+@pytest.mark.parametrize(("first", "second"), [("tools", "tools one"), ("tools one", "tools"), ("tools one", "tools one more")])
+@pytest.mark.parametrize("override", [False, True])
+def test_a_command_and_a_group_do_not_share_a_name(first, second, override):
+    commands = CommandRegistry(owner=ONE)
+    commands.add(first, "a:b", help="First.")
+    commands.owner = TWO
+    shared = min(first, second, key=len)
+    with pytest.raises(PluginError, match=rf"'{second}' of plugin 'two' .*'{first}' of plugin 'one' .*'{shared}' cannot be both"):
+        commands.add(second, "a:b", help="Second.", override=override)
+    assert commands.keys() == [first]
+
+
+@pytest.mark.parametrize("name", ["tools  one", " tools", "tools ", "tools\tone", "", None, 3])
+def test_a_malformed_name_of_a_command_is_refused(name):
+    with pytest.raises(PluginError, match=r"'one' .*a command needs a name"):
+        CommandRegistry(owner=ONE).add(name, "a:b", help="One.")

@@ -19,21 +19,29 @@ from toolkit_lm.plugin import CommandRegistry, Plugins
 
 
 class LazyGroup(TyperGroup):
-    """Lists the commands that plugins register, and imports one when it is invoked."""
+    """Lists the commands that plugins register below `path`, and imports one when it is invoked. `toolkit` itself has no path."""
+
+    def __init__(self, *, path: str = "", **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.path = path
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(_commands(ctx).keys())
+        return list(_commands(ctx).children(self.path))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in with the command's name and help, for listings."""
-        commands = _commands(ctx)
-        return TyperCommand(cmd_name, help=commands.get(cmd_name).help) if cmd_name in commands else None
+        children = _commands(ctx).children(self.path)
+        return TyperCommand(cmd_name, help=children[cmd_name]) if cmd_name in children else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        commands, name = _commands(ctx), args[0]
-        if name not in commands:
-            ctx.fail(f"No such command {name!r}. {nearest(name, commands)}")
-        return name, _as_command(name, commands.load(name)), args[1:]
+        commands, word = _commands(ctx), args[0]
+        children = commands.children(self.path)
+        if word not in children:
+            ctx.fail(f"No such command {word!r}. {nearest(word, children)}")
+        name = f"{self.path} {word}".strip()
+        if name in commands:
+            return word, _as_command(word, commands.load(name)), args[1:]
+        return word, LazyGroup(path=name, name=word, no_args_is_help=True), args[1:]
 
 
 app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)

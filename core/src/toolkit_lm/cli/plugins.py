@@ -1,4 +1,4 @@
-"""`toolkit plugins`: which plugins there are, what each brings, whether it is sound, and how a new one begins."""
+"""`toolkit plugins list` and `toolkit plugins show`: which plugins there are, and what each brings."""
 
 from __future__ import annotations
 
@@ -12,19 +12,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from toolkit_lm.cli.options import engine_command
-from toolkit_lm.cli.plugin_check import check_plugin
-from toolkit_lm.cli.plugin_new import new_plugin
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Entry, PluginInfo, Plugins, Registry
-
-app = typer.Typer(help="List, show, check and write plugins.", no_args_is_help=True, add_completion=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _COLORS = {"ok": "green", "broken": "red", "disabled": "dim"}
 
 
-@app.command("list")
 @engine_command(PluginsConfig)
 def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = False) -> None:
     """List the plugins in load order, broken and disabled ones included."""
@@ -41,7 +36,6 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
     Console().print(table)
 
 
-@app.command("show")
 @engine_command(PluginsConfig)
 def show_plugin(
     name: Annotated[str, typer.Argument(help="Name of the plugin.")], config: PluginsConfig, plugins: Plugins, json_output: AsJson = False
@@ -58,10 +52,6 @@ def show_plugin(
         if value not in (None, [], {}):
             table.add_row(key, escape(_text(value)))
     Console().print(table)
-
-
-app.command("check")(check_plugin)
-app.command("new")(new_plugin)
 
 
 def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
 
 @hookspec
 def toolkit_register_commands(commands: CommandRegistry) -> None:
-    """Registers sub-commands of `toolkit`.
+    """Registers sub-commands of `toolkit`. The names "plugins list" and "plugins new" make a group, `toolkit plugins`.
 
     Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
     are called.
