@@ -1,37 +1,12 @@
-"""For the tests of all distributions: `toolkit` in this process, and a small checkpoint without weights for it."""
+"""A small checkpoint without weights, for `toolkit`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from toolkit_lm.cli.app import run
-
-
-class Done(NamedTuple):
-    """What a run of `toolkit` left."""
-
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def toolkit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
-    """Runs `toolkit` with arguments."""
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERMINAL_WIDTH", "200")
-
-    def call(*arguments: object) -> Done:
-        code = run([str(argument) for argument in arguments])
-        captured = capsys.readouterr()
-        return Done(code, captured.out, captured.err)
-
-    return call
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.testing.equality import SURE_MARGIN
+from toolkit_lm_devkit.equality import SURE_MARGIN
 from toolkit_lm_tiny.facts import FACTS
 
 HEROES = ("dog", "cat", "fox", "owl", "robot", "dragon", "queen", "boy")

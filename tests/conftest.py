@@ -13,7 +13,7 @@ import pytest
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm.testing import assert_same_logits, assert_same_tokens, make_checkpoint
+from toolkit_lm_devkit import assert_same_logits, assert_same_tokens, make_checkpoint
 
 
 @pytest.fixture(scope="session")

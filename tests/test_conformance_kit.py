@@ -6,10 +6,10 @@ import pytest
 import torch
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import CheckpointWeights
-from toolkit_lm.testing import TransformersConformance
-from toolkit_lm.testing.model import Subject
-from toolkit_lm.testing.sharding import assert_shards
 from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_devkit import TransformersConformance
+from toolkit_lm_devkit.model import Subject
+from toolkit_lm_devkit.sharding import assert_shards
 
 SHAPE = {
     "vocab_size": 272,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.testing import TransformersConformance
+from toolkit_lm_devkit import TransformersConformance
 
 SHAPE = {
     "vocab_size": 272,

@@ -18,6 +18,7 @@ SHIPPED = [
     "core",
     "cpu",
     "decoder",
+    "devkit",
     "encoder",
     "moe",
     "opentelemetry",

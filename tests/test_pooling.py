@@ -51,7 +51,7 @@ def states(checkpoint):
 @pytest.fixture(scope="module")
 def classifier(make_llama, tmp_path_factory):
     """A checkpoint with a trained score head of three labels, and transformers' logits [tokens, 3] of each prompt."""
-    from toolkit_lm.testing import make_checkpoint
+    from toolkit_lm_devkit import make_checkpoint
     from transformers import LlamaForSequenceClassification
 
     config = make_llama("pooling")[1].config.to_dict() | {"num_labels": 3, "architectures": None}

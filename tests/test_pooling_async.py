@@ -15,7 +15,7 @@ from toolkit_lm import LLM, AsyncLLM, PoolingParams, SamplingParams, VllmConfig
 from toolkit_lm.errors import ContextLengthError, QueueFullError, RequestError
 from toolkit_lm.events import LoadEvent
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm.testing import make_checkpoint
+from toolkit_lm_devkit import make_checkpoint
 
 EMBED, TOKENS = PoolingParams(), PoolingParams(task="token_embed", normalize=False)
 OPTIONS = {"max_model_len": 128, "max_num_seqs": 4, "num_kv_blocks": 64, "block_size": 4}

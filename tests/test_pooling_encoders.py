@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from toolkit_lm import LLM, PoolingParams
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
-from toolkit_lm.testing import randomize
+from toolkit_lm_devkit import randomize
 
 SHAPE = {
     "vocab_size": 120,

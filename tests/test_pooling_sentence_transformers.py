@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from toolkit_lm import LLM, AsyncLLM, PoolingParams, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
-from toolkit_lm.testing import make_checkpoint, randomize
+from toolkit_lm_devkit import make_checkpoint, randomize
 from toolkit_lm_server.app import create_app
 from torch.nn.functional import normalize
 

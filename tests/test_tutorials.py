@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from toolkit_lm.cli.plugin_new import Kind, write_plugin
+from toolkit_lm_devkit.cli.new import Kind, write_plugin
 
 TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 NAMES = {"model": "seed", "attention_backend": "naive", "renderer": "bytes"}

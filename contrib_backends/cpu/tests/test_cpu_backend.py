@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from toolkit_lm.attention import AttentionSpec, AttentionType
-from toolkit_lm.testing import AttentionStep
 from toolkit_lm_cpu import backend
 from toolkit_lm_cpu.backend import CpuBackend
+from toolkit_lm_devkit import AttentionStep
 from torch.nn.functional import scaled_dot_product_attention
 
 SPEC = AttentionSpec(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from toolkit_lm.attention import AttentionType
-from toolkit_lm.testing import AttentionStep
+from toolkit_lm_devkit import AttentionStep
 from toolkit_lm_sdpa.alike import _parts
 from toolkit_lm_sdpa.backend import SdpaBackend
 from toolkit_lm_sdpa.plan import Alike

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from toolkit_lm.attention import AttentionType
-from toolkit_lm.testing import AttentionBackendConformance, AttentionStep
-from toolkit_lm.testing.attention import BATCHES
+from toolkit_lm_devkit import AttentionBackendConformance, AttentionStep
+from toolkit_lm_devkit.attention import BATCHES
 from toolkit_lm_sdpa.backend import SdpaBackend
 from torch.nn.functional import scaled_dot_product_attention
 

@@ -1,7 +1,7 @@
 """Every family through the whole engine: mixed lengths, a pool that makes it preempt, chunked prefill, shards, weight errors."""
 
 from decoder_families import VARIANTS, make_model
-from toolkit_lm.testing import TransformersConformance
+from toolkit_lm_devkit import TransformersConformance
 
 # At least 259, for the tokenizer of the kit; neither two nor four ranks divide it.
 VOCAB_SIZE = 273

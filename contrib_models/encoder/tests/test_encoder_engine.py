@@ -6,7 +6,7 @@ import pytest
 import torch
 from encoder_families import VARIANTS, make_model
 from toolkit_lm import LLM
-from toolkit_lm.testing import make_checkpoint, randomize
+from toolkit_lm_devkit import make_checkpoint, randomize
 
 VOCAB_SIZE = 270
 PROMPTS = [{"prompt_token_ids": [5 + (7 * i + n) % 260 for i in range(n)]} for n in (9, 30, 5, 30, 1, 9, 60, 9)]

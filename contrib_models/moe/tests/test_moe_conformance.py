@@ -1,7 +1,7 @@
 """Both families through the whole engine: mixed lengths, a pool that makes it preempt, chunked prefill, shards, weight errors."""
 
 from moe_harness import MIXTRAL, QWEN3_MOE, make_mixtral, make_qwen3_moe
-from toolkit_lm.testing import TransformersConformance
+from toolkit_lm_devkit import TransformersConformance
 
 
 class TestMixtral(TransformersConformance):

@@ -9,7 +9,7 @@ import torch
 from moe_harness import CASES, FAMILIES, WINDOW, load, logits_of, make, reference_logits
 from safetensors.torch import load_file
 from toolkit_lm.model.moe import RoutedExperts
-from toolkit_lm.testing import randomize
+from toolkit_lm_devkit import randomize
 
 INPUT_IDS = torch.arange(3, 3 + WINDOW + 20)
 FIRST_CASES = [(family, next(iter(variants))) for family, (_, variants) in FAMILIES.items()]

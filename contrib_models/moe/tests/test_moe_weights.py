@@ -15,8 +15,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.model import CheckpointWeights
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
-from toolkit_lm.testing import randomize
 from toolkit_lm_decoder.llama import LlamaMLP
+from toolkit_lm_devkit import randomize
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeBlock
 
 INPUT_IDS = torch.arange(3, 40)

@@ -2,7 +2,7 @@
 
 import torch
 import transformers
-from toolkit_lm.testing import TransformersConformance
+from toolkit_lm_devkit import TransformersConformance
 
 SHAPE = {"vocab_size": 271, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 

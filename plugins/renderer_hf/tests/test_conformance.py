@@ -2,7 +2,7 @@
 
 import json
 
-from toolkit_lm.testing import RendererConformance, write_tokenizer
+from toolkit_lm_devkit import RendererConformance, write_tokenizer
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 
 

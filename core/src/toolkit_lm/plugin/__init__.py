@@ -10,9 +10,11 @@ names what it brings as text, "module:attribute", which is imported only when it
         models.add("MyForCausalLM", "toolkit_lm_mine.model:MyForCausalLM")
 """
 
+from toolkit_lm.plugin.discovery import CORE_DISTRIBUTION, Candidate, discover
 from toolkit_lm.plugin.fingerprint import Fingerprint
 from toolkit_lm.plugin.info import PluginInfo, PluginWarning
 from toolkit_lm.plugin.listener import EventListener
+from toolkit_lm.plugin.loader import HEAVY_PACKAGES, SLOW_IMPORT
 from toolkit_lm.plugin.markers import API_VERSION, hookimpl, hookspec
 from toolkit_lm.plugin.plugins import Plugins
 from toolkit_lm.plugin.registry import (
@@ -40,8 +42,12 @@ from toolkit_lm.plugin.registry import (
 
 __all__ = [
     "API_VERSION",
+    "CORE_DISTRIBUTION",
+    "HEAVY_PACKAGES",
+    "SLOW_IMPORT",
     "AttentionBackendEntry",
     "AttentionBackendRegistry",
+    "Candidate",
     "CheckpointEntry",
     "CheckpointRegistry",
     "CommandEntry",
@@ -65,6 +71,7 @@ __all__ = [
     "RendererRegistry",
     "PairRendererEntry",
     "PairRendererRegistry",
+    "discover",
     "hookimpl",
     "hookspec",
 ]

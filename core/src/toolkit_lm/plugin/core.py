@@ -10,7 +10,5 @@ from toolkit_lm.plugin.registry import CommandRegistry
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("plugins list", "toolkit_lm.cli.plugins:list_plugins", help="List the plugins in load order, broken ones included.")
     commands.add("plugins show", "toolkit_lm.cli.plugins:show_plugin", help="Show all that is known of one plugin.")
-    commands.add("plugins check", "toolkit_lm.cli.plugin_check:check_plugin", help="Check a plugin's distribution.")
-    commands.add("plugins new", "toolkit_lm.cli.plugin_new:new_plugin", help="Write a new plugin, with tests that it passes.")
     commands.add("explain", "toolkit_lm.cli.explain:explain", help="Say what runs a model, and why each other candidate does not.")
     commands.add("env", "toolkit_lm.cli.env:env", help="Print the versions and the machine that a bug report needs.")

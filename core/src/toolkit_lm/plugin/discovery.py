@@ -26,6 +26,7 @@ BUILTIN = frozenset(
         "cli",
         "cpu",
         "decoder",
+        "devkit",
         "encoder",
         "moe",
         "opentelemetry",

@@ -25,7 +25,7 @@ from toolkit_lm.plugin.registry import Registries
 
 SLOW_IMPORT = 0.1
 """Seconds of CPU time above which importing an entry module is warned about."""
-HEAVY = ("torch", "transformers")
+HEAVY_PACKAGES = ("torch", "transformers")
 """Packages that an entry module must not import."""
 
 REGISTER_HOOKS = {
@@ -87,7 +87,7 @@ class Loader:
             raise PluginError(candidate.refusal)
         if candidate.entry is not None:
             check_api_version(candidate)
-            light = [name for name in HEAVY if name not in sys.modules]
+            light = [name for name in HEAVY_PACKAGES if name not in sys.modules]
             start = time.thread_time()
             module = importlib.import_module(candidate.entry.module)
             info.import_seconds = time.thread_time() - start

@@ -1,0 +1,153 @@
+"""AttentionBackendConformance: what every attention backend must do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import msgspec
+import torch
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, GraphSupport, KVCacheSpec
+
+from toolkit_lm_devkit.attention_step import BIASES, LAYER, AttentionStep
+from toolkit_lm_devkit.conformance import Conformance
+from toolkit_lm_devkit.equality import assert_bf16_error
+from toolkit_lm_devkit.pairs import Case, all_pairs
+
+BATCHES = {
+    "decode": [(1, 23), (1, 1), (1, 40), (1, 16), (1, 17)],
+    "uneven": [(1, 3), (1, 150), (1, 70)],
+    "prefill": [(19, 19), (1, 1), (33, 33)],
+    "chunks": [(7, 20), (16, 48), (2, 30)],
+    "mixed": [(1, 20), (18, 18), (5, 29), (1, 35), (1, 1), (9, 16)],
+}
+"""Rows of (queries, keys)."""
+UNSEEN = [(32, 4), (7, 7), (32, 32), (32, 19), (9, 1), (32, 32)]
+SPANS = [(2, 6), (12, 19), (25, 31)]
+TOLERANCE = 1e-5
+"""Most difference of outputs in float32, for values of unit variance."""
+FACTORS: Mapping[str, list[Any]] = {
+    "kind": ["decoder", "uncached", "encoder", "cross"],
+    "batch": list(BATCHES),
+    "dtype": ["float32", "bfloat16", "float16"],
+    "heads": [(4, 4), (6, 2), (4, 1)],
+    "head_size": [16, 64, 80, 128],
+    "block_size": [1, 16, 17, 32],
+    "window": [None, 1, 8],
+    "soft_cap": [None, 2.0],
+    "sinks": [False, True],
+    "bias": [None, *BIASES],
+    "spans": [False, True],
+}
+
+
+class AttentionBackendConformance(Conformance):
+    """Subclass it as `class TestMine(AttentionBackendConformance)` and name `backend`.
+
+    Layers of all types, shapes, dtypes and features that the backend does not refuse are run, in batches of all kinds, and compared
+    with the formula in float64: in float32 within 1e-5, in half precision with an error that is at most 1.5 times that of
+    transformers' eager attention. Whatever is in a cache slot that no query sees is NaN, so that a read of it shows.
+    """
+
+    backend: ClassVar[type[AttentionBackend]]
+    device: ClassVar[str] = "cpu"
+    factors: ClassVar[Mapping[str, list[Any]]] = FACTORS
+    """The values that cases are made of. A subclass may add sizes of its own."""
+
+    @classmethod
+    def step(cls, kind: str = "decoder", batch: str = "mixed", dtype: str = "float32", spans: bool = False, **fields: Any) -> AttentionStep:
+        """The step of a case; `fields` are those of AttentionStep."""
+        rows = BATCHES[batch]
+        if kind in ("uncached", "encoder"):
+            rows = [(keys, keys) for _, keys in rows]
+        # A span is whole in the keys that are there: the scheduler does not cut it.
+        spans_of_rows = [[s for s in SPANS if s[1] <= keys] for _, keys in rows] if spans else None
+        return AttentionStep(
+            cls.backend,
+            rows,
+            type=AttentionType.DECODER if kind == "uncached" else AttentionType(kind),
+            cached=kind in ("decoder", "cross"),
+            dtype=getattr(torch, dtype),
+            spans=spans_of_rows,
+            device=cls.device,
+            **fields,
+        )
+
+    @classmethod
+    def spec(cls, case: Case) -> AttentionSpec:
+        """What the layer of a case asks."""
+        kind = case["kind"]
+        return AttentionSpec(
+            layer=LAYER,
+            type=AttentionType.DECODER if kind == "uncached" else AttentionType(kind),
+            num_heads=case["heads"][0],
+            num_kv_heads=case["heads"][1],
+            head_size=case["head_size"],
+            dtype=case["dtype"],
+            device=torch.device(cls.device).type,
+            block_size=case["block_size"] if kind in ("decoder", "cross") else None,
+            window=case["window"],
+            soft_cap=case["soft_cap"],
+            sinks=case["sinks"],
+            bias=case["bias"] is not None,
+            spans=case["spans"],
+        )
+
+    @classmethod
+    def runs(cls, case: Case) -> bool:
+        """Whether the case makes sense, and the backend can run it."""
+        # Windows, biases and spans relate positions of one sequence, and cross attention has two.
+        if case["kind"] == "cross" and (case["window"] or case["bias"] or case["spans"]):
+            return False
+        return cls.backend.refuses(cls.spec(case)) is None
+
+    @classmethod
+    def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
+        cases = all_pairs(cls.factors, cls.runs) if hasattr(cls, "backend") else []
+        values = {f"{name}={value}": (name, value) for name, values in cls.factors.items() for value in values}
+        return {"case": {" ".join(str(v) for v in case.values()): case for case in cases}, "changed": values}
+
+    def test_equals_the_formula(self, case: Case) -> None:
+        step = self.step(**case)
+        ours, exact = step.run(), torch.from_numpy(step.naive())
+        assert ours.isfinite().all(), "a slot that no query sees leaks into the output"
+        if step.dtype is torch.float32:
+            assert (ours - exact).abs().max() <= TOLERANCE
+        else:
+            assert_bf16_error([ours], [step.eager()], [exact])
+
+    def test_encoder_of_tokens_that_are_not_seen(self) -> None:
+        asked: list[dict[str, Any]] = [{}, {"window": 8}, {"bias": "table"}, {"window": 8, "bias": "alibi"}, {"soft_cap": 2.0}]
+        for features in asked:
+            step = AttentionStep(self.backend, UNSEEN, type=AttentionType.ENCODER, cached=False, device=self.device, **features)
+            if self.backend.refuses(step.layer.spec(torch.device(self.device))) is None:
+                assert (step.run() - torch.from_numpy(step.naive())).abs().max() <= TOLERANCE, features
+
+    def test_runs_some_layers(self) -> None:
+        assert self.parameters()["case"], f"{self.backend.__name__} refuses every layer on {self.device}"
+
+    def test_refuses_with_a_reason(self, changed: tuple[str, Any]) -> None:
+        name, value = changed
+        case = {factor: values[0] for factor, values in self.factors.items()} | {name: value}
+        refusal = self.backend.refuses(self.spec(case))
+        assert refusal is None or (isinstance(refusal, str) and refusal.strip())
+        assert refusal == self.backend.refuses(self.spec(case))
+
+    def test_refuses_what_it_does_not_know(self) -> None:
+        plain = self.spec({factor: values[0] for factor, values in self.factors.items()})
+        assert self.backend.refuses(msgspec.structs.replace(plain, dtype="int3")), "a dtype that does not exist is not refused"
+
+    def test_cache_shape_counts_blocks_and_bytes(self) -> None:
+        for case in self.parameters()["case"].values():
+            asked = self.spec(case)
+            if asked.block_size is None:
+                continue
+            names = ("block_size", "num_kv_heads", "head_size", "dtype")
+            spec = KVCacheSpec(kind="full", **{name: getattr(asked, name) for name in names})
+            shape = self.backend.kv_cache_shape(spec, 11)
+            assert shape[self.backend.block_axis] == 11
+            assert torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta").nbytes == 11 * spec.block_bytes
+
+    def test_graph_support_is_stated(self) -> None:
+        for case in self.parameters()["case"].values():
+            assert isinstance(self.backend.graph_support(self.spec(case)), GraphSupport)

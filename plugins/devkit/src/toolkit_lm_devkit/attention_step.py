@@ -1,0 +1,206 @@
+"""AttentionStep: one step of an Attention layer on a backend, out of a cache whose unused slots and blocks are NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from toolkit_lm.attention import (
+    Attention,
+    AttentionBackend,
+    AttentionBias,
+    AttentionType,
+    BatchView,
+    Binding,
+    GroupMetadata,
+    forward_context,
+)
+from toolkit_lm.config import VllmConfig
+from torch import Tensor
+
+from toolkit_lm_devkit.eager import eager_attention
+from toolkit_lm_devkit.naive import naive_attention
+
+LAYER = "model.layers.0.self_attn.attn"
+
+
+class Bias(NamedTuple):
+    """One additive bias, as the layer takes it and as the naive formula does."""
+
+    layer: AttentionBias
+    naive: Callable[[int, int, int], float]
+    """(head, query position, key position) -> bias."""
+
+
+def alibi(heads: int) -> Bias:
+    """ALiBi (Press et al. 2022)."""
+    slopes = torch.tensor([2.0 ** -(h + 1) for h in range(heads)])
+    return Bias(
+        lambda q, k: -slopes.to(q.device)[:, None, None] * (q[:, None] - k[None]).abs(),
+        lambda head, i, j: -(2.0 ** -(head + 1)) * abs(i - j),
+    )
+
+
+def relative_table(heads: int) -> Bias:
+    """A learned table over clipped distances, as in T5; the layer's comes out with the heads last in memory."""
+    table = torch.randn(17, heads, generator=torch.Generator().manual_seed(7))
+    return Bias(
+        lambda q, k: table.to(q.device)[(k[None] - q[:, None]).clamp(-8, 8) + 8].permute(2, 0, 1),
+        lambda head, i, j: float(table[max(-8, min(8, j - i)) + 8, head]),
+    )
+
+
+BIASES = {"alibi": alibi, "table": relative_table}
+
+
+@dataclass
+class AttentionStep:
+    """One step: rows of (queries, keys), where a decoder's queries are the last of its keys. All values are random.
+
+    An encoder may have fewer keys than queries: the first of its tokens are seen, and the others' keys and values are NaN.
+    """
+
+    backend: type[AttentionBackend]
+    rows: Sequence[tuple[int, int]]
+    type: AttentionType = AttentionType.DECODER
+    cached: bool = True
+    heads: tuple[int, int] = (4, 2)
+    """Query heads, KV heads."""
+    head_size: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    bias: str | None = None
+    """A key of BIASES."""
+    spans: Sequence[Sequence[tuple[int, int]]] | None = None
+    """Per row."""
+    device: str = "cpu"
+    seed: int = 0
+    layer: Attention = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(self.dtype)
+
+        (num_heads, kv_heads), size = self.heads, self.head_size
+        self.q = [random(queries, num_heads, size) for queries, _ in self.rows]
+        self.k = [random(keys, kv_heads, size) for _, keys in self.rows]
+        self.v = [random(keys, kv_heads, size) for _, keys in self.rows]
+        self.sink_logits = torch.randn(num_heads, generator=generator) if self.sinks else None
+        self.table_order = torch.Generator().manual_seed(self.seed + 1)
+        self.biases = BIASES[self.bias](num_heads) if self.bias else None
+        self.layer = Attention(
+            num_heads,
+            size,
+            vllm_config=VllmConfig.default(block_size=self.block_size, dtype=str(self.dtype).removeprefix("torch.")),
+            prefix=LAYER,
+            num_kv_heads=kv_heads,
+            type=self.type,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            bias=self.biases.layer if self.biases else None,
+            sinks=None if self.sink_logits is None else self.sink_logits.to(self.device),
+            spans=self.spans is not None,
+        )
+
+    def naive(self) -> np.ndarray:
+        """[T, heads, size] by the formula in float64."""
+        sinks = None if self.sink_logits is None else self.sink_logits.numpy()
+        bias = self.biases.naive if self.biases else None
+        return np.concatenate(
+            [
+                naive_attention(*(x[row].float().numpy() for x in (self.q, self.k, self.v)), **self._asked(row), sinks=sinks, bias=bias)
+                for row in range(len(self.rows))
+            ]
+        )
+
+    def eager(self) -> Tensor:
+        """[T, heads, size] in the step's dtype, as transformers' eager attention rounds."""
+        bias = self.biases.layer if self.biases else None
+        return torch.cat(
+            [
+                eager_attention(self.q[row], self.k[row], self.v[row], **self._asked(row), sinks=self.sink_logits, bias=bias)
+                for row in range(len(self.rows))
+            ]
+        )
+
+    def run(self) -> Tensor:
+        """[T, heads, size] by the backend, through the Attention layer."""
+        backend = self.backend(torch.device(self.device))
+        kv_cache, table = self._cache(backend) if self.cached else (None, None)
+        slots = None if table is None else torch.cat([self._slots(table, row, self._new(row)) for row in range(len(self.rows))])
+        query_start = np.cumsum([0, *(queries for queries, _ in self.rows)], dtype=np.int32)
+        lengths = np.array([keys for _, keys in self.rows], dtype=np.int32)
+        batch = BatchView(
+            query_start=query_start,
+            seq_lens=lengths,
+            query_start_device=self._to(torch.from_numpy(query_start)),
+            seq_lens_device=self._to(torch.from_numpy(lengths)),
+            block_table=self._to(table),
+            slot_mapping=self._to(slots),
+            max_query_len=max(queries for queries, _ in self.rows),
+            max_seq_len=int(lengths.max()),
+            spans=self.spans,
+        )
+        k, v = (torch.cat([self._brought(x[row], row) for row in range(len(self.rows))]) for x in (self.k, self.v))
+        arguments = [self._to(x.flatten(1)) for x in (torch.cat(self.q), k, v)]
+        with forward_context({LAYER: Binding(backend, kv_cache, 0)}, [GroupMetadata(backend.build(batch), batch.slot_mapping)]):
+            out: Tensor = self.layer(*arguments)
+        return out.view(-1, self.heads[0], self.head_size).cpu()
+
+    def _brought(self, x: Tensor, row: int) -> Tensor:
+        """A row's keys or values that this step brings."""
+        unseen = max(self.rows[row][0] - len(x), 0) if self.type is AttentionType.ENCODER else 0
+        return torch.cat([x[self._new(row) :], torch.full((unseen, *x.shape[1:]), float("nan"), dtype=x.dtype)])
+
+    def _asked(self, row: int) -> dict[str, Any]:
+        """The arguments that both formulas share."""
+        spans = self.spans[row] if self.spans and self.layer.params.spans else ()
+        params = self.layer.params
+        return {"kind": str(self.type), "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap, "spans": spans}
+
+    def _new(self, row: int) -> int:
+        """First key of a row that this step brings."""
+        queries, keys = self.rows[row]
+        return keys - queries if self.type is AttentionType.DECODER else 0
+
+    def _visible(self, row: int) -> int:
+        """First key of a row that any query of this step sees. Blocks before it may be gone."""
+        if self.window is None or self.type is not AttentionType.DECODER:
+            return 0
+        first = max(0, self._new(row) - self.window + 1)
+        return min([first, *(start for start, end in (self.spans[row] if self.spans else ()) if end > self._new(row))])
+
+    def _cache(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
+        """The cache before the step, in scattered blocks, and the block table, padded with a block of garbage."""
+        counts = [-(-keys // self.block_size) for _, keys in self.rows]
+        num_blocks = sum(counts) + 3
+        spec = self.layer.kv_cache_spec()
+        assert spec is not None
+        kv_cache = torch.full(backend.kv_cache_shape(spec, num_blocks), torch.nan, dtype=self.dtype, device=self.device)
+        order = torch.randperm(num_blocks, generator=self.table_order).tolist()
+        garbage = order.pop()
+        table = torch.full((len(self.rows), max(counts) + 2), garbage, dtype=torch.int32)
+        for row, count in enumerate(counts):
+            kept = range(self._visible(row) // self.block_size, count)
+            table[row, kept.start : kept.stop] = torch.tensor([order.pop() for _ in kept], dtype=torch.int32)
+            past = slice(self._visible(row), self._new(row))
+            if past.start < past.stop:
+                slots = self._slots(table, row, past.start)[: past.stop - past.start]
+                backend.write_kv(self.layer.params, self._to(self.k[row][past]), self._to(self.v[row][past]), kv_cache, self._to(slots))
+        return kv_cache, table
+
+    def _slots(self, table: Tensor, row: int, first: int) -> Tensor:
+        """Slots of a row's keys from `first` on."""
+        positions = torch.arange(first, self.rows[row][1])
+        return table[row, positions // self.block_size].long() * self.block_size + positions % self.block_size
+
+    def _to(self, tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.to(self.device)

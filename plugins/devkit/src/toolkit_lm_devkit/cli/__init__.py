@@ -1,0 +1,1 @@
+"""The commands of this distribution: `toolkit plugins new` and `toolkit plugins check`."""

@@ -1,0 +1,92 @@
+"""`toolkit plugins new`: writes a distribution that installs, and passes its own tests."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from string import Template
+from typing import Annotated, NamedTuple
+
+import typer
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import API_VERSION
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_SUFFIX = ".in"
+
+
+class Kind(StrEnum):
+    """What a new plugin brings. The value is also the name of the folder of its templates."""
+
+    MODEL = "model"
+    ATTENTION_BACKEND = "attention-backend"
+    RENDERER = "renderer"
+    COMMAND = "command"
+
+
+class _About(NamedTuple):
+    summary: str
+    test_requires: tuple[str, ...] = ("toolkit-lm-devkit",)
+
+
+_ABOUT = {
+    Kind.MODEL: _About("A model", ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")),
+    Kind.ATTENTION_BACKEND: _About("An attention backend"),
+    Kind.RENDERER: _About("A renderer"),
+    Kind.COMMAND: _About("A command of toolkit"),
+}
+
+
+def new_plugin(
+    kind: Annotated[Kind, typer.Argument(metavar="KIND", help=f"What it brings: {', '.join(Kind)}.")],
+    name: Annotated[str, typer.Argument(help="Name of the plugin, such as 'my-model'.")],
+    directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Where its folder is made.")] = Path(),
+) -> None:
+    """Write a new plugin: a distribution with one class or command, a README, and tests that it passes."""
+    home = write_plugin(kind, name, directory)
+    for path in sorted(path for path in home.rglob("*") if path.is_file()):
+        typer.echo(str(path))
+    typer.echo(f'\nNow: cd {home} && pip install -e ".[test]" && pytest')
+
+
+def write_plugin(kind: Kind, name: str, directory: Path) -> Path:
+    """Makes the folder toolkit-lm-NAME in `directory`, and returns it. Raises ConfigError for a bad name, or when it is there already."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no name for a plugin: it must be lower-case letters and digits, with '-' between words.")
+    home = directory / f"toolkit-lm-{name}"
+    if home.exists():
+        raise ConfigError(f"{str(home)!r} is there already. Choose another name, or another folder with --dir.")
+    values = _values(kind, name)
+    templates = files("toolkit_lm_devkit.cli") / "templates"
+    for source in (templates / "common", templates / kind):
+        _write(source, home, values)
+    return home
+
+
+def _values(kind: Kind, name: str) -> dict[str, str]:
+    package = f"toolkit_lm_{name.replace('-', '_')}"
+    major, minor = API_VERSION.split(".")
+    return {
+        "name": name,
+        "distribution": f"toolkit-lm-{name}",
+        "package": package,
+        "Class": "".join(word.capitalize() for word in name.split("-")),
+        "summary": _ABOUT[kind].summary,
+        "test_requires": ", ".join(f'"{requirement}"' for requirement in _ABOUT[kind].test_requires),
+        "api": API_VERSION,
+        "next_api": f"{major}.{int(minor) + 1}",
+    }
+
+
+def _write(source: Traversable, target: Path, values: dict[str, str]) -> None:
+    for template in source.iterdir():
+        if template.is_dir():
+            inside = target / "src" / values["package"] if template.name == "package" else target / template.name
+            _write(template, inside, values)
+        elif template.name.endswith(_SUFFIX):
+            target.mkdir(parents=True, exist_ok=True)
+            text = Template(template.read_text(encoding="utf-8")).substitute(values)
+            (target / template.name.removesuffix(_SUFFIX)).write_text(text, encoding="utf-8")

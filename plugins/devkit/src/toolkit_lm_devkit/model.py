@@ -1,0 +1,217 @@
+"""ModelConformance: what every model class must do, shown through the whole engine."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from toolkit_lm.attention import Attention, KVCacheSpec, group_layers
+from toolkit_lm.config import Checkpoint, VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import CheckpointWeights, Model, check_constructor
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution import read_checkpoint
+from torch import Tensor
+
+from toolkit_lm_devkit.conformance import Conformance
+from toolkit_lm_devkit.equality import assert_same_logits, assert_same_tokens
+from toolkit_lm_devkit.generation import Generated, generate
+from toolkit_lm_devkit.sharding import assert_shards, is_sharded
+
+Reference = Callable[[Sequence[int]], Tensor]
+"""Token ids of one sequence -> logits [T, V] at each of them."""
+
+BLOCK_SIZE = 4
+CHUNK = 12
+"""Token budget of a step where prompts must be computed in chunks."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint that was written for a variant, and what should come out of it."""
+
+    folder: Path
+    reference: Reference
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of VllmConfig that every engine gets."""
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """What the engine reads of it."""
+        return read_checkpoint(VllmConfig.make(model=str(self.folder), **self.options), Plugins.load())
+
+    @cached_property
+    def model_class(self) -> type[Model]:
+        """The class that the engine chooses for it."""
+        loaded: type[Model] = Plugins.load().models.load(self.checkpoint.architecture)
+        return loaded
+
+    def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+        """[output tokens, V]: the reference's log probabilities along `output`."""
+        with torch.inference_mode():
+            logits = self.reference([*prompt, *output]).float().cpu()
+        return torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+
+
+class ModelConformance(Conformance):
+    """Subclass it as `class TestMine(ModelConformance)`, and write checkpoints in `make_checkpoint`.
+
+    The distribution that registers the architecture must be installed. Checkpoints are small: two layers, heads that
+    `tensor_parallel_sizes` divide, a vocabulary of some 270 tokens, at least `max_model_len` positions. For models that transformers has
+    too there is `TransformersConformance`.
+    """
+
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
+    """Name -> what `make_checkpoint` is given. The more expensive tests run for the first one."""
+    engine_options: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+    """Options of VllmConfig that every engine gets."""
+    lengths: ClassVar[Sequence[int]] = (5, 17, 40, 3, 64, 33, 1, 21)
+    """Lengths of the prompts."""
+    max_tokens: ClassVar[int] = 24
+    max_model_len: ClassVar[int] = 112
+    tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
+
+    def make_checkpoint(self, folder: Path, **variant: Any) -> Reference:
+        """Writes a checkpoint with random float32 weights and a tokenizer (see `write_checkpoint`), and gives the model to compare with."""
+        raise NotImplementedError(f"{type(self).__name__} must define make_checkpoint(folder, **variant)")
+
+    def model_class(self, subject: Subject) -> type[Model]:
+        """The class under test: the one that the engine chooses."""
+        return subject.model_class
+
+    @classmethod
+    def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
+        return {"variant": {name: name for name in cls.variants}, "ranks": {str(size): size for size in cls.tensor_parallel_sizes}}
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def subjects(cls, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+        """Variant -> its checkpoint, which is written once."""
+        made: dict[str, Subject] = {}
+
+        def get(variant: str) -> Subject:
+            if variant not in made:
+                folder = tmp_path_factory.mktemp("checkpoint")
+                made[variant] = Subject(folder, cls().make_checkpoint(folder, **cls.variants[variant]), cls.engine_options)
+            return made[variant]
+
+        return get
+
+    @pytest.fixture
+    def first(self, subjects: Callable[[str], Subject]) -> Subject:
+        """The checkpoint of the first variant."""
+        return subjects(next(iter(self.variants)))
+
+    # Parity
+
+    def test_parity_of_mixed_lengths(self, subjects: Callable[[str], Subject], variant: str) -> None:
+        subject = subjects(variant)
+        assert self.check_parity(subject).preemptions == 0
+
+    def test_parity_chunked_and_preempted(self, subjects: Callable[[str], Subject], variant: str) -> None:
+        subject = subjects(variant)
+        specs = self.kv_cache_specs(subject)
+        # It holds one sequence of the greatest length, but not all of them.
+        num_blocks = sum(spec.blocks_for(self.max_model_len, CHUNK) for spec in specs) + 2
+        pool = {"num_kv_blocks": num_blocks, "max_num_seqs": len(self.lengths), "max_num_batched_tokens": CHUNK}
+        generated = self.check_parity(subject, **pool)
+        # Where all layers are windowed, sequences give back as many blocks as they take.
+        if any(spec.window is None for spec in specs):
+            assert generated.preemptions > 0, f"{num_blocks} KV blocks were meant to be too few"
+
+    def test_parity_of_one_token_at_a_time(self, first: Subject) -> None:
+        self.check_parity(first, max_num_batched_tokens=1, max_num_seqs=1)
+
+    def check_parity(self, subject: Subject, **options: Any) -> Generated:
+        """All prompts in one engine: greedy tokens and log probabilities are those of the reference."""
+        prompts = self.prompts(subject)
+        generated = self.generate(subject, prompts, **options)
+        for prompt, tokens, ours in zip(prompts, generated.token_ids, generated.logprobs, strict=True):
+            assert len(tokens) == self.max_tokens
+            reference = subject.logprobs(prompt, tokens)
+            assert_same_logits(ours, reference)
+            assert_same_tokens(tokens, reference)
+        return generated
+
+    def generate(self, subject: Subject, prompts: Sequence[Sequence[int]], **options: Any) -> Generated:
+        """`prompts` through the engine."""
+        vocab_size = subject.reference([0]).shape[-1]
+        options = (
+            {"block_size": BLOCK_SIZE, "max_model_len": self.max_model_len, "num_kv_blocks": 1024} | dict(self.engine_options) | options
+        )
+        return generate(subject.folder, prompts, vocab_size=vocab_size, max_tokens=self.max_tokens, **options)
+
+    def prompts(self, subject: Subject) -> list[list[int]]:
+        """Random token ids, of the lengths in `lengths`."""
+        generator = torch.Generator().manual_seed(7)
+        vocab_size = subject.reference([0]).shape[-1]
+        return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in self.lengths]
+
+    def kv_cache_specs(self, subject: Subject) -> list[KVCacheSpec]:
+        """That of each KV group."""
+        layers = [module for module in self.make_model(subject).modules() if isinstance(module, Attention)]
+        specs = {layer.prefix: spec for layer in layers if (spec := layer.kv_cache_spec())}
+        return [group.spec for group in group_layers(specs, dict.fromkeys(specs, "auto"))]
+
+    # Construction and weights
+
+    def make_model(self, subject: Subject, *, rank: int = 0, ranks: int = 1) -> Model:
+        """The model as one rank holds it, without weights."""
+        options: dict[str, Any] = {"max_model_len": self.max_model_len, "block_size": BLOCK_SIZE, "tensor_parallel_size": ranks}
+        config = VllmConfig.default(**options).with_rank(rank).with_checkpoint(subject.checkpoint)
+        return self.model_class(subject)(vllm_config=config)
+
+    def test_constructor_takes_two_keywords(self, first: Subject) -> None:
+        cls = self.model_class(first)
+        check_constructor(cls)
+        kinds = {p.name: p.kind for p in inspect.signature(cls).parameters.values()}
+        positional = [name for name, kind in kinds.items() if kind is not inspect.Parameter.KEYWORD_ONLY]
+        assert positional == [], f"{cls.__name__}: parameters {positional} must be keyword-only"
+
+    def test_shards_make_up_the_whole(self, subjects: Callable[[str], Subject], variant: str, ranks: int) -> None:
+        subject = subjects(variant)
+        models = [self.make_model(subject), *(self.make_model(subject, rank=rank, ranks=ranks) for rank in range(ranks))]
+        for model in models:
+            model.load_weights(CheckpointWeights(subject.folder))
+        assert any(is_sharded(models[1]).values()), f"{ranks} ranks hold all of every weight"
+        assert_shards(models[0], models[1:])
+
+    def test_missing_weights_are_refused_by_name(self, first: Subject) -> None:
+        for name in self.checked_weights(first):
+            kept = [(other, tensor) for other, tensor in CheckpointWeights(first.folder) if other != name]
+            self.assert_refused(first, kept, name)
+
+    def test_unexpected_weights_are_refused_by_name(self, first: Subject) -> None:
+        weights = list(CheckpointWeights(first.folder))
+        self.assert_refused(first, [*weights, ("of.nobody.weight", weights[0][1])], "of.nobody.weight")
+
+    def test_misshaped_weights_are_refused_by_name(self, first: Subject) -> None:
+        for name in self.checked_weights(first):
+            grown = [(n, torch.cat([t, t[:1]]) if n == name else t) for n, t in CheckpointWeights(first.folder)]
+            self.assert_refused(first, grown, name)
+
+    def checked_weights(self, subject: Subject) -> Iterator[str]:
+        """The checkpoint's tensors that the model does not state to pass over."""
+        ignored = self.model_class(subject).ignored
+        for name, _ in CheckpointWeights(subject.folder):
+            if not any(re.search(pattern, name) for pattern in ignored):
+                yield name
+
+    def assert_refused(self, subject: Subject, weights: list[tuple[str, Tensor]], name: str) -> None:
+        """Loading raises CheckpointError, which names the tensor, or at least the module that it belongs to."""
+        model = self.make_model(subject)
+        renamed = name
+        for pattern, replacement in type(model).renames:
+            renamed = re.sub(pattern, replacement, renamed)
+        with pytest.raises(CheckpointError) as caught:
+            model.load_weights(weights)
+        # A packed tensor is reported by its parts: "...self_attn.q_proj.weight" for "...self_attn.qkv_proj.weight".
+        module = renamed.rpartition(".")[0].rpartition(".")[0] or renamed
+        assert module in str(caught.value), f"the error about {name!r} does not name it: {caught.value}"
