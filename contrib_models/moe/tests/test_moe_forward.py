@@ -8,8 +8,8 @@ import pytest
 import torch
 from moe_harness import CASES, FAMILIES, WINDOW, load, logits_of, make, reference_logits
 from safetensors.torch import load_file
-from toolkit_lm.model.moe import RoutedExperts
 from toolkit_lm_devkit import randomize
+from toolkit_lm_moe.experts import RoutedExperts
 
 INPUT_IDS = torch.arange(3, 3 + WINDOW + 20)
 FIRST_CASES = [(family, next(iter(variants))) for family, (_, variants) in FAMILIES.items()]

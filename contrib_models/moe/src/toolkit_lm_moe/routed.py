@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import HFConfig, ReplicatedLinear, join
-from toolkit_lm.model.moe import RoutedExperts, route_top_k, split_experts
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from torch import Tensor, nn
+
+from toolkit_lm_moe.experts import RoutedExperts, route_top_k, split_experts
 
 
 def num_experts_of(config: HFConfig) -> int:

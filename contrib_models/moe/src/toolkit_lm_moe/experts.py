@@ -6,14 +6,11 @@ import re
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model.activation import GatedActivation
-from toolkit_lm.model.parameters import Part, ShardLoader, torch_dtype
-from toolkit_lm.model.projection import Projection
+from toolkit_lm.model import GatedActivation, Part, Projection, ShardLoader, torch_dtype
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 _FUSED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
 _ALIGNMENT = 16

@@ -4,7 +4,7 @@ import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
-from toolkit_lm.model.moe import RoutedExperts, route_top_k, split_experts
+from toolkit_lm_moe.experts import RoutedExperts, route_top_k, split_experts
 from torch.nn import functional as F
 
 EXPERTS, HIDDEN, INNER = 6, 16, 32
