@@ -4,9 +4,10 @@ import copy
 import importlib
 from pathlib import Path
 
+import torch
 import transformers
-from decoder_harness import save
 from toolkit_lm_decoder import MODELS
+from toolkit_lm_devkit import save_random
 
 VOCAB_SIZE = 101
 # Shorter than most prompts, and longer than some: a sequence grows and then gives blocks back.
@@ -135,5 +136,11 @@ def make_model(architecture: str, fields: dict):
 def make_family(architecture: str, variant: str, folder: Path):
     """Writes a checkpoint; returns the model of transformers."""
     model = make_model(architecture, VARIANTS[architecture][variant])
-    save(model, folder)
+    save_random(folder, model)
     return model
+
+
+def reference_logits(model, input_ids):
+    """Logits [T, V] by transformers."""
+    with torch.inference_mode():
+        return model(input_ids[None]).logits[0]

@@ -4,16 +4,13 @@ The whole engine is the matter of test_decoder_conformance.py.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from decoder_families import CASES, FACTORS, VARIANTS, make_family, our_class
-from decoder_harness import load, logits_of, reference_logits
+from decoder_families import CASES, FACTORS, VARIANTS, make_family, our_class, reference_logits
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm_devkit import Computed, load_checkpoint, logits_of, logits_of_ranks
 
 INPUT_IDS = torch.arange(3, 40)
 FIRST_CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]
@@ -42,26 +39,22 @@ def test_one_forward_pass(make, architecture, variant):
     folder, theirs = make(architecture, variant)
     expected = reference_logits(theirs, INPUT_IDS)
     assert expected.std() > 0.1
-    assert_same_logprobs(logits_of([load(our_class(architecture), folder, max_model_len=96)], INPUT_IDS), expected)
+    assert_same_logprobs(logits_of([load_checkpoint(our_class(architecture), folder, max_model_len=96)], INPUT_IDS), expected)
 
 
 @pytest.mark.parametrize(("architecture", "variant"), FIRST_CASES)
 def test_pipeline_stages(make, architecture, variant):
     folder, theirs = make(architecture, variant)
-    stages = [load(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
+    stages = [load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
     assert_same_logprobs(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS))
 
 
-def test_two_ranks(make, tmp_path):
-    # Both ranks run all families one after the other: a start of Python costs more than they do.
-    script = str(Path(__file__).with_name("decoder_rank.py"))
-    work = [arg for case in FIRST_CASES for arg in (case[0], str(make(*case)[0]))]
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path), *work]) for rank in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    for architecture, variant in FIRST_CASES:
-        expected = reference_logits(make(architecture, variant)[1], INPUT_IDS)
-        for rank in (0, 1):
-            assert_same_logprobs(load_file(tmp_path / f"{architecture}.{rank}.safetensors")["logits"], expected)
+def test_two_ranks(make):
+    work = [Computed(our_class(case[0]), make(*case)[0]) for case in FIRST_CASES]
+    for case, of_ranks in zip(FIRST_CASES, logits_of_ranks(work, INPUT_IDS), strict=True):
+        expected = reference_logits(make(*case)[1], INPUT_IDS)
+        for ours in of_ranks:
+            assert_same_logprobs(ours, expected)
 
 
 def edited(folder, tmp_path, change, **config_changes):
@@ -117,7 +110,7 @@ def unchanged(tensors):
 )
 def test_checkpoints_of_older_releases(make, tmp_path, architecture, variant, change, config_changes):
     folder, theirs = make(architecture, variant)
-    ours = load(our_class(architecture), edited(folder, tmp_path, change, **config_changes), max_model_len=96)
+    ours = load_checkpoint(our_class(architecture), edited(folder, tmp_path, change, **config_changes), max_model_len=96)
     assert_same_logprobs(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS))
 
 
@@ -139,4 +132,4 @@ def test_checkpoints_of_older_releases(make, tmp_path, architecture, variant, ch
 def test_what_a_family_does_not_do_is_refused(make, tmp_path, architecture, config_changes, error, message):
     folder = edited(make(architecture, next(iter(VARIANTS[architecture])))[0], tmp_path, unchanged, **config_changes)
     with pytest.raises(error, match=message):
-        load(our_class(architecture), folder)
+        load_checkpoint(our_class(architecture), folder)

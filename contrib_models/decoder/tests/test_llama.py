@@ -1,15 +1,13 @@
 """Llama gives the logits of transformers, on one rank, on two, and as a pipeline."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from decoder_harness import load, logits_of, reference_logits, save
-from safetensors.torch import load_file
+from decoder_families import reference_logits
 from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_devkit import Computed, load_checkpoint, logits_of, logits_of_ranks, save_random
 from transformers import LlamaConfig, LlamaForCausalLM as Reference, Qwen2Config, Qwen2ForCausalLM
 
 SHAPE = {
@@ -53,7 +51,7 @@ def reference(**changes) -> Reference:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_transformers(variant, tmp_path):
     theirs = reference(**VARIANTS[variant])
-    ours = load(LlamaForCausalLM, save(theirs, tmp_path))
+    ours = load_checkpoint(LlamaForCausalLM, save_random(tmp_path, theirs))
     expected = reference_logits(theirs, INPUT_IDS)
     assert expected.abs().max() > 1
     torch.testing.assert_close(logits_of([ours], INPUT_IDS), expected, atol=1e-4, rtol=0)
@@ -61,16 +59,16 @@ def test_logits_are_those_of_transformers(variant, tmp_path):
 
 def test_bfloat16_is_no_further_from_float32_than_transformers(tmp_path):
     theirs = reference()
-    save(theirs, tmp_path)
+    save_random(tmp_path, theirs)
     exact = reference_logits(theirs.bfloat16().float(), INPUT_IDS)
     allowed = (reference_logits(theirs.bfloat16(), INPUT_IDS).float() - exact).abs().mean() * 1.5
-    ours = logits_of([load(LlamaForCausalLM, tmp_path, dtype="bfloat16")], INPUT_IDS)
+    ours = logits_of([load_checkpoint(LlamaForCausalLM, tmp_path, dtype="bfloat16")], INPUT_IDS)
     assert ours.dtype == torch.bfloat16
     assert (ours.float() - exact).abs().mean() <= allowed
 
 
 def test_embeddings_can_stand_in_for_tokens(tmp_path):
-    model = load(LlamaForCausalLM, save(reference(), tmp_path))
+    model = load_checkpoint(LlamaForCausalLM, save_random(tmp_path, reference()))
     embeds = model.model.embed_tokens(INPUT_IDS)
     before = embeds.clone()
     by_embeds = logits_of([model], INPUT_IDS, inputs_embeds=embeds)
@@ -81,8 +79,8 @@ def test_embeddings_can_stand_in_for_tokens(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipeline_stages_chain_to_the_same_logits(tied, tmp_path):
     theirs = reference(tie_word_embeddings=tied)
-    save(theirs, tmp_path)
-    stages = [load(LlamaForCausalLM, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
+    save_random(tmp_path, theirs)
+    stages = [load_checkpoint(LlamaForCausalLM, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
     names = [{name for name, _ in stage.named_parameters() if ".layers." in name} for stage in stages]
     assert names[0].isdisjoint(names[1])
     torch.testing.assert_close(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
@@ -96,14 +94,11 @@ def test_pipeline_stages_chain_to_the_same_logits(tied, tmp_path):
 def test_two_ranks_give_the_logits_of_one(variant, tmp_path):
     # 101 tokens do not split evenly: the last rank's vocabulary is padded.
     theirs = reference(**variant)
-    checkpoint = save(theirs, tmp_path / "checkpoint")
-    script = str(Path(__file__).with_name("decoder_rank.py"))
-    work = ["LlamaForCausalLM", str(checkpoint)]
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path), *work]) for rank in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    expected = logits_of([load(LlamaForCausalLM, checkpoint)], INPUT_IDS)
-    for rank in (0, 1):
-        torch.testing.assert_close(load_file(tmp_path / f"LlamaForCausalLM.{rank}.safetensors")["logits"], expected, atol=1e-5, rtol=0)
+    checkpoint = save_random(tmp_path / "checkpoint", theirs)
+    expected = logits_of([load_checkpoint(LlamaForCausalLM, checkpoint)], INPUT_IDS)
+    (of_ranks,) = logits_of_ranks([Computed(LlamaForCausalLM, checkpoint)], INPUT_IDS)
+    for ours in of_ranks:
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
 
 
 def test_the_family_of_the_readme_is_qwen2(tmp_path):
@@ -112,5 +107,5 @@ def test_the_family_of_the_readme_is_qwen2(tmp_path):
     namespace = {"__name__": "readme"}
     exec(code, namespace)
     theirs = Qwen2ForCausalLM(Qwen2Config(**SHAPE, use_sliding_window=False))
-    ours = load(namespace["BiasedForCausalLM"], save(theirs, tmp_path))
+    ours = load_checkpoint(namespace["BiasedForCausalLM"], save_random(tmp_path, theirs))
     torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)

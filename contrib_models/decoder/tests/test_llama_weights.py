@@ -7,13 +7,14 @@ import sys
 import pytest
 import toolkit_lm_decoder
 import torch
-from decoder_harness import load, logits_of, reference_logits, save
+from decoder_families import reference_logits
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.model import CheckpointWeights
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_devkit import load_checkpoint, logits_of, save_random
 from transformers import LlamaConfig, LlamaForCausalLM as Reference
 
 SHAPE = {
@@ -36,7 +37,7 @@ def theirs() -> Reference:
 
 @pytest.fixture
 def folder(theirs, tmp_path):
-    return save(theirs, tmp_path)
+    return save_random(tmp_path, theirs)
 
 
 def edit(folder, change):
@@ -54,7 +55,7 @@ def edit_config(folder, **changes):
 
 
 def assert_same_logits(folder, theirs):
-    ours = logits_of([load(LlamaForCausalLM, folder)], INPUT_IDS)
+    ours = logits_of([load_checkpoint(LlamaForCausalLM, folder)], INPUT_IDS)
     torch.testing.assert_close(ours, reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
 
@@ -67,7 +68,7 @@ def pack(tensors):
 
 
 def test_a_sharded_checkpoint(theirs, tmp_path):
-    save(theirs, tmp_path, max_shard_size="20KB")
+    save_random(tmp_path, theirs, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert_same_logits(tmp_path, theirs)
 
@@ -100,14 +101,14 @@ def test_stored_rotary_frequencies_are_passed_over(theirs, folder):
 
 def test_the_embedding_counts_where_a_tied_head_is_stored_too(tmp_path):
     theirs = Reference(LlamaConfig(**SHAPE, tie_word_embeddings=True))
-    save(theirs, tmp_path)
+    save_random(tmp_path, theirs)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(50, 32)}))
     assert_same_logits(tmp_path, theirs)
 
 
 def test_a_tied_head_can_stand_in_for_the_embedding(tmp_path):
     theirs = Reference(LlamaConfig(**SHAPE, tie_word_embeddings=True))
-    save(theirs, tmp_path)
+    save_random(tmp_path, theirs)
     edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
     assert_same_logits(tmp_path, theirs)
 
@@ -120,7 +121,7 @@ def test_all_misfits_are_named_at_once(folder):
 
     edit(folder, change)
     with pytest.raises(CheckpointError) as caught:
-        load(LlamaForCausalLM, folder)
+        load_checkpoint(LlamaForCausalLM, folder)
     assert str(caught.value) == (
         f"LlamaForCausalLM cannot take the weights of {folder / 'model.safetensors'}: "
         f"2 missing: {LAYER}self_attn.k_proj.weight, model.norm.weight; "
@@ -132,17 +133,17 @@ def test_all_misfits_are_named_at_once(folder):
 def test_a_long_list_of_missing_weights_is_cut(folder):
     edit(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if LAYER in name or "lm_head" in name])
     with pytest.raises(CheckpointError, match=r"10 missing: (?!.*more)"):
-        load(LlamaForCausalLM, folder)
+        load_checkpoint(LlamaForCausalLM, folder)
     edit_config(folder, num_hidden_layers=3)
     with pytest.raises(CheckpointError, match=r"19 missing: .* and 9 more\.$"):
-        load(LlamaForCausalLM, folder)
+        load_checkpoint(LlamaForCausalLM, folder)
 
 
 def test_a_quantized_tensor_is_refused(folder):
     name = f"{LAYER}mlp.up_proj.weight"
     edit(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight is quantized \(int8\)"):
-        load(LlamaForCausalLM, folder)
+        load_checkpoint(LlamaForCausalLM, folder)
 
 
 @pytest.mark.parametrize(
@@ -158,19 +159,19 @@ def test_a_quantized_tensor_is_refused(folder):
 def test_a_config_that_does_not_do_is_refused_by_name(folder, changes, error, message):
     edit_config(folder, **changes)
     with pytest.raises(error, match=message):
-        load(LlamaForCausalLM, folder)
+        load_checkpoint(LlamaForCausalLM, folder)
 
 
 def test_heads_that_do_not_split_over_the_ranks_are_refused(folder):
     with pytest.raises(
         ConfigError, match=r"attention heads of model\.layers\.0\.self_attn\.qkv_proj: 4 cannot be split .*tensor_parallel_size=3"
     ):
-        load(LlamaForCausalLM, folder, tensor_parallel_size=3)
+        load_checkpoint(LlamaForCausalLM, folder, tensor_parallel_size=3)
 
 
 def test_dummy_weights_need_no_files_and_are_the_same_each_time(folder):
     (folder / "model.safetensors").unlink()
-    first, second = (load(LlamaForCausalLM, folder, load_format="dummy") for _ in range(2))
+    first, second = (load_checkpoint(LlamaForCausalLM, folder, load_format="dummy") for _ in range(2))
     logits = logits_of([first], INPUT_IDS)
     assert logits.isfinite().all()
     assert logits.std() > 0

@@ -3,8 +3,9 @@
 import copy
 import importlib
 
+import torch
 import transformers
-from encoder_harness import save
+from toolkit_lm_devkit import load_checkpoint, save_random
 from toolkit_lm_encoder import MODELS
 
 VOCAB_SIZE = 101
@@ -59,6 +60,8 @@ VARIANTS = {
     "Gte": {"plain": ROTARY, "no types": {**ROTARY, "type_vocab_size": 0}, "two types": {**ROTARY, "type_vocab_size": 2}},
     "JinaEmbeddingsV3": {"plain": {**ROTARY, "type_vocab_size": 1}},
 }
+LENGTHS = (7, 33, 1, 21, 33)
+MAX_MODEL_LEN = 64
 CASES = [(family, variant) for family, variants in VARIANTS.items() for variant in variants]
 
 
@@ -77,5 +80,16 @@ def make_model(architecture, fields):
 def make_checkpoint(architecture, fields, folder):
     """Writes a checkpoint; returns the model of transformers."""
     model = make_model(architecture, fields)
-    save(model, folder)
+    save_random(folder, model)
     return model
+
+
+def load(model_class, folder, **options):
+    """The model of a checkpoint folder, as one rank holds it."""
+    return load_checkpoint(model_class, folder, **{"max_model_len": MAX_MODEL_LEN, **options})
+
+
+def random_sequences():
+    """Token ids, none of them special."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(5, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import toolkit_lm_encoder
 import torch
-from encoder_families import BERT_LIKE, VARIANTS, VOCAB_SIZE, make_checkpoint, our_class
-from encoder_harness import hidden_states, load, random_sequences
+from encoder_families import BERT_LIKE, MAX_MODEL_LEN, VARIANTS, VOCAB_SIZE, load, make_checkpoint, our_class, random_sequences
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.model import Model
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm.pooling import Pooler
+from toolkit_lm_devkit import Computed, hidden_states, hidden_states_of_ranks
 
-SEQUENCES = random_sequences(VOCAB_SIZE)
+SEQUENCES = random_sequences()
 
 
 def states_of(theirs, sequence, **kwargs):
@@ -51,19 +51,15 @@ def test_pipeline_stages(tmp_path, family):
 
 
 def test_two_ranks(tmp_path):
-    # Both ranks run all families one after the other: a start of Python costs more than they do.
     theirs = {}
     for family in VARIANTS:
         (tmp_path / family).mkdir()
         theirs[family] = make_checkpoint(f"{family}Model", first_variant(family), tmp_path / family)
-    script = str(Path(__file__).with_name("encoder_rank.py"))
-    work = [arg for family in VARIANTS for arg in (f"{family}Model", str(tmp_path / family))]
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path), *work]) for rank in (0, 1)]
-    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
-    for family, model in theirs.items():
+    work = [Computed(our_class(f"{family}Model"), tmp_path / family) for family in VARIANTS]
+    states = hidden_states_of_ranks(work, SEQUENCES, max_model_len=MAX_MODEL_LEN)
+    for model, of_ranks in zip(theirs.values(), states, strict=True):
         expected = torch.cat([states_of(model, s) for s in SEQUENCES])
-        for rank in (0, 1):
-            ours = load_file(tmp_path / f"{family}Model.{rank}.safetensors")["states"]
+        for ours in of_ranks:
             torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
 
 
@@ -71,7 +67,7 @@ def test_two_ranks(tmp_path):
 def test_token_types(tmp_path, family):
     theirs = make_checkpoint(f"{family}Model", first_variant(family), tmp_path)
     types = [(torch.arange(len(s)) > len(s) // 2).long() for s in SEQUENCES]
-    ours = hidden_states([load(our_class(f"{family}Model"), tmp_path)], SEQUENCES, token_types=types)
+    ours = hidden_states([load(our_class(f"{family}Model"), tmp_path)], SEQUENCES, token_type_ids=torch.cat(types))
     for sequence, kinds, state in zip(SEQUENCES, types, ours, strict=True):
         torch.testing.assert_close(state, states_of(theirs, sequence, token_type_ids=kinds[None]), atol=1e-4, rtol=0)
 

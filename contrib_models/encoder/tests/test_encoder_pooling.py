@@ -2,32 +2,17 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from encoder_families import BERT_LIKE, MODERN, VOCAB_SIZE, make_checkpoint, our_class
-from encoder_harness import hidden_states, load, random_sequences
+from encoder_families import BERT_LIKE, MODERN, load, make_checkpoint, our_class, random_sequences
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.pooling import PoolingMetadata, PoolingRow
-from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_devkit import pooled
 from toolkit_lm_encoder.colbert import dimensions
 from torch.nn.functional import normalize
 
-SEQUENCES = random_sequences(VOCAB_SIZE)
-
-
-def pooled(model, task):
-    """What a request for `task` of each of the sequences gets."""
-    rows, start = [], 0
-    for sequence in SEQUENCES:
-        tokens = slice(start, start + len(sequence))
-        ids = sequence.numpy().astype(np.int32)
-        rows.append(PoolingRow(params=PoolingParams(task=task), tokens=tokens, token_ids=ids, start=0, num_prompt_tokens=len(ids)))
-        start = tokens.stop
-    with torch.inference_mode():
-        return model.pooler(torch.cat(hidden_states([model], SEQUENCES)), PoolingMetadata(rows))
+SEQUENCES = random_sequences()
 
 
 def reference(theirs, sequence):
@@ -41,7 +26,7 @@ def assert_same(ours, theirs):
 
 def test_embeddings_are_means_of_length_1(tmp_path):
     theirs = make_checkpoint("BertModel", BERT_LIKE, tmp_path)
-    for ours, sequence in zip(pooled(load(our_class("BertModel"), tmp_path), "embed"), SEQUENCES, strict=True):
+    for ours, sequence in zip(pooled([load(our_class("BertModel"), tmp_path)], SEQUENCES, task="embed"), SEQUENCES, strict=True):
         assert_same(ours, normalize(reference(theirs, sequence).last_hidden_state[0].mean(0), dim=-1))
 
 
@@ -63,7 +48,7 @@ def test_colbert_checkpoints(tmp_path, metadata):
     name_colbert(tmp_path, **({} if metadata else {"dim": 20}))
     model = load(our_class("HF_ColBERT"), tmp_path)
     assert model.pooler.supported_tasks() == {"token_embed"}
-    for ours, sequence in zip(pooled(model, "token_embed"), SEQUENCES, strict=True):
+    for ours, sequence in zip(pooled([model], SEQUENCES, task="token_embed"), SEQUENCES, strict=True):
         assert_same(ours, normalize(reference(theirs, sequence).last_hidden_state[0] @ weight.T, dim=-1))
 
 
@@ -99,7 +84,7 @@ def test_late_interaction_checkpoints_of_pylate(tmp_path, architecture, fields):
     save_file({"linear.weight": weight}, dense / "model.safetensors")
     model = load(our_class(architecture), tmp_path)
     assert model.pooler.supported_tasks() == {"token_embed"}
-    for ours, sequence in zip(pooled(model, "token_embed"), SEQUENCES, strict=True):
+    for ours, sequence in zip(pooled([model], SEQUENCES, task="token_embed"), SEQUENCES, strict=True):
         assert_same(ours, normalize(reference(theirs, sequence).last_hidden_state[0] @ weight.T, dim=-1))
 
 
@@ -107,7 +92,7 @@ def test_late_interaction_checkpoints_of_pylate(tmp_path, architecture, fields):
 def test_classes(tmp_path, pooling):
     theirs = make_checkpoint("ModernBertForSequenceClassification", {**MODERN, "classifier_pooling": pooling}, tmp_path)
     model = load(our_class("ModernBertForSequenceClassification"), tmp_path)
-    for ours, sequence in zip(pooled(model, "classify"), SEQUENCES, strict=True):
+    for ours, sequence in zip(pooled([model], SEQUENCES, task="classify"), SEQUENCES, strict=True):
         assert_same(ours, reference(theirs, sequence).logits[0].softmax(-1))
 
 
@@ -115,12 +100,12 @@ def test_scores_of_a_cross_encoder(tmp_path):
     fields = {**BERT_LIKE, "num_labels": 1}
     theirs = make_checkpoint("BertForSequenceClassification", fields, tmp_path)
     model = load(our_class("BertForSequenceClassification"), tmp_path)
-    for ours, sequence in zip(pooled(model, "score"), SEQUENCES, strict=True):
+    for ours, sequence in zip(pooled([model], SEQUENCES, task="score"), SEQUENCES, strict=True):
         assert_same(ours, reference(theirs, sequence).logits[0].sigmoid())
 
 
 def test_classes_of_tokens(tmp_path):
     theirs = make_checkpoint("RobertaForTokenClassification", {**BERT_LIKE, "pad_token_id": 1}, tmp_path)
     model = load(our_class("RobertaForTokenClassification"), tmp_path)
-    for ours, sequence in zip(pooled(model, "token_classify"), SEQUENCES, strict=True):
+    for ours, sequence in zip(pooled([model], SEQUENCES, task="token_classify"), SEQUENCES, strict=True):
         assert_same(ours, reference(theirs, sequence).logits[0].softmax(-1))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from encoder_families import CASES, VARIANTS, VOCAB_SIZE, make_checkpoint, our_class
-from encoder_harness import hidden_states, load, random_sequences
+from encoder_families import CASES, VARIANTS, load, make_checkpoint, our_class, random_sequences
+from toolkit_lm_devkit import hidden_states
 
-SEQUENCES = random_sequences(VOCAB_SIZE)
+SEQUENCES = random_sequences()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Both families through the whole engine: mixed lengths, a pool that makes it preempt, chunked prefill, shards, weight errors."""
 
-from moe_harness import MIXTRAL, QWEN3_MOE, make_mixtral, make_qwen3_moe
+from moe_families import MIXTRAL, QWEN3_MOE, make_mixtral, make_qwen3_moe
 from toolkit_lm_devkit import TransformersConformance
 
 

@@ -1,14 +1,9 @@
 """One forward pass without an engine gives the logits of transformers: in one rank, in two, as a pipeline, and by the grouped product."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-from moe_harness import CASES, FAMILIES, WINDOW, load, logits_of, make, reference_logits
-from safetensors.torch import load_file
-from toolkit_lm_devkit import randomize
+from moe_families import CASES, FAMILIES, WINDOW, make, reference_logits
+from toolkit_lm_devkit import Computed, load_checkpoint, logits_of, logits_of_ranks, randomize
 from toolkit_lm_moe.experts import RoutedExperts
 
 INPUT_IDS = torch.arange(3, 3 + WINDOW + 20)
@@ -28,13 +23,13 @@ def test_logits_are_those_of_transformers(family, variant, tmp_path):
     model_cls, theirs = checkpoint(family, variant, tmp_path)
     expected = reference_logits(theirs, INPUT_IDS)
     assert expected.std() > 0.1
-    torch.testing.assert_close(logits_of([load(model_cls, tmp_path)], INPUT_IDS), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits_of([load_checkpoint(model_cls, tmp_path)], INPUT_IDS), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("family", "variant"), FIRST_CASES)
 def test_pipeline_stages_chain_to_the_same_logits(family, variant, tmp_path):
     model_cls, theirs = checkpoint(family, variant, tmp_path)
-    stages = [load(model_cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
+    stages = [load_checkpoint(model_cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
     torch.testing.assert_close(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
 
@@ -43,7 +38,7 @@ def test_the_grouped_product_gives_the_same_logits(family, variant, tmp_path, mo
     # On the CPU a loaded model computes its experts one by one.
     monkeypatch.setattr(RoutedExperts, "process_weights_after_loading", lambda self: None)
     model_cls, theirs = checkpoint(family, variant, tmp_path)
-    ours = load(model_cls, tmp_path)
+    ours = load_checkpoint(model_cls, tmp_path)
     assert all(module.stacked is not None for module in ours.modules() if isinstance(module, RoutedExperts))
     torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
@@ -51,11 +46,8 @@ def test_the_grouped_product_gives_the_same_logits(family, variant, tmp_path, mo
 def test_two_ranks_give_the_logits_of_one(tmp_path):
     for family, variant in FIRST_CASES:
         checkpoint(family, variant, tmp_path / family)
-    script = str(Path(__file__).with_name("moe_rank.py"))
-    ranks = [subprocess.Popen([sys.executable, script, str(rank), "2", str(tmp_path), *FAMILIES]) for rank in (0, 1)]
-    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
-    for family, (model_cls, _) in FAMILIES.items():
-        expected = logits_of([load(model_cls, tmp_path / family)], torch.arange(3, 40))
-        for rank in (0, 1):
-            ours = load_file(tmp_path / f"{family}.{rank}.safetensors")["logits"]
+    work = [Computed(model_cls, tmp_path / family) for family, (model_cls, _) in FAMILIES.items()]
+    for model, of_ranks in zip(work, logits_of_ranks(work, torch.arange(3, 40)), strict=True):
+        expected = logits_of([load_checkpoint(*model)], torch.arange(3, 40))
+        for ours in of_ranks:
             torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import toolkit_lm_moe
 import torch
-from moe_harness import FAMILIES, load, logits_of, make_mixtral, make_qwen3_moe, reference_logits
+from moe_families import FAMILIES, make_mixtral, make_qwen3_moe, reference_logits
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.model import CheckpointWeights
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_decoder.llama import LlamaMLP
-from toolkit_lm_devkit import randomize
+from toolkit_lm_devkit import load_checkpoint, logits_of, randomize
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeBlock
 
 INPUT_IDS = torch.arange(3, 40)
@@ -79,13 +79,13 @@ def fuse(folder, family):
 
 def refusal(model_cls, folder, **options) -> str:
     with pytest.raises(CheckpointError) as caught:
-        load(model_cls, folder, **options)
+        load_checkpoint(model_cls, folder, **options)
     return str(caught.value)
 
 
 def test_a_checkpoint_of_fused_experts(family, model_cls, theirs, folder):
     fuse(folder, family)
-    ours = logits_of([load(model_cls, folder)], INPUT_IDS)
+    ours = logits_of([load_checkpoint(model_cls, folder)], INPUT_IDS)
     torch.testing.assert_close(ours, reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
 
@@ -154,20 +154,20 @@ def test_fused_experts_that_do_not_fit_are_named(family, model_cls, folder):
 def test_a_config_that_does_not_do_is_refused_by_name(model_cls, folder, changes, message):
     edit_config(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
-        load(model_cls, folder)
+        load_checkpoint(model_cls, folder)
 
 
 def test_inner_dimensions_that_do_not_split_are_refused_by_name(family, model_cls, folder):
     key = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}[family]
     edit_config(folder, **{key: 97})
     with pytest.raises(ConfigError, match=r"inner dimensions of model\.layers\.0\.mlp\.experts: 97 cannot be split evenly"):
-        load(model_cls, folder, tensor_parallel_size=2)
+        load_checkpoint(model_cls, folder, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_either_name_states_the_experts(key, model_cls, theirs, folder):
     edit_config(folder, **{"num_experts": "removed", "num_local_experts": "removed", key: 4})
-    ours = logits_of([load(model_cls, folder)], INPUT_IDS)
+    ours = logits_of([load_checkpoint(model_cls, folder)], INPUT_IDS)
     torch.testing.assert_close(ours, reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
 
@@ -196,7 +196,7 @@ def test_the_family_of_the_readme_is_mixtral_by_other_names(tmp_path):
     randomize(theirs)
     theirs.save_pretrained(tmp_path)
     fuse(tmp_path, "mixtral")
-    ours = load(namespace["RoutedLlamaForCausalLM"], tmp_path)
+    ours = load_checkpoint(namespace["RoutedLlamaForCausalLM"], tmp_path)
     torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
 

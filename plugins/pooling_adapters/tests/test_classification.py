@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 import transformers
-from adapter_harness import IDS, SMALL, config_of, load, pooled, save, save_tokenizer
+from adapter_harness import IDS, SMALL, config_of, load, pooled, save_tokenizer
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
@@ -15,6 +15,7 @@ from toolkit_lm_decoder.gpt2 import GPT2LMHeadModel
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_decoder.qwen2 import Qwen2ForCausalLM
 from toolkit_lm_decoder.qwen3 import Qwen3ForCausalLM
+from toolkit_lm_devkit import save_random
 from toolkit_lm_pooling_adapters.classification import as_seq_cls_model
 from toolkit_lm_pooling_adapters.origin import RERANKERS, classifier_origin
 from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
@@ -41,7 +42,7 @@ TRAINED = {
 @pytest.mark.parametrize("family", TRAINED)
 def test_a_trained_classifier(family, tmp_path):
     architecture, model_class, more = TRAINED[family]
-    folder = save(make(architecture, num_labels=3, **more), tmp_path)
+    folder = save_random(tmp_path, make(architecture, num_labels=3, **more))
     expected = logits_of(folder, transformers.AutoModelForSequenceClassification)
     model = load(as_seq_cls_model, model_class, folder)
     torch.testing.assert_close(pooled(model, task="classify", use_activation=False), expected)
@@ -54,7 +55,7 @@ def test_a_trained_classifier(family, tmp_path):
 
 
 def test_a_trained_classifier_with_a_bias_of_one_label(tmp_path):
-    folder = save(make("LlamaForSequenceClassification", num_labels=1), tmp_path)
+    folder = save_random(tmp_path, make("LlamaForSequenceClassification", num_labels=1))
     expected = logits_of(folder, transformers.AutoModelForSequenceClassification)
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "score.bias": torch.tensor([0.75])}, folder / "model.safetensors")
@@ -64,7 +65,7 @@ def test_a_trained_classifier_with_a_bias_of_one_label(tmp_path):
 
 def test_a_trained_classifier_of_tokens_is_of_tokens_only(tmp_path):
     theirs = transformers.LlamaForTokenClassification(transformers.LlamaConfig(**SMALL, num_labels=3))
-    folder = save(theirs, tmp_path)
+    folder = save_random(tmp_path, theirs)
     model = load(as_seq_cls_model, LlamaForCausalLM, folder)
     assert type(model).__name__ == "LlamaForCausalLMForTokenClassification"
     assert model.pooler.supported_tasks() == {"token_classify"}
@@ -80,7 +81,7 @@ def test_a_trained_classifier_of_tokens_is_of_tokens_only(tmp_path):
 ])  # fmt: skip
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_known_reranker_of_two_words(architecture, model_class, words, tied, tmp_path):
-    folder = save(make(architecture, tie_word_embeddings=tied), tmp_path)
+    folder = save_random(tmp_path, make(architecture, tie_word_embeddings=tied))
     save_tokenizer(folder, **words)
     expected = logits_of(folder, transformers.AutoModelForCausalLM)
     model = load(as_seq_cls_model, model_class, folder)
@@ -89,7 +90,7 @@ def test_a_known_reranker_of_two_words(architecture, model_class, words, tied, t
 
 
 def test_a_known_reranker_of_one_word_by_the_fallback(tmp_path):
-    folder = save(make("GemmaForCausalLM"), tmp_path)
+    folder = save_random(tmp_path, make("GemmaForCausalLM"))
     save_tokenizer(folder, Yes=40)
     expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1, [40]]
     model = load(as_seq_cls_model, TransformersForCausalLM, folder)
@@ -105,7 +106,7 @@ ASSUMED = {
 
 
 def test_stored_padding_and_truncation_are_not_about_words(tmp_path):
-    folder = save(make("Qwen3ForCausalLM"), tmp_path)
+    folder = save_random(tmp_path, make("Qwen3ForCausalLM"))
     save_tokenizer(folder, yes=40, no=17)
     config = config_of(folder, score_template="qwen3-reranker")
     plain = classifier_origin(config)
@@ -129,7 +130,7 @@ def warnings_of(caplog, folder, rank=0, **options):
 
 @pytest.mark.parametrize("architecture", ASSUMED)
 def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, caplog):
-    folder = save(make(architecture), tmp_path)
+    folder = save_random(tmp_path, make(architecture))
     save_tokenizer(folder, yes=40, no=17, Yes=41, **{"0": 18, "1": 42})
     (warning,) = warnings_of(caplog, folder)
     assert re.search(f"this {architecture} has no trained classifier, and is taken for a reranker like {ASSUMED[architecture]}", warning)
@@ -147,20 +148,20 @@ def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, capl
 
 
 def test_no_warning_where_it_is_said(tmp_path, caplog):
-    folder = save(make("Qwen3ForCausalLM"), tmp_path / "causal")
+    folder = save_random(tmp_path / "causal", make("Qwen3ForCausalLM"))
     save_tokenizer(folder, yes=40, no=17)
     assert warnings_of(caplog, folder)
     assert warnings_of(caplog, folder, classifier_method="from_2_way_softmax") == []
     assert warnings_of(caplog, folder, score_template="qwen3-reranker") == []
     write_logit_score(folder)
     assert warnings_of(caplog, folder) == []
-    trained = save(make("Qwen3ForSequenceClassification"), tmp_path / "trained")
+    trained = save_random(tmp_path / "trained", make("Qwen3ForSequenceClassification"))
     assert warnings_of(caplog, trained) == []
 
 
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_any_language_model_by_options(prefixed, tmp_path):
-    folder = save(make("LlamaForCausalLM", tie_word_embeddings=True), tmp_path)
+    folder = save_random(tmp_path, make("LlamaForCausalLM", tie_word_embeddings=True))
     save_tokenizer(folder, good=40, bad=17, fair=5)
     expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1]
     if not prefixed:
@@ -187,7 +188,7 @@ def write_logit_score(folder):
 
 
 def test_a_reranker_of_sentence_transformers(tmp_path):
-    folder = save(make("LlamaForCausalLM"), tmp_path)
+    folder = save_random(tmp_path, make("LlamaForCausalLM"))
     write_logit_score(folder)
     expected = logits_of(folder, transformers.AutoModelForCausalLM)[-1]
     model = load(as_seq_cls_model, LlamaForCausalLM, folder)
@@ -195,7 +196,7 @@ def test_a_reranker_of_sentence_transformers(tmp_path):
 
 
 def test_the_class(tmp_path):
-    config = config_of(save(make("LlamaForSequenceClassification"), tmp_path))
+    config = config_of(save_random(tmp_path, make("LlamaForSequenceClassification")))
     converted = as_seq_cls_model(LlamaForCausalLM, config)
     assert converted.__name__ == "LlamaForCausalLMForSequenceClassification"
     assert as_seq_cls_model(converted, config) is converted
@@ -208,7 +209,7 @@ def refuse(folder, error, match, model_class=LlamaForCausalLM, **options):
 
 
 def test_refusals(tmp_path):
-    folder = save(make("LlamaForCausalLM"), tmp_path / "causal")
+    folder = save_random(tmp_path / "causal", make("LlamaForCausalLM"))
     two = {"classifier_method": "from_2_way_softmax"}
     refuse(folder, UnsupportedError, "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Able: --classifier-method")
     refuse(folder, ConfigError, "'from_2_way_softmax' needs classifier_tokens", **two)
@@ -216,7 +217,7 @@ def test_refusals(tmp_path):
     refuse(folder, CheckpointError, "the token 'no' .* cannot be looked up in .*tokenizer.json", **two, classifier_tokens=["no", "yes"])
     save_tokenizer(folder, yes=40)
     refuse(folder, CheckpointError, "'yes yes' is 2 tokens", **two, classifier_tokens=["yes", "yes yes"])
-    trained = save(make("LlamaForSequenceClassification"), tmp_path / "trained")
+    trained = save_random(tmp_path / "trained", make("LlamaForSequenceClassification"))
     refuse(trained, ConfigError, "classifier_method 'from_2_way_softmax' .* has a trained one", **two, classifier_tokens=["no", "yes"])
     refuse(trained, ConfigError, r"classifier_tokens \['yes'\] is for .* has a trained one", classifier_tokens=["yes"])
     refuse(folder, ConfigError, "classifier_tokens yes, yes name the same token twice", **two, classifier_tokens=["yes", "yes"])
@@ -226,7 +227,7 @@ def test_refusals(tmp_path):
 
 
 def test_weights_that_do_not_fit(tmp_path):
-    folder = save(make("LlamaForSequenceClassification", num_labels=3), tmp_path)
+    folder = save_random(tmp_path, make("LlamaForSequenceClassification", num_labels=3))
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "score.weight": torch.zeros(4, 32)}, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"'weight' is float32 \[4, 32\], but config.json asks for floats \[3, 32\]"):
@@ -234,13 +235,13 @@ def test_weights_that_do_not_fit(tmp_path):
 
 
 def test_dummy_weights(tmp_path):
-    folder = save(make("Qwen3ForCausalLM"), tmp_path)
+    folder = save_random(tmp_path, make("Qwen3ForCausalLM"))
     assert pooled(load(as_seq_cls_model, Qwen3ForCausalLM, folder, load_format="dummy"), task="score").shape == (1,)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_stages_of_a_pipeline(tied, tmp_path):
-    folder = save(make("Qwen3ForCausalLM", tie_word_embeddings=tied), tmp_path)
+    folder = save_random(tmp_path, make("Qwen3ForCausalLM", tie_word_embeddings=tied))
     save_tokenizer(folder, yes=40, no=17)
     expected = pooled(load(as_seq_cls_model, Qwen3ForCausalLM, folder), task="score")
     stages = [load(as_seq_cls_model, Qwen3ForCausalLM, folder, rank=rank, pipeline_parallel_size=2) for rank in range(2)]

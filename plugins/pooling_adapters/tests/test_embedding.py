@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from adapter_harness import IDS, SMALL, config_of, load, pooled, save
+from adapter_harness import IDS, SMALL, config_of, load, pooled
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import Absent, Model
@@ -13,6 +13,7 @@ from toolkit_lm.pooling import embedding_pooler
 from toolkit_lm_decoder.gpt2 import GPT2LMHeadModel
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_decoder.qwen3 import Qwen3ForCausalLM
+from toolkit_lm_devkit import save_random
 from toolkit_lm_pooling_adapters.embedding import as_embedding_model
 from toolkit_lm_transformers.model import TransformersForCausalLM
 from torch.nn import functional as F
@@ -40,7 +41,7 @@ def hidden_states(folder):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_vectors_are_those_of_transformers(family, tmp_path):
     architecture, model_class, more = FAMILIES[family]
-    folder = save(make(architecture, more), tmp_path)
+    folder = save_random(tmp_path, make(architecture, more))
     expected = hidden_states(folder)
     model = load(as_embedding_model, model_class, folder)
     torch.testing.assert_close(pooled(model), F.normalize(expected[-1], dim=0))
@@ -54,7 +55,7 @@ def test_vectors_are_those_of_transformers(family, tmp_path):
 def test_checkpoints_of_the_decoder_alone(family, tmp_path):
     """As sentence-transformers writes them: "layers.0..." instead of "model.layers.0..."."""
     architecture, model_class, more = FAMILIES[family]
-    save(make(architecture, more), tmp_path / "whole")
+    save_random(tmp_path / "whole", make(architecture, more))
     alone = transformers.AutoModel.from_pretrained(tmp_path / "whole")
     alone.save_pretrained(tmp_path / "alone")
     config = json.loads((tmp_path / "alone" / "config.json").read_text())
@@ -66,7 +67,7 @@ def test_checkpoints_of_the_decoder_alone(family, tmp_path):
 
 
 def test_sentence_transformers_files_win(tmp_path):
-    folder = save(make("LlamaForCausalLM", {}), tmp_path)
+    folder = save_random(tmp_path, make("LlamaForCausalLM", {}))
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     (folder / "modules.json").write_text(
         json.dumps(
@@ -86,7 +87,7 @@ def test_sentence_transformers_files_win(tmp_path):
 def test_a_head_is_all_that_is_left_of_a_tied_embedding(tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = save(make("LlamaForCausalLM", {"tie_word_embeddings": True}), tmp_path)
+    folder = save_random(tmp_path, make("LlamaForCausalLM", {"tie_word_embeddings": True}))
     expected = hidden_states(folder)[-1]
     weights = load_file(folder / "model.safetensors")
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
@@ -95,12 +96,12 @@ def test_a_head_is_all_that_is_left_of_a_tied_embedding(tmp_path):
 
 
 def test_a_classifier_is_passed_over(tmp_path):
-    folder = save(make("LlamaForSequenceClassification", {}), tmp_path)
+    folder = save_random(tmp_path, make("LlamaForSequenceClassification", {}))
     torch.testing.assert_close(pooled(load(as_embedding_model, LlamaForCausalLM, folder), normalize=False), hidden_states(folder)[-1])
 
 
 def test_the_class(tmp_path):
-    config = config_of(save(make("LlamaForCausalLM", {}), tmp_path))
+    config = config_of(save_random(tmp_path, make("LlamaForCausalLM", {})))
     before = dict(vars(LlamaForCausalLM))
     converted = as_embedding_model(LlamaForCausalLM, config)
     assert converted.__name__ == converted.__qualname__ == "LlamaForCausalLMEmbedding"

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from adapter_harness import SMALL, save, save_tokenizer
+from adapter_harness import SMALL, save_tokenizer
 from toolkit_lm import LLM
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, UnsupportedError
 from toolkit_lm.model import Absent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm.pooling import embedding_pooler
 from toolkit_lm_decoder.llama import LlamaForCausalLM
+from toolkit_lm_devkit import save_random
 from toolkit_lm_pooling_adapters.score_template import score_tokens
 from toolkit_lm_pooling_adapters.score_templates import QWEN3_RERANKER
 
@@ -27,7 +28,7 @@ CHUNKED = {"enable_chunked_prefill": True, "max_num_batched_tokens": 16, "max_nu
 def make(folder, architecture, **more):
     """A checkpoint; tokens are words."""
     config_class = getattr(transformers, architecture).config_class
-    save(getattr(transformers, architecture)(config_class(**{**SMALL, **more})), folder)
+    save_random(folder, getattr(transformers, architecture)(config_class(**{**SMALL, **more})))
     save_tokenizer(folder, yes=40, no=17)
     return folder
 

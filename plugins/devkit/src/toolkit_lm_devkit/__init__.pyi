@@ -3,6 +3,7 @@ from .attention_step import AttentionStep as AttentionStep
 from .checkpoints import (
     make_checkpoint as make_checkpoint,
     randomize as randomize,
+    save_random as save_random,
     write_checkpoint as write_checkpoint,
     write_tokenizer as write_tokenizer,
 )
@@ -11,9 +12,17 @@ from .equality import (
     assert_same_logits as assert_same_logits,
     assert_same_tokens as assert_same_tokens,
 )
+from .forward import (
+    checkpoint_config as checkpoint_config,
+    hidden_states as hidden_states,
+    load_checkpoint as load_checkpoint,
+    logits_of as logits_of,
+    pooled as pooled,
+)
 from .model import ModelConformance as ModelConformance, Reference as Reference
 from .naive import naive_attention as naive_attention
 from .pairs import all_pairs as all_pairs
 from .pytest_plugin import Finished as Finished
+from .ranks import Computed as Computed, hidden_states_of_ranks as hidden_states_of_ranks, logits_of_ranks as logits_of_ranks
 from .renderer import RendererConformance as RendererConformance
 from .transformers_model import TransformersConformance as TransformersConformance

@@ -25,6 +25,16 @@ def make_checkpoint(folder: Path, hf_model: Any, **save_options: Any) -> Path:
     return write_tokenizer(folder, hf_model.config.vocab_size)
 
 
+def save_random(folder: Path, hf_model: Any, **save_options: Any) -> Path:
+    """Draws the weights of a model of transformers anew, and writes it without a tokenizer; returns the folder.
+
+    `save_options` are those of `save_pretrained`.
+    """
+    randomize(hf_model)
+    hf_model.eval().save_pretrained(folder, **save_options)
+    return folder
+
+
 def write_checkpoint(folder: Path, hf_config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Path:
     """Writes config.json, model.safetensors, and a tokenizer for `hf_config["vocab_size"]`; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)

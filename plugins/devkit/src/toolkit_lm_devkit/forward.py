@@ -1,0 +1,124 @@
+"""A model's forward pass without an engine: over whole sequences, with attention by the formula and no KV cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from toolkit_lm.attention import (
+    Attention,
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    BatchView,
+    Binding,
+    GroupMetadata,
+    KVCacheSpec,
+    forward_context,
+)
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import Model, load_model
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling import PoolingMetadata, PoolingRow
+from toolkit_lm.pooling_params import PoolingParams
+from torch import Tensor
+
+
+class FormulaAttention(AttentionBackend):
+    """Attention by the formula, one sequence after the other. The metadata are the sequences' lengths."""
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    @classmethod
+    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+        raise NotImplementedError("FormulaAttention runs without a KV cache")
+
+    def build(self, batch: BatchView) -> Any:
+        raise NotImplementedError("FormulaAttention runs without an engine")
+
+    def write_kv(self, layer: Attention, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        raise NotImplementedError("FormulaAttention runs without a KV cache")
+
+    def forward(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
+        k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (k, v))
+        for rows in zip(*(torch.split(x, meta) for x in (q, k, v, out)), strict=True):
+            self._attend(layer, *rows)
+
+    def _attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        positions = torch.arange(len(q))
+        scores = torch.einsum("qhd,khd->hqk", q, k).float() * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        if layer.bias is not None:
+            scores = scores + layer.bias(positions, positions)
+        distance = positions[:, None] - positions
+        hidden = distance.abs() >= (layer.window or len(q))
+        if layer.attention_type is not AttentionType.ENCODER:
+            hidden |= distance < 0
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
+        out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
+
+
+def checkpoint_config(folder: Path, *, rank: int = 0, **options: Any) -> VllmConfig:
+    """The resolved config of a checkpoint folder, as rank `rank` has it; `options` are those of VllmConfig."""
+    config = VllmConfig.default(json.loads((folder / "config.json").read_text()), **options).with_rank(rank)
+    assert config.checkpoint is not None
+    profile = Plugins.load().pooling_profiles.read(folder, config.hf_config, folder)
+    return config.with_checkpoint(msgspec.structs.replace(config.checkpoint, path=str(folder), pooling_profile=profile))
+
+
+def load_checkpoint(model_class: type[Model], folder: Path, *, rank: int = 0, **options: Any) -> Model:
+    """The model of a checkpoint folder on the CPU, as rank `rank` holds it; `options` are those of VllmConfig."""
+    return load_model(model_class, checkpoint_config(folder, rank=rank, **options), torch.device("cpu"))
+
+
+@torch.inference_mode()
+def hidden_states(stages: Sequence[Model], sequences: Sequence[Tensor], **inputs: Tensor) -> list[Tensor]:
+    """Hidden states [Ti, H] of each of `sequences`, token ids [Ti], in one flat batch.
+
+    `stages` are those of a pipeline, most often one. `inputs` are further arguments of the models' `forward`, for the whole batch.
+    """
+    layers = [module for stage in stages for module in stage.modules() if isinstance(module, Attention)]
+    bindings = {layer.prefix: Binding(FormulaAttention(torch.device("cpu")), None, 0) for layer in layers}
+    assert len(bindings) == len(layers), "two attention layers have one prefix"
+    lengths = [len(sequence) for sequence in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    out: Any = None
+    with forward_context(bindings, [GroupMetadata(lengths, None)]):
+        for stage in stages:
+            out = stage(torch.cat(list(sequences)), positions, intermediate=out, **inputs)
+    return list(out.split(lengths))
+
+
+@torch.inference_mode()
+def logits_of(stages: Sequence[Model], token_ids: Tensor, **inputs: Tensor) -> Tensor:
+    """Logits [T, V] at each token of one sequence [T]; the arguments are those of `hidden_states`."""
+    return stages[-1].compute_logits(hidden_states(stages, [token_ids], **inputs)[0])
+
+
+@torch.inference_mode()
+def pooled(stages: Sequence[Model], sequences: Sequence[Tensor], **params: Any) -> list[Tensor]:
+    """What the pooler of a pooling model makes of each of `sequences`; `params` are those of PoolingParams.
+
+    Raises RequestError where the pooler refuses them.
+    """
+    rows: list[PoolingRow] = []
+    start = 0
+    for sequence in sequences:
+        token_ids, tokens = sequence.numpy().astype(np.int32), slice(start, start + len(sequence))
+        rows.append(
+            PoolingRow(params=PoolingParams(**params), tokens=tokens, token_ids=token_ids, start=0, num_prompt_tokens=len(token_ids))
+        )
+        start = tokens.stop
+    pooler: Any = stages[-1].pooler
+    for row in rows:
+        pooler.check(row.params)
+    outputs: list[Tensor] = pooler(torch.cat(hidden_states(stages, sequences)), PoolingMetadata(rows))
+    return outputs
