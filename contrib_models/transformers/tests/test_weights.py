@@ -1,21 +1,18 @@
 """What checkpoints the fallback takes, what it says of those that it cannot take, and how its modules are made."""
 
-import json
 import subprocess
 import sys
 import threading
 
-import msgspec
 import pytest
 import toolkit_lm_transformers
 import torch
 from fallback_harness import save
 from safetensors.torch import load_file, save_file
 from toolkit_lm.attention import Attention
-from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import load_model
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
+from toolkit_lm_devkit import load_checkpoint
 from toolkit_lm_transformers.model import TransformersForCausalLM
 from toolkit_lm_transformers.uninitialized import Uninitialized
 
@@ -24,9 +21,7 @@ LAYER = "gpt_neox.layers.1.attention"
 
 
 def load(folder, **options):
-    config = VllmConfig.default(json.loads((folder / "config.json").read_text()), **options)
-    config = msgspec.structs.replace(config, checkpoint=msgspec.structs.replace(config.checkpoint, path=str(folder)))
-    return load_model(TransformersForCausalLM, config, torch.device("cpu"))
+    return load_checkpoint(TransformersForCausalLM, folder, **options)
 
 
 def edit(folder, change):
