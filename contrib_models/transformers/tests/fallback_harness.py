@@ -8,8 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 from toolkit_lm_devkit import assert_same_logits, assert_same_tokens, randomize
-from toolkit_lm_devkit.generation import Generated
-from toolkit_lm_devkit.generation import generate as generate_by_engine
+from toolkit_lm_devkit.generation import Generated, generate as generate_by_engine
 
 VOCAB_SIZE = 150
 LENGTHS = [5, 17, 40, 3, 64, 33, 1, 21]

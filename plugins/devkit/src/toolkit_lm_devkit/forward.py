@@ -19,6 +19,7 @@ from toolkit_lm.attention import (
     Binding,
     GroupMetadata,
     KVCacheSpec,
+    LayerParams,
     forward_context,
 )
 from toolkit_lm.config import VllmConfig
@@ -43,15 +44,15 @@ class FormulaAttention(AttentionBackend):
     def build(self, batch: BatchView) -> Any:
         raise NotImplementedError("FormulaAttention runs without an engine")
 
-    def write_kv(self, layer: Attention, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         raise NotImplementedError("FormulaAttention runs without a KV cache")
 
-    def forward(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
+    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
         k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (k, v))
         for rows in zip(*(torch.split(x, meta) for x in (q, k, v, out)), strict=True):
             self._attend(layer, *rows)
 
-    def _attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def _attend(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         positions = torch.arange(len(q))
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * layer.scale
         if layer.soft_cap is not None:
