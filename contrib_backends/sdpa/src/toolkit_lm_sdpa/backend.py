@@ -7,7 +7,7 @@ from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType,
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from toolkit_lm_sdpa.alike import attend_alike
+from toolkit_lm_sdpa.equal_length import attend_equal_length
 from toolkit_lm_sdpa.formula import probabilities, scores
 from toolkit_lm_sdpa.plan import Bucket, Metadata, Row
 
@@ -48,13 +48,13 @@ class SdpaBackend(AttentionBackend):
 
     def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Metadata, out: Tensor) -> None:
         plan = meta.plan(layer, kv_cache)
-        for tokens in plan.blind:
+        for tokens in plan.keyless:
             out[tokens].zero_()
         for bucket in plan.buckets:
             assert kv_cache is not None
             _decode(layer, q, kv_cache, bucket, out)
-        for alike in plan.alike:
-            attend_alike(layer, q, k, v, alike, out)
+        for rows in plan.equal_length:
+            attend_equal_length(layer, q, k, v, rows, out)
         for row in plan.rows:
             if row.index is None:
                 own = slice(row.tokens.start, row.tokens.start + len(row.k_positions))

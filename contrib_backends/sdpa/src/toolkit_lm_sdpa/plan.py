@@ -16,7 +16,7 @@ _BUCKET_KEYS = 32768
 """Most keys in a bucket, over all its rows: bounds the memory of the gathered keys."""
 
 
-class Ask(NamedTuple):
+class LayerKey(NamedTuple):
     """The properties of a layer, and of its cache, that a plan depends on."""
 
     type: AttentionType
@@ -29,7 +29,7 @@ class Ask(NamedTuple):
     block_size: int | None
 
     @classmethod
-    def of(cls, layer: LayerParams, kv_cache: Tensor | None) -> Ask:
+    def of(cls, layer: LayerParams, kv_cache: Tensor | None) -> LayerKey:
         shaped = layer.soft_cap is not None or layer.sinks is not None
         block_size = None if kv_cache is None else kv_cache.shape[2]
         return cls(layer.attention_type, layer.window, layer.spans, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
@@ -74,7 +74,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Alike:
+class EqualLengthRows:
     """N sequences of L tokens each, all of which see each other; nothing is cached."""
 
     tokens: slice | Tensor
@@ -89,30 +89,30 @@ class Plan:
 
     buckets: list[Bucket]
     rows: list[Row]
-    alike: list[Alike]
-    blind: list[slice]
+    equal_length: list[EqualLengthRows]
+    keyless: list[slice]
     """Tokens that have no key at all: their output is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """One step. Plans are made by the first layer that asks: the batch knows neither windows nor head counts."""
+    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts."""
 
     batch: BatchView
-    _plans: dict[Ask, Plan] = field(default_factory=dict)
+    _plans: dict[LayerKey, Plan] = field(default_factory=dict)
 
     def plan(self, layer: LayerParams, kv_cache: Tensor | None) -> Plan:
-        ask = Ask.of(layer, kv_cache)
-        plan = self._plans.get(ask)
+        key = LayerKey.of(layer, kv_cache)
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[ask] = _Planner(self.batch, ask).plan()
+            plan = self._plans[key] = _Planner(self.batch, key).plan()
         return plan
 
 
 class _Planner:
-    def __init__(self, batch: BatchView, ask: Ask) -> None:
+    def __init__(self, batch: BatchView, key: LayerKey) -> None:
         self.batch = batch
-        self.ask = ask
+        self.key = key
         self.device = batch.seq_lens_device.device
 
     def plan(self) -> Plan:
@@ -123,14 +123,14 @@ class _Planner:
         for row in range(self.batch.num_rows):
             tokens = slice(int(starts[row]), int(starts[row + 1]))
             if lengths[row] == 0:
-                plan.blind.append(tokens)
-            elif tokens.stop - tokens.start == 1 and self.ask.block_size is not None:
+                plan.keyless.append(tokens)
+            elif tokens.stop - tokens.start == 1 and self.key.block_size is not None:
                 decode.append(row)
             elif lengths[row] == tokens.stop - tokens.start and self._sees_all(tokens.stop - tokens.start):
                 by_length.setdefault(tokens.stop - tokens.start, []).append(tokens)
             else:
                 plan.rows.append(self._row(row, tokens))
-        plan.alike.extend(self._alike(length, rows) for length, rows in by_length.items())
+        plan.equal_length.extend(self._equal_length(length, rows) for length, rows in by_length.items())
         if decode:
             rows = np.array(decode)
             ends = lengths[rows].astype(np.int64)
@@ -140,19 +140,19 @@ class _Planner:
 
     def _sees_all(self, length: int) -> bool:
         """Sequences of so many tokens have no cache and no mask, and torch's kernels can compute them."""
-        ask = self.ask
-        return ask.type is AttentionType.ENCODER and not ask.shaped and (ask.window is None or ask.window >= length)
+        key = self.key
+        return key.type is AttentionType.ENCODER and not key.shaped and (key.window is None or key.window >= length)
 
-    def _alike(self, length: int, rows: list[slice]) -> Alike:
+    def _equal_length(self, length: int, rows: list[slice]) -> EqualLengthRows:
         positions = torch.arange(length, device=self.device)
         first, end = rows[0].start, rows[-1].stop
         if end - first == length * len(rows):
-            return Alike(slice(first, end), positions)
-        return Alike(self._device(np.concatenate([np.arange(row.start, row.stop) for row in rows])), positions)
+            return EqualLengthRows(slice(first, end), positions)
+        return EqualLengthRows(self._device(np.concatenate([np.arange(row.start, row.stop) for row in rows])), positions)
 
     def _bucket(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> Bucket:
         begins, ends = begins[:, None], ends[:, None]
-        offset = begins.min(keepdims=True) if self.ask.bias else begins
+        offset = begins.min(keepdims=True) if self.key.bias else begins
         positions = offset + np.arange(int((ends - offset).max()))
         hidden = self._device(~((positions >= begins) & (positions < ends)))
         mask = torch.zeros(hidden.shape, device=self.device).masked_fill_(hidden, float("-inf"))
@@ -162,14 +162,14 @@ class _Planner:
             index=self._cache_index(rows, np.clip(positions, begins, ends - 1)),
             mask=mask[:, None, None],
             q_positions=self._device(ends[:, 0] - 1),
-            k_positions=self._device(positions[0]) if self.ask.bias else None,
+            k_positions=self._device(positions[0]) if self.key.bias else None,
         )
 
     def _row(self, row: int, tokens: slice) -> Row:
         num_queries, end = tokens.stop - tokens.start, int(self.batch.seq_lens[row])
-        encoder = self.ask.type is AttentionType.ENCODER
-        fresh = encoder or (self.ask.type is AttentionType.DECODER and num_queries == end)
-        assert fresh or self.ask.block_size is not None, "a layer without a cache sees keys of earlier steps"
+        encoder = self.key.type is AttentionType.ENCODER
+        fresh = encoder or (self.key.type is AttentionType.DECODER and num_queries == end)
+        assert fresh or self.key.block_size is not None, "a layer without a cache sees keys of earlier steps"
         begin = 0 if fresh else self._first_key(row, end - num_queries, end)
         k_positions = np.arange(begin, end)
         q_positions = np.arange(num_queries) if encoder else np.arange(end - num_queries, end)
@@ -185,12 +185,12 @@ class _Planner:
 
     def _visibility(self, row: int, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
         """`causal` and `visible` of a Row with queries and keys at these positions."""
-        causal, spans = self.ask.type is AttentionType.DECODER, self._spans(row)
+        causal, spans = self.key.type is AttentionType.DECODER, self._spans(row)
         length = max(int(self.batch.seq_lens[row]), len(q))
-        window = length if self.ask.window is None else min(self.ask.window, length)
-        if self.ask.type is AttentionType.CROSS or (not causal and window == length):
+        window = length if self.key.window is None else min(self.key.window, length)
+        if self.key.type is AttentionType.CROSS or (not causal and window == length):
             return False, None
-        if causal and window == length and not spans and not self.ask.explicit and len(q) == len(k):
+        if causal and window == length and not spans and not self.key.explicit and len(q) == len(k):
             return True, None
         q, k = q[:, None], k[None]
         visible = (k > q - window) & (k < q + (1 if causal else window))
@@ -200,17 +200,17 @@ class _Planner:
 
     def _first_key(self, row: int, query: int, end: int) -> int:
         """The first position that a decoder row with queries at query : end can see."""
-        if self.ask.window is None or self.ask.type is not AttentionType.DECODER:
+        if self.key.window is None or self.key.type is not AttentionType.DECODER:
             return 0
-        first = max(0, query + 1 - self.ask.window)
+        first = max(0, query + 1 - self.key.window)
         return min([first, *(span[0] for span in self._spans(row) if span[0] < end and span[1] > query)])
 
     def _spans(self, row: int) -> list[tuple[int, int]]:
-        return list(self.batch.spans[row]) if self.ask.spans and self.batch.spans is not None else []
+        return list(self.batch.spans[row]) if self.key.spans and self.batch.spans is not None else []
 
     def _cache_index(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads, L]."""
-        block_size, num_kv_heads = self.ask.block_size, self.ask.num_kv_heads
+        block_size, num_kv_heads = self.key.block_size, self.key.num_kv_heads
         assert self.batch.block_table is not None and block_size is not None
         table = self.batch.block_table[self._device(rows)]
         blocks = table.gather(1, self._device(positions // block_size)).long()

@@ -7,13 +7,13 @@ import pytest
 import torch
 from toolkit_lm.attention import AttentionType
 from toolkit_lm_devkit import AttentionStep
-from toolkit_lm_sdpa.alike import _parts
 from toolkit_lm_sdpa.backend import SdpaBackend
-from toolkit_lm_sdpa.plan import Alike
+from toolkit_lm_sdpa.equal_length import _parts
+from toolkit_lm_sdpa.plan import EqualLengthRows
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCHES = {
-    "alike": [9] * 7,
+    "equal": [9] * 7,
     "mixed": [9, 30, 9, 1, 30, 9, 9, 1, 9],
     "long": [150, 20, 150, 20, 129, 128, 128],
     "all different": [3, 17, 40],
@@ -47,7 +47,7 @@ def test_half_precision_is_as_exact_as_torch(dtype, sharpness) -> None:
 
 def test_parts_hold_every_sequence_once() -> None:
     for tokens in (slice(6, 6 + 3 * 23), torch.arange(3 * 23).flip(0)):
-        parts = list(_parts(Alike(tokens, torch.arange(3)), most=10))
+        parts = list(_parts(EqualLengthRows(tokens, torch.arange(3)), most=10))
         assert [count for _, count in parts] == [7, 8, 8]
         together = [torch.arange(p.start, p.stop) if isinstance(p, slice) else p for p, _ in parts]
         assert torch.equal(torch.cat(together), torch.arange(6, 6 + 3 * 23) if isinstance(tokens, slice) else tokens)
@@ -56,5 +56,5 @@ def test_parts_hold_every_sequence_once() -> None:
 def test_parts_of_one_size_give_what_the_whole_gives(monkeypatch) -> None:
     step = make_step(BATCHES["mixed"], heads=(4, 4), head_size=16)
     whole = step.run()
-    monkeypatch.setattr("toolkit_lm_sdpa.alike._CHUNK_SCORES", 2 * 4 * 9 * 9)
+    monkeypatch.setattr("toolkit_lm_sdpa.equal_length._CHUNK_SCORES", 2 * 4 * 9 * 9)
     assert (step.run() - whole).abs().max() <= 1e-6

@@ -9,7 +9,7 @@ from toolkit_lm.attention import LayerParams
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from toolkit_lm_sdpa.plan import Alike
+from toolkit_lm_sdpa.plan import EqualLengthRows
 
 _SHORT = 128
 """Up to so many tokens, two matrix products with a softmax between are faster on a CPU than torch's kernel, which works in tiles."""
@@ -17,13 +17,13 @@ _CHUNK_SCORES = 2**20
 """Most scores that these hold at a time: more do not stay in the caches, and fewer leave the threads little to share."""
 
 
-def attend_alike(layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, alike: Alike, out: Tensor) -> None:
-    """Writes attention of the tokens of `alike` to out; q and out [T, num_heads, head_size], k and v [T, num_kv_heads, head_size]."""
-    length, heads, kv_heads, size = len(alike.positions), layer.num_heads, layer.num_kv_heads, layer.head_size
-    bias = None if layer.bias is None else layer.bias(alike.positions, alike.positions).float()
+def attend_equal_length(layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, rows: EqualLengthRows, out: Tensor) -> None:
+    """Writes attention of the tokens of `rows` to out; q and out [T, num_heads, head_size], k and v [T, num_kv_heads, head_size]."""
+    length, heads, kv_heads, size = len(rows.positions), layer.num_heads, layer.num_kv_heads, layer.head_size
+    bias = None if layer.bias is None else layer.bias(rows.positions, rows.positions).float()
     fast = out.device.type == "cpu" and length <= _SHORT
     most = max(1, _CHUNK_SCORES // (heads * length * length)) if fast else len(out)
-    for tokens, count in _parts(alike, most):
+    for tokens, count in _parts(rows, most):
         # A KV head's query heads lie side by side: [count, kv_heads, group, length, size].
         queries = _take(q, tokens).view(count, length, kv_heads, -1, size).permute(0, 2, 3, 1, 4)
         keys, values = (_take(x, tokens).view(count, length, kv_heads, size).transpose(1, 2) for x in (k, v))
@@ -44,9 +44,9 @@ def _take(x: Tensor, tokens: slice | Tensor) -> Tensor:
     return x[tokens] if isinstance(tokens, slice) else x.index_select(0, tokens)
 
 
-def _parts(alike: Alike, most: int) -> Iterator[tuple[slice | Tensor, int]]:
+def _parts(rows: EqualLengthRows, most: int) -> Iterator[tuple[slice | Tensor, int]]:
     """Tokens of at most `most` of the sequences, and how many these are: about as many in each part."""
-    length, tokens = len(alike.positions), alike.tokens
+    length, tokens = len(rows.positions), rows.tokens
     start, total = (tokens.start, tokens.stop - tokens.start) if isinstance(tokens, slice) else (0, len(tokens))
     total //= length
     parts = -(-total // most)
