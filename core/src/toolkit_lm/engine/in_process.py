@@ -20,7 +20,7 @@ class InProcessClient(EngineClient):
     """Calls EngineCore. It sets neither thread counts nor CPU affinity nor signal handlers of its host app."""
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
-        """Loads the model. `config` is resolved, `settle_device` included."""
+        """Loads the model. `config` is resolved, `resolve_device` included."""
         super().__init__()
         self.core = EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=plugins.has_event_listeners)
         self._info = EngineInfo(config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling)

@@ -6,7 +6,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.client import EngineClient
 from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.resolution.resolution import settle_device
+from toolkit_lm.resolution.resolution import resolve_device
 
 
 def start_engine(config: VllmConfig, plugins: Plugins, process: EngineProcess | None = None) -> EngineClient:
@@ -28,4 +28,4 @@ def start_engine(config: VllmConfig, plugins: Plugins, process: EngineProcess | 
     # It brings torch along.
     from toolkit_lm.engine.in_process import InProcessClient
 
-    return InProcessClient(settle_device(config), plugins)
+    return InProcessClient(resolve_device(config), plugins)

@@ -11,7 +11,7 @@ from toolkit_lm.attention import Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.checkpoint import choose_model
-from toolkit_lm.resolution.resolution import choose_renderer, resolve_configured, settle_device
+from toolkit_lm.resolution.resolution import choose_renderer, resolve_configured, resolve_device
 from toolkit_lm.runner import load_model_class, select_backends
 
 
@@ -51,7 +51,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     """Makes the choices that an engine makes at its start, without reading or holding weights. Raises what the engine would raise."""
     plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
     configured = plugins.configure(config)
-    resolved = settle_device(resolve_configured(configured, plugins))
+    resolved = resolve_device(resolve_configured(configured, plugins))
     assert resolved.checkpoint is not None
     entry = plugins.models.get(resolved.checkpoint.architecture)
     open_config = configured.with_checkpoint(resolved.checkpoint)

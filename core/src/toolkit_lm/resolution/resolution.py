@@ -25,7 +25,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     """The config that an engine runs with. Raises ConfigError, CheckpointError, UnsupportedError, PluginError."""
-    return settle_device(resolve_configured(plugins.configure(config), plugins))
+    return resolve_device(resolve_configured(plugins.configure(config), plugins))
 
 
 def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
@@ -41,7 +41,7 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
         renderer=choose_renderer(config, plugins)[0],
     )
     choice = choose_runner(config, plugins)
-    if choice.runner == "generate" and not config.model.also:
+    if choice.runner == "generate" and not config.model.extra_tasks:
         check_pooler_options(config.pooler, PoolingKind.NONE)
     profile = checkpoint.pooling_profile
     if asked_len is None and choice.runner == "pooling" and profile is not None and profile.max_tokens is not None:
@@ -77,7 +77,7 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
     )
 
 
-def settle_device(config: VllmConfig) -> VllmConfig:
+def resolve_device(config: VllmConfig) -> VllmConfig:
     """The config with a device that is there. Raises ConfigError. For the process that computes: it imports torch."""
     return config.replace(device=_device(config.device.device))
 

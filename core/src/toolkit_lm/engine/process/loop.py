@@ -17,7 +17,7 @@ from toolkit_lm.errors import PluginError, ToolkitError
 from toolkit_lm.executor import InProcessExecutor
 from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.plugin import Plugins, PluginWarning
-from toolkit_lm.resolution.resolution import settle_device
+from toolkit_lm.resolution.resolution import resolve_device
 
 _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
@@ -51,7 +51,7 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
         plugins = Plugins.load(start.config.plugins)
     if difference := start.fingerprint.difference(plugins.fingerprint()):
         raise PluginError(f"the engine process has other plugins than its front ('here': the front; 'there': the process):\n{difference}")
-    config = settle_device(start.config)
+    config = resolve_device(start.config)
     return EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=start.listening, on_phase=on_phase)
 
 
