@@ -1,4 +1,4 @@
-"""`also=["embed"]`: one engine generates and embeds with the same weights, in the same batches."""
+"""`extra_tasks=["embed"]`: one engine generates and embeds with the same weights, in the same batches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def states(checkpoint):
 
 
 def engine_of(checkpoint, watch, **options) -> LLMEngine:
-    config = VllmConfig.make(model=str(checkpoint[0]), also=["embed"], max_logprobs=272, **OPTIONS | options)
+    config = VllmConfig.make(model=str(checkpoint[0]), extra_tasks=["embed"], max_logprobs=272, **OPTIONS | options)
     return LLMEngine(config, plugins=[watch])
 
 
@@ -119,7 +119,7 @@ def test_a_preempted_embedding_begins_anew(checkpoint, watch):
 
 
 def test_offline(checkpoint, states):
-    with LLM(str(checkpoint[0]), also=["embed"], **OPTIONS) as llm:
+    with LLM(str(checkpoint[0]), extra_tasks=["embed"], **OPTIONS) as llm:
         (text,) = llm.generate(given(PROMPTS[1]), SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(text.outputs[0].token_ids) == 3
         (output,) = llm.embed(given(PROMPTS[1]), PoolingParams(normalize=False), use_tqdm=False)
@@ -142,7 +142,7 @@ def test_texts_are_read_as_by_a_pooling_engine(checkpoint, tmp_path):
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64, "do_lower_case": True}))
     prompts = {"prompts": {"query": "Q: ", "document": "D: "}, "default_prompt_name": "query"}
     (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    with LLM(str(folder), **OPTIONS) as pooling, LLM(str(folder), runner="generate", also=["embed"], **OPTIONS) as both:
+    with LLM(str(folder), **OPTIONS) as pooling, LLM(str(folder), runner="generate", extra_tasks=["embed"], **OPTIONS) as both:
         for names in ({}, {"prompt_name": "query"}, {"prompt_name": "document"}):
             (one,), (other,) = (llm.embed("A Cat", use_tqdm=False, **names) for llm in (pooling, both))
             assert one.prompt_token_ids == other.prompt_token_ids

@@ -157,7 +157,7 @@ class TestTask:
 
     def test_of_an_engine_that_generates(self, folder):
         with LLM(folder, max_model_len=64) as llm:
-            embed = r"Supported: generate\. Start the engine with --convert embed .*convert='embed'.* --also embed"
+            embed = r"Supported: generate\. Start the engine with --convert embed .*convert='embed'.* --extra-tasks embed"
             with pytest.raises(RequestError, match=embed):
                 llm.embed("abc")
             with pytest.raises(RequestError, match=embed):

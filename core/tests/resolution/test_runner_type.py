@@ -51,7 +51,7 @@ LM, SEQ_CLS, BERT, BERT_CLS, REWARD = (
         (LM, {}, ("generate", "none")),
         (LM, {"runner": "generate"}, ("generate", "none")),
         (LM, {"runner": "generate", "convert": "none"}, ("generate", "none")),
-        (LM, {"also": ["embed"]}, ("generate", "none")),
+        (LM, {"extra_tasks": ["embed"]}, ("generate", "none")),
         (LM, {"runner": "pooling"}, ("pooling", "embed")),
         (LM, {"convert": "embed"}, ("pooling", "embed")),
         (LM, {"convert": "classify"}, ("pooling", "classify")),
@@ -80,7 +80,7 @@ def test_what_is_chosen(plugins, checkpoint, options, expected):
             "'reward' is for native reward models, and 'KnownForCausalLM' is none.*--convert classify",
         ),
         (LM, {"convert": "embedd"}, ConfigError, "no convert type 'embedd'.*embed"),
-        (LM, {"runner": "generate", "convert": "embed"}, ConfigError, "runner 'generate' takes convert 'none', not 'embed'.*--also embed"),
+        (LM, {"runner": "generate", "convert": "embed"}, ConfigError, "takes convert 'none', not 'embed'.*--extra-tasks embed"),
         (LM, {"runner": "generate", "convert": "classify"}, ConfigError, r"not 'classify'\. Able: --runner pooling\.$"),
         (REWARD, {"convert": "embed"}, UnsupportedError, "pooling model already, and not of convert type 'embed'.*--convert auto"),
         (LM, {"runner": "pooling", "convert": "none"}, ConfigError, "cannot run 'KnownForCausalLM' as it is.*embed or classify"),
@@ -90,9 +90,9 @@ def test_what_is_chosen(plugins, checkpoint, options, expected):
         (BERT, {"convert": "classify"}, UnsupportedError, "pooling model already, and not of convert type 'classify'"),
         (BERT, {"convert": "reward"}, ConfigError, "'reward' is for native reward models, and 'BertModel' is none"),
         (BERT_CLS, {"convert": "embed"}, UnsupportedError, "pooling model already, and not of convert type 'embed'"),
-        (LM, {"also": ["classify"]}, ConfigError, "also 'classify'.*Able: embed"),
-        (LM, {"runner": "pooling", "also": ["embed"]}, ConfigError, "also embed is for engines that generate"),
-        (BERT, {"also": ["embed"]}, ConfigError, "also embed is for engines that generate"),
+        (LM, {"extra_tasks": ["classify"]}, ConfigError, "extra_tasks 'classify'.*Able: embed"),
+        (LM, {"runner": "pooling", "extra_tasks": ["embed"]}, ConfigError, "extra_tasks embed is for engines that generate"),
+        (BERT, {"extra_tasks": ["embed"]}, ConfigError, "extra_tasks embed is for engines that generate"),
     ],
 )
 def test_what_is_refused(plugins, checkpoint, options, error, words):
@@ -105,7 +105,7 @@ def test_a_complete_profile_makes_a_language_model_an_embedder(plugins):
     assert choose(plugins, *LM, profile=profile) == ("pooling", "embed")
     assert choose(plugins, *LM, profile=profile, convert="classify") == ("pooling", "classify")
     assert choose(plugins, *LM, profile=profile, runner="generate") == ("generate", "none")
-    assert choose(plugins, *LM, profile=profile, also=["embed"], runner="generate") == ("generate", "none")
+    assert choose(plugins, *LM, profile=profile, extra_tasks=["embed"], runner="generate") == ("generate", "none")
     assert choose(plugins, *BERT, profile=profile) == ("pooling", "none")
     reranker = PoolingProfile(folder="", is_complete=True, logit_score=LogitScore(true_token_id=1))
     assert choose(plugins, *LM, profile=reranker) == ("pooling", "classify")

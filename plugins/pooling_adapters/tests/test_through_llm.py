@@ -175,6 +175,6 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="option 'use_activation' means nothing to an embedding model"):
         llm_of(folder, convert="embed", use_activation=True)
     with pytest.raises(ConfigError, match="option 'use_activation' means nothing to an embedding model"):
-        llm_of(folder, also=["embed"], use_activation=True)
+        llm_of(folder, extra_tasks=["embed"], use_activation=True)
     with pytest.raises(CheckpointError, match="'maybe not' is 2 tokens"):
         llm_of(folder, convert="classify", classifier_method="no_post_processing", classifier_tokens=["maybe not"])

@@ -301,7 +301,7 @@ async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path,
 
 
 async def test_pooling_lists_pooling_tasks_only(engine_of, client_of):
-    engine = engine_of("generator", also="embed")
+    engine = engine_of("generator", extra_tasks="embed")
     assert engine.tasks == ("generate", "embed", "token_embed")
     async with client_of(create_app(engine)) as client:
         for body in ({"input": "a"}, {"input": "a", "task": "generate"}, {"input": "a", "task": "classify"}):

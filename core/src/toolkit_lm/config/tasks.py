@@ -39,7 +39,7 @@ CONVERTIBLE_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", 
 def way_to_serve(task: PoolingTask) -> str:
     """The end of an error's message: how a generating engine is made to serve a task."""
     convert = next(convert for convert, tasks in CONVERT_TASKS.items() if task in tasks)
-    beside = " To serve it beside generation: --also embed." if convert == "embed" else ""
+    beside = " To serve it beside generation: --extra-tasks embed." if convert == "embed" else ""
     return f"Start the engine with --convert {convert} (in Python convert={convert!r}).{beside}"
 
 

@@ -31,7 +31,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     convert: Annotated[
         str, option("Pooling adapter that makes the model fit the runner: none, embed, classify, or a plugin's. auto: what it needs.")
     ] = "auto"
-    also: Annotated[list[str], option("Convert types that a generating engine serves beside generation: embed.")] = field(
+    extra_tasks: Annotated[list[str], option("Tasks that a generating engine serves beside generation: embed.")] = field(
         default_factory=list
     )
     model_impl: Annotated[

@@ -52,7 +52,7 @@ class PoolingInputProcessor:
         """Of rerankers that are language models. None: query and document are a pair of texts, which the renderer joins."""
         if config.model.runner == "pooling":
             self.pair_renderer = _make_pair_renderer(config, renderer, plugins)
-        elif not config.model.also:
+        elif not config.model.extra_tasks:
             return
         if found := config.checkpoint.pooling_profile:
             if found.refusal is not None:

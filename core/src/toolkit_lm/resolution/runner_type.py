@@ -35,12 +35,12 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     runner: RunnerType = wanted if wanted != "auto" else "pooling" if native or convert not in ("auto", "none") else by_name
     if runner == "generate":
         if convert not in ("auto", "none"):
-            beside = " or --also embed" if convert == "embed" else ""
+            beside = " or --extra-tasks embed" if convert == "embed" else ""
             raise ConfigError(f"runner 'generate' takes convert 'none', not {convert!r}. Able: --runner pooling{beside}.")
-        _check_also(config.model.also)
+        _check_extra_tasks(config.model.extra_tasks)
         return RunnerChoice("generate", "none")
-    if config.model.also:
-        raise ConfigError(f"also {', '.join(config.model.also)} is for engines that generate, and this one is for pooling.")
+    if config.model.extra_tasks:
+        raise ConfigError(f"extra_tasks {', '.join(config.model.extra_tasks)} is for engines that generate, and this one is for pooling.")
     if native:
         return RunnerChoice("pooling", "none")
     if convert == "none":
@@ -63,7 +63,7 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
         raise UnsupportedError(f"{name!r} is a pooling model already, and not of convert type {convert!r}. Able: --convert auto.")
 
 
-def _check_also(also: list[str]) -> None:
-    for convert in also:
-        if convert != "embed":
-            raise ConfigError(f"also {convert!r}: a generating engine can serve embeddings beside generation only. Able: embed.")
+def _check_extra_tasks(extra_tasks: list[str]) -> None:
+    for task in extra_tasks:
+        if task != "embed":
+            raise ConfigError(f"extra_tasks {task!r}: a generating engine can serve embeddings beside generation only. Able: embed.")
