@@ -70,7 +70,7 @@ def test_what_was_registered_last_is_asked_first(processor):
     assert type(processor("plain", "joined").pair_renderer) is Joined
     assert processor("nothing").pair_renderer is None
     # An engine that generates, and serves embeddings beside, has no pairs.
-    assert processor("joined", runner="generate", also=["embed"]).pair_renderer is None
+    assert processor("joined", runner="generate", extra_tasks=["embed"]).pair_renderer is None
 
 
 def test_instructions(processor):

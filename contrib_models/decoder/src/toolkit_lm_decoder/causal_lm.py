@@ -62,14 +62,16 @@ class Decoder(Model):
 class CausalLM(Model):
     """A decoder with its language-modeling head."""
 
-    decoder: ClassVar[type[Decoder]]
     decoder_name: ClassVar[str] = "model"
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        decoder = self.decoder(vllm_config=vllm_config, prefix=join(prefix, self.decoder_name))
+        decoder = self.make_decoder(join(prefix, self.decoder_name))
         self.add_module(self.decoder_name, decoder)
         self.lm_head = self._head(HFConfig(vllm_config.hf_config), decoder) if decoder.is_last else Absent()
+
+    def make_decoder(self, prefix: str) -> Decoder:
+        raise NotImplementedError
 
     def _head(self, config: HFConfig, decoder: Decoder) -> ParallelLMHead:
         tied = decoder.get_submodule(decoder.embedding_name) if decoder.is_tied else None

@@ -51,9 +51,6 @@ class GemmaMLP(LlamaMLP):
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):
-    attention = Gemma2Attention
-    feed_forward = GemmaMLP
-    norm = GemmaRMSNorm
     norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
     pre_feedforward_layernorm: RMSNorm
     post_feedforward_layernorm: RMSNorm
@@ -66,7 +63,6 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
 
 
 class Gemma2Model(LlamaModel):
-    layer = Gemma2DecoderLayer
     is_tied_by_default = True
 
     def embedding_scale(self, config: HFConfig) -> float:
@@ -76,6 +72,10 @@ class Gemma2Model(LlamaModel):
 
 
 class Gemma2ForCausalLM(LlamaForCausalLM):
+    attention = Gemma2Attention
+    feed_forward = GemmaMLP
+    norm = GemmaRMSNorm
+    layer = Gemma2DecoderLayer
     decoder = Gemma2Model
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

@@ -6,8 +6,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, RopeParameters, RotaryEmbedding, Rotation
 from torch import Tensor
 
-from toolkit_lm_decoder.gemma2 import Gemma2Attention, Gemma2DecoderLayer, Gemma2ForCausalLM, Gemma2Model, GemmaRMSNorm
-from toolkit_lm_decoder.llama import head_size_of
+from toolkit_lm_decoder.gemma2 import Gemma2Attention, Gemma2ForCausalLM, Gemma2Model, GemmaRMSNorm
+from toolkit_lm_decoder.llama import LlamaParts, head_size_of
 from toolkit_lm_decoder.qwen3 import Qwen3Attention
 
 
@@ -21,15 +21,9 @@ class Gemma3Attention(Gemma2Attention, Qwen3Attention):
         return (layer + 1) % config.get("sliding_window_pattern", int, 6) != 0
 
 
-class Gemma3DecoderLayer(Gemma2DecoderLayer):
-    attention = Gemma3Attention
-
-
 class Gemma3Model(Gemma2Model):
-    layer = Gemma3DecoderLayer
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+    def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.local_rotary = self._rotary_of(HFConfig(vllm_config.hf_config), "sliding_attention")
         self.is_local = [layer.get_submodule("self_attn.attn").window is not None for layer in self.layers.owned]
 
@@ -52,4 +46,5 @@ class Gemma3Model(Gemma2Model):
 
 
 class Gemma3ForCausalLM(Gemma2ForCausalLM):
+    attention = Gemma3Attention
     decoder = Gemma3Model

@@ -133,8 +133,10 @@ class GPT2LMHeadModel(CausalLM):
 
     renames = ((r"^(?!transformer\.|lm_head\.)", "transformer."),)
     ignored = (r"\.attn\.(masked_)?bias$",)
-    decoder = GPT2Model
     decoder_name = "transformer"
+
+    def make_decoder(self, prefix: str) -> GPT2Model:
+        return GPT2Model(vllm_config=self.vllm_config, prefix=prefix)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         stored_transposed = re.compile(r"\.(c_attn|c_proj|c_fc)\.weight$")

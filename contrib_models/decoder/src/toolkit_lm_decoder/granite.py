@@ -6,7 +6,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, Rotation
 from torch import Tensor
 
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, LlamaParts
 
 
 class GraniteAttention(LlamaAttention):
@@ -15,10 +15,8 @@ class GraniteAttention(LlamaAttention):
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
-    attention = GraniteAttention
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
+    def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.multiplier = HFConfig(vllm_config.hf_config).get("residual_multiplier", float, 1.0)
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
@@ -29,13 +27,13 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
 
 
 class GraniteModel(LlamaModel):
-    layer = GraniteDecoderLayer
-
     def embedding_scale(self, config: HFConfig) -> float:
         return config.get("embedding_multiplier", float, 1.0)
 
 
 class GraniteForCausalLM(LlamaForCausalLM):
+    attention = GraniteAttention
+    layer = GraniteDecoderLayer
     decoder = GraniteModel
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from toolkit_lm.attention import Attention
@@ -53,7 +54,7 @@ def layer_window(config: HFConfig, layer: int, *, otherwise: bool) -> int | None
     return config.require("sliding_window", int) if is_windowed else None
 
 
-def norm_of(config: HFConfig, vllm_config: VllmConfig, kind: type[RMSNorm] = RMSNorm) -> RMSNorm:
+def norm_of(config: HFConfig, vllm_config: VllmConfig, kind: type[RMSNorm]) -> RMSNorm:
     """A norm of the hidden states."""
     return kind(config.require("hidden_size", int), eps=eps_of(config), vllm_config=vllm_config)
 
@@ -151,21 +152,18 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """One layer. The residual travels beside the hidden states, so that each addition joins the norm after it."""
 
-    attention: ClassVar[type[nn.Module]] = LlamaAttention
-    feed_forward: ClassVar[type[nn.Module]] = LlamaMLP
-    norm: ClassVar[type[RMSNorm]] = RMSNorm
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """Names of the layer's norms of hidden states."""
     input_layernorm: RMSNorm
     post_attention_layernorm: RMSNorm
 
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
+    def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
         for name in self.norms:
-            self.add_module(name, norm_of(config, vllm_config, self.norm))
-        self.self_attn = self.attention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
-        self.mlp = self.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
+            self.add_module(name, norm_of(config, vllm_config, parts.norm))
+        self.self_attn = parts.attention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
+        self.mlp = parts.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)
@@ -184,19 +182,17 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(Decoder):
     """The embedding, the layers and the last norm."""
 
-    layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
-
-    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+    def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
         self.rotary = self._rotary(config)
         self.layers = make_layers(
             config.require("num_hidden_layers", int),
-            lambda prefix: self.layer(vllm_config=vllm_config, prefix=prefix),
+            lambda prefix: parts.layer(parts, vllm_config=vllm_config, prefix=prefix),
             join(prefix, "layers"),
             vllm_config.parallel,
         )
-        self.norm = norm_of(config, vllm_config, self.layer.norm) if self.is_last else Absent()
+        self.norm = norm_of(config, vllm_config, parts.norm) if self.is_last else Absent()
 
     def _rotary(self, config: HFConfig) -> RotaryEmbedding:
         return RotaryEmbedding(RopeParameters.read(config, head_size_of(config)), vllm_config=self.vllm_config)
@@ -227,9 +223,23 @@ class LlamaModel(Decoder):
         return out
 
 
-class LlamaForCausalLM(CausalLM):
+class LlamaParts:
+    """The classes that a model of this kind is made of. A family names those that are its own."""
+
+    attention: ClassVar[type[nn.Module]] = LlamaAttention
+    feed_forward: ClassVar[Callable[..., nn.Module]] = LlamaMLP
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    """Of hidden states."""
+    layer: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+    decoder: ClassVar[type[LlamaModel]] = LlamaModel
+    vllm_config: VllmConfig
+
+    def make_decoder(self, prefix: str) -> LlamaModel:
+        return self.decoder(type(self), vllm_config=self.vllm_config, prefix=prefix)
+
+
+class LlamaForCausalLM(LlamaParts, CausalLM):
     """Llama with its language-modeling head."""
 
     packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     ignored = (r"rotary_emb\.inv_freq$",)
-    decoder = LlamaModel

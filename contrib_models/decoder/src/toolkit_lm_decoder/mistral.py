@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit_lm.model import HFConfig
 
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from toolkit_lm_decoder.llama import LlamaAttention, LlamaForCausalLM
 
 
 class MistralAttention(LlamaAttention):
@@ -12,13 +12,5 @@ class MistralAttention(LlamaAttention):
         return config.get("sliding_window", int)
 
 
-class MistralDecoderLayer(LlamaDecoderLayer):
-    attention = MistralAttention
-
-
-class MistralModel(LlamaModel):
-    layer = MistralDecoderLayer
-
-
 class MistralForCausalLM(LlamaForCausalLM):
-    decoder = MistralModel
+    attention = MistralAttention

@@ -6,7 +6,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, RMSNorm, Rotation, ShardedRMSNorm
 from torch import Tensor
 
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, eps_of
+from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, eps_of
 
 
 class Olmo2Attention(LlamaAttention):
@@ -24,7 +24,6 @@ class Olmo2Attention(LlamaAttention):
 
 
 class Olmo2DecoderLayer(LlamaDecoderLayer):
-    attention = Olmo2Attention
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     post_feedforward_layernorm: RMSNorm
 
@@ -34,9 +33,6 @@ class Olmo2DecoderLayer(LlamaDecoderLayer):
         return self.post_feedforward_layernorm(self.mlp(x)), x
 
 
-class Olmo2Model(LlamaModel):
-    layer = Olmo2DecoderLayer
-
-
 class Olmo2ForCausalLM(LlamaForCausalLM):
-    decoder = Olmo2Model
+    attention = Olmo2Attention
+    layer = Olmo2DecoderLayer

@@ -134,4 +134,6 @@ class OPTForCausalLM(CausalLM):
 
     packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
     renames = ((r"^(model\.)?decoder\.", "model."),)
-    decoder = OPTModel
+
+    def make_decoder(self, prefix: str) -> OPTModel:
+        return OPTModel(vllm_config=self.vllm_config, prefix=prefix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toolkit_lm.model import HFConfig
 
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, layer_window
+from toolkit_lm_decoder.llama import LlamaAttention, LlamaForCausalLM, layer_window
 
 
 def qwen_window(config: HFConfig, layer: int) -> int | None:
@@ -25,13 +25,5 @@ class Qwen2Attention(LlamaAttention):
         return qwen_window(config, layer)
 
 
-class Qwen2DecoderLayer(LlamaDecoderLayer):
-    attention = Qwen2Attention
-
-
-class Qwen2Model(LlamaModel):
-    layer = Qwen2DecoderLayer
-
-
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    decoder = Qwen2Model
+    attention = Qwen2Attention

@@ -8,7 +8,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, RMSNorm, Rotation
 from torch import Tensor
 
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, eps_of
+from toolkit_lm_decoder.llama import LlamaAttention, LlamaForCausalLM, eps_of
 from toolkit_lm_decoder.qwen2 import qwen_window
 
 
@@ -29,13 +29,5 @@ class Qwen3Attention(LlamaAttention):
         return rotation.rotate(self.q_norm(q)), rotation.rotate(self.k_norm(k)), v
 
 
-class Qwen3DecoderLayer(LlamaDecoderLayer):
-    attention = Qwen3Attention
-
-
-class Qwen3Model(LlamaModel):
-    layer = Qwen3DecoderLayer
-
-
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    decoder = Qwen3Model
+    attention = Qwen3Attention

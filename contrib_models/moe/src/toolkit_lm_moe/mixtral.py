@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from toolkit_lm_decoder.llama import LlamaModel
-from toolkit_lm_decoder.mistral import MistralDecoderLayer
+from toolkit_lm_decoder.mistral import MistralAttention
 
 from toolkit_lm_moe.routed import RoutedBlock, RoutedForCausalLM
-
-
-class MixtralDecoderLayer(MistralDecoderLayer):
-    feed_forward = RoutedBlock
-
-
-class MixtralModel(LlamaModel):
-    layer = MixtralDecoderLayer
 
 
 class MixtralForCausalLM(RoutedForCausalLM):
     packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     renames = ((r"\.block_sparse_moe\.", ".mlp."),)
-    decoder = MixtralModel
+    attention = MistralAttention
+    feed_forward = RoutedBlock

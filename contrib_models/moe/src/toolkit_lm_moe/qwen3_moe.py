@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, layer_index
-from toolkit_lm_decoder.llama import LlamaDecoderLayer, LlamaModel
+from toolkit_lm_decoder.llama import LlamaMLP
 from toolkit_lm_decoder.qwen3 import Qwen3Attention
+from torch import nn
 
 from toolkit_lm_moe.routed import RoutedBlock, RoutedForCausalLM, num_experts_of
 
@@ -30,23 +31,11 @@ class Qwen3MoeBlock(RoutedBlock):
         return config.get("norm_topk_prob", bool, False)
 
 
-class Qwen3MoeDecoderLayer(LlamaDecoderLayer):
-    """A plain layer, or, where config.json says so, a `Qwen3MoeRoutedLayer`."""
-
+class Qwen3MoeForCausalLM(RoutedForCausalLM):
     attention = Qwen3MoeAttention
 
-    def __new__(cls, *, vllm_config: VllmConfig, prefix: str) -> Qwen3MoeDecoderLayer:
+    @staticmethod
+    def feed_forward(*, vllm_config: VllmConfig, prefix: str) -> nn.Module:
+        """Routed experts, or, in a layer that has none, a plain feed-forward."""
         routed = is_routed(HFConfig(vllm_config.hf_config), layer_index(prefix))
-        return super().__new__(Qwen3MoeRoutedLayer if routed else cls)
-
-
-class Qwen3MoeRoutedLayer(Qwen3MoeDecoderLayer):
-    feed_forward = Qwen3MoeBlock
-
-
-class Qwen3MoeModel(LlamaModel):
-    layer = Qwen3MoeDecoderLayer
-
-
-class Qwen3MoeForCausalLM(RoutedForCausalLM):
-    decoder = Qwen3MoeModel
+        return (Qwen3MoeBlock if routed else LlamaMLP)(vllm_config=vllm_config, prefix=prefix)

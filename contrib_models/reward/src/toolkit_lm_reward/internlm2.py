@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import HFConfig
-from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaModel, head_size_of
+from toolkit_lm_decoder.llama import LlamaAttention, head_size_of
 from torch import Tensor, nn
 
 from toolkit_lm_reward.reward_model import RewardModel
@@ -21,18 +21,10 @@ class InternLM2Attention(LlamaAttention):
         return config.get("bias", bool, False)
 
 
-class InternLM2DecoderLayer(LlamaDecoderLayer):
-    attention = InternLM2Attention
-
-
-class InternLM2Model(LlamaModel):
-    layer = InternLM2DecoderLayer
-
-
 class InternLM2ForRewardModel(RewardModel):
     """One reward for each token; that of the last, the reward token, is the answer's."""
 
-    decoder = InternLM2Model
+    attention = InternLM2Attention
     head_name = "v_head"
     renames = (
         (r"\.tok_embeddings\.", ".embed_tokens."),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.pooling import Pooler, token_classification_pooler
-from toolkit_lm_decoder.qwen2 import Qwen2Model
+from toolkit_lm_decoder.qwen2 import Qwen2Attention
 from torch import nn
 
 from toolkit_lm_reward.reward_model import RewardModel
@@ -19,7 +19,7 @@ STEP_TAG = "<extra_0>"
 class Qwen2ForRewardModel(RewardModel):
     """Qwen2.5-Math-RM: one reward for each token; that of the last is the answer's."""
 
-    decoder = Qwen2Model
+    attention = Qwen2Attention
 
     def make_head(self, size: int) -> nn.Module:
         return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_labels))

@@ -7,24 +7,23 @@ from typing import ClassVar
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Absent, IntermediateTensors, Model, join
 from toolkit_lm.pooling import Pooler, hidden_size, token_classification_pooler
-from toolkit_lm_decoder.causal_lm import Decoder
+from toolkit_lm_decoder.llama import LlamaParts
 from torch import Tensor, nn
 
 
-class RewardModel(Model):
+class RewardModel(LlamaParts, Model):
     """Scores of a prompt's tokens (task token_classify)."""
 
     packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     # Some checkpoints still hold the head of the language model that was trained on.
     ignored = (r"rotary_emb\.inv_freq$", r"^(lm_head|output)\.")
-    decoder: ClassVar[type[Decoder]]
     head_name: ClassVar[str] = "score"
     num_labels: ClassVar[int] = 1
     pooler: Pooler
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.model = self.decoder(vllm_config=vllm_config, prefix=join(prefix, "model"))
+        self.model = self.make_decoder(join(prefix, "model"))
         head = self.make_head(hidden_size(vllm_config.hf_config))
         self.pooler = self.make_pooler(head)
         self.add_module(self.head_name, head if self.model.is_last else Absent())
