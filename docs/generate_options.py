@@ -1,4 +1,4 @@
-"""Writes the tables of options in docs/configuration.md, from where the options are stated.
+"""Writes the tables of options in docs/configuration.md and of parameters in docs/sampling.md, from where these are stated.
 
 usage: python docs/generate_options.py
 """
@@ -6,27 +6,36 @@ usage: python docs/generate_options.py
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_args, get_origin, get_type_hints
 
 from msgspec import Struct
 from toolkit_lm.config import Option, VllmConfig, options_of
+from toolkit_lm.param_spec import spec_of
+from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_server.options import ServerOptions
 
-PAGE = Path(__file__).with_name("configuration.md")
-BEGIN = "<!-- options: written by docs/generate_options.py -->\n"
-END = "<!-- end of options -->\n"
+DOCS = Path(__file__).parent
+BEGIN = "<!-- written by docs/generate_options.py -->\n"
+END = "<!-- end of what is written -->\n"
 
 
 def main() -> None:
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, text in pages().items():
+        page.write_text(text, encoding="utf-8")
 
 
-def with_tables(page: str) -> str:
-    """The page with its tables as they should be."""
+def pages() -> dict[Path, str]:
+    """Each page with its tables as they should be."""
+    written = {DOCS / "configuration.md": tables(), DOCS / "sampling.md": sampling_table()}
+    return {page: with_tables(page.read_text(encoding="utf-8"), text) for page, text in written.items()}
+
+
+def with_tables(page: str, text: str) -> str:
+    """The page with `text` between the two marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
-    return before + BEGIN + tables() + END + after
+    return before + BEGIN + text + END + after
 
 
 def tables() -> str:
@@ -39,8 +48,36 @@ def tables() -> str:
 
 def table(title: str, section: type[Struct]) -> str:
     """A section's heading, its sentence and its options."""
-    rows = "".join(f"| `{o.name}` | {values(o)} | {default(o.default)} | {escape(o.help)} |\n" for o in options_of(section))
+    rows = "".join(f"| `{o.name}` | {values(o)} | {default(o)} | {escape(o.help)} |\n" for o in options_of(section))
     return f"\n### {title}\n\n{section.__doc__}\n\n| option | values | default | meaning |\n| --- | --- | --- | --- |\n{rows}"
+
+
+def sampling_table() -> str:
+    """One row for each sampling parameter."""
+    rows = ""
+    for o in SAMPLING_PARAMS.values():
+        none = spec_of(o).none
+        shown = f"`{o.default!r}`" + (f": {none}" if none and o.default is None else "")
+        meaning = o.help + (f" `None`: {none}." if none and o.default is not None else "")
+        rows += f"| `{o.name}` | {shown} | {param_values(o)} | {escape(meaning)} |\n"
+    return f"\n| parameter | default | values | meaning |\n| --- | --- | --- | --- |\n{rows}\n"
+
+
+def param_values(o: Option) -> str:
+    """What a sampling parameter may be."""
+    spec = spec_of(o)
+    most = f"up to {spec.max_items} " if spec.max_items else ""
+    if o.is_mapping:
+        key, _ = get_args(next(kind for kind in o.kinds if get_origin(kind) is dict))
+        return f"{most}token ids, each with a number {spec.range}" if key is int else f"{most}names, each with arguments"
+    if o.is_list:
+        (item,) = get_args(next(kind for kind in o.kinds if get_origin(kind) is list))
+        words = " or ".join(word for kind, word in ((str, "texts"), (int, "token ids")) if kind in (item, *get_args(item)))
+        one = "a text, or " if str in o.kinds else ""
+        return f"{one}{most}{words}" + (f", of up to {spec.max_length} characters" if spec.max_length else "")
+    if bool in o.kinds:
+        return ", ".join(["switch", *(f'`"{choice}"`' for kind in o.kinds for choice in get_args(kind))])
+    return ("number " if float in o.kinds else "integer ") + spec.range
 
 
 def values(o: Option) -> str:
@@ -53,18 +90,17 @@ def values(o: Option) -> str:
         return "names"
     if o.is_flag:
         return "switch"
-    low, high = o.statement.ge, o.statement.le
     kind = "integer" if int in o.kinds else "number" if float in o.kinds else "text"
-    if low is None:
-        return kind
-    return f"{kind}, {low} or more" if high is None or high >= 2**63 - 1 else f"{kind}, {low} to {high}"
+    return f"{kind} {o.spec.range}".strip()
 
 
-def default(value: Any) -> str:
-    """The default as a reader would write it."""
+def default(o: Option) -> str:
+    """The default as a reader would write it, or what None stands for."""
+    value = o.default
     if value in (None, "", [], {}):
-        return ""
-    return ("off", "on")[value] if isinstance(value, bool) else f"`{value}`"
+        return o.spec.none
+    shown = ("off", "on")[value] if isinstance(value, bool) else f"`{value}`"
+    return f"{shown}; none: {o.spec.none}" if o.spec.none else shown
 
 
 def escape(text: str) -> str:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import reprlib
-from collections.abc import Iterable
 from enum import Enum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Struct
 
 from toolkit_lm.errors import RequestError
+from toolkit_lm.param_spec import check_fields, checks_of, is_number, is_token_id, param, params_of, require, spec_of
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 """Why a sequence ended: "abort" by its caller, "timeout" by its request's deadline, "error" with a message."""
@@ -28,65 +26,8 @@ class RequestOutputKind(Enum):
     """There is one output, at the end."""
 
 
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 1024
-MAX_WORDS = 300
-"""Most entries of bad_words, and of logit_bias."""
-MAX_WORD_LENGTH = 256
-MAX_ALLOWED_TOKENS = 2**18
-MAX_LOGITS_PROCESSORS = 16
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """What ends a repetition where dry_sequence_breakers is not given."""
-
-_RANGES: dict[str, tuple[float, float]] = {
-    "temperature": (0, 1e6),
-    "min_p": (0, 1),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "dry_multiplier": (0, 1000),
-    "dry_base": (1, 100),
-    "mirostat_eta": (0, 1),
-    "length_penalty": (-10, 10),
-}
-_POSITIVE: dict[str, float] = {"top_p": 1, "typical_p": 1, "repetition_penalty": 1000, "mirostat_tau": 100}
-"""Above 0, and at most this."""
-_INTEGERS = (
-    "n",
-    "best_of",
-    "beam_width",
-    "top_k",
-    "max_tokens",
-    "min_tokens",
-    "seed",
-    "logprobs",
-    "prompt_logprobs",
-    "dry_allowed_length",
-    "truncate_prompt_tokens",
-)
-_OPTIONAL = ("best_of", "beam_width", "max_tokens", "seed", "logprobs", "prompt_logprobs", "mirostat_tau", "truncate_prompt_tokens")
-_BEAM_ONLY = ("beam_width", "length_penalty", "early_stopping")
-_WITH_BEAMS = frozenset(
-    (
-        *_BEAM_ONLY,
-        "use_beam_search",
-        "n",
-        "best_of",
-        "bad_words",
-        "allowed_token_ids",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "max_tokens",
-        "min_tokens",
-        "truncate_prompt_tokens",
-        "detokenize",
-        "skip_special_tokens",
-        "output_kind",
-    )
-)
-"""The parameters that mean something in a beam search. The others say how a token is drawn, and none is."""
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -95,190 +36,180 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     Raises RequestError (with `param` set) when a value is out of range.
     """
 
-    n: int = 1
-    """Sequences per prompt; the prompt is computed once."""
-    best_of: int | None = None
-    """Sequences that are computed, of which the n with the highest log probability per token are returned. None: n."""
-    use_beam_search: bool = False
-    """Search for the n likeliest sequences, as transformers' beam search does. Parameters that say how tokens are drawn are refused."""
-    beam_width: int | None = None
-    """Sequences that a beam search goes on with at each token; at least 2. None: best_of, or n."""
-    length_penalty: float = 1.0
-    """A beam search ranks by log probability / length ** length_penalty: above 0 favors long sequences, below 0 short ones."""
-    early_stopping: bool | Literal["never"] = False
-    """When a beam search that has beam_width ended sequences is over. True: at once. False: when the likeliest beam, had it ended now,
-    would not be among them. "never": when no beam could come to be among them."""
-    temperature: float = 1.0
-    """0 is greedy. Logits are divided by it."""
-    top_p: float = 1.0
-    """Keep the smallest set of tokens whose probability reaches top_p (Holtzman et al. 2019). In (0, 1]."""
-    top_k: int = 0
-    """Keep the top_k likeliest tokens. 0 or -1: all."""
-    min_p: float = 0.0
-    """Drop tokens less likely than min_p times the likeliest (Nguyen et al. 2024). In [0, 1]."""
-    typical_p: float = 1.0
-    """Keep the tokens whose surprise is closest to the entropy, until their probability reaches typical_p (Meister et al. 2022)."""
-    xtc_probability: float = 0.0
-    """How often XTC ("exclude top choices") is applied to a draw. 0: never."""
-    xtc_threshold: float = 0.1
-    """XTC drops all tokens of at least this probability, but for the least likely of them."""
-    mirostat_tau: float | None = None
-    """Mirostat v2 (Basu et al. 2021): the surprise, in bits, that draws are steered to. None: off."""
-    mirostat_eta: float = 0.1
-    """Mirostat's learning rate."""
-    repetition_penalty: float = 1.0
-    """Tokens of the prompt and the output: positive logits are divided by it, negative ones multiplied (Keskar et al. 2019)."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of each token that is in the output. -2 to 2."""
-    frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that it is in the output. -2 to 2."""
-    dry_multiplier: float = 0.0
-    """DRY ("don't repeat yourself") subtracts dry_multiplier * dry_base ** (length - dry_allowed_length) from the logit of a token that
-    would go on with a repetition of `length` tokens. 0: off."""
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    """Shorter repetitions are free."""
-    dry_sequence_breakers: list[str | int] | None = None
-    """Texts or token ids that a repetition does not reach across. None: newline, colon, quotation mark and asterisk."""
-    bad_words: list[str] | None = None
-    """Texts of which the last token is never drawn after the others."""
-    logit_bias: dict[int, float] | None = None
-    """Token id to what is added to its logit. -100 to 100."""
-    allowed_token_ids: list[int] | None = None
-    """The only tokens that may be drawn."""
-    logits_processors: dict[str, dict[str, Any]] | None = None
-    """Processors that plugins bring: name to arguments."""
-    seed: int | None = None
-    """A seeded request draws the same random numbers whatever else is in the batch."""
-    stop: str | list[str] | None = None
-    """Texts that end a sequence. The output ends before the text, unless include_stop_str_in_output."""
-    stop_token_ids: list[int] | None = None
-    """Tokens that end a sequence, beside the checkpoint's end-of-sequence tokens."""
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
-    max_tokens: int | None = 16
-    """Most output tokens. None: as many as max_model_len leaves room for."""
-    min_tokens: int = 0
-    """Fewest output tokens: before that, no end-of-sequence or stop token can be drawn."""
-    logprobs: int | None = None
-    """Alternatives per output token whose log probability is returned, beside the token's own."""
-    prompt_logprobs: int | None = None
-    """Alternatives per prompt token whose log probability is returned, beside the token's own."""
-    truncate_prompt_tokens: int | None = None
-    """Read only so many tokens of a longer prompt: the last, which the output follows. -1: as many as leave room for max_tokens."""
-    detokenize: bool = True
-    skip_special_tokens: bool = True
+    n: Annotated[int, param("Sequences per prompt, at most max_n. The prompt is computed once.", ge=1, use="both")] = 1
+    best_of: Annotated[
+        int | None, param("Sequences computed per prompt, of which the n likeliest are returned.", none="n", ge=1, use="both")
+    ] = None
+    use_beam_search: Annotated[bool, param("Search for the n likeliest sequences instead of drawing tokens.", use="both")] = False
+    beam_width: Annotated[
+        int | None, param("Beams that a beam search keeps at each token, at least n.", none="best_of, else n", ge=2, use="beams")
+    ] = None
+    length_penalty: Annotated[
+        float,
+        param("Exponent of the length in a beam's score. Above 0 favors long sequences, below 0 short ones.", ge=-10, le=10, use="beams"),
+    ] = 1.0
+    """A beam is ranked by log probability / length ** length_penalty."""
+    early_stopping: Annotated[
+        bool | Literal["never"],
+        param(
+            "End of a beam search that has beam_width ended sequences. true: at once. false: when the likeliest beam, ended now, "
+            "would not be among the best. never: when no beam could come to be among them.",
+            use="beams",
+        ),
+    ] = False
+    temperature: Annotated[float, param("Divisor of the logits: higher is more random. 0: greedy.", ge=0, le=1_000_000)] = 1.0
+    top_p: Annotated[
+        float, param("Nucleus sampling: keep the fewest likeliest tokens that together have this probability.", gt=0, le=1)
+    ] = 1.0
+    """Holtzman et al. 2019."""
+    top_k: Annotated[int, param("Keep this many of the likeliest tokens. 0 or -1: all.", ge=-1)] = 0
+    min_p: Annotated[float, param("Drop tokens that are less likely than min_p times the likeliest.", ge=0, le=1)] = 0.0
+    """Nguyen et al. 2024."""
+    typical_p: Annotated[
+        float,
+        param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1),
+    ] = 1.0
+    """Tokens are taken in the order of how far their surprise is from the entropy (Meister et al. 2022)."""
+    xtc_probability: Annotated[float, param("XTC (exclude top choices): probability that it applies to a draw. 0: off.", ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[
+        float, param("XTC: probability from which a token is a top choice. Only the least likely top choice is kept.", ge=0, le=1)
+    ] = 0.1
+    mirostat_tau: Annotated[float | None, param("Mirostat 2.0: target surprise of a token, in bits.", none="off", gt=0, le=100)] = None
+    """Basu et al. 2021."""
+    mirostat_eta: Annotated[float, param("Mirostat 2.0: learning rate.", ge=0, le=1, flag=False)] = 0.1
+    repetition_penalty: Annotated[
+        float, param("Tokens of prompt and output: positive logits are divided by it, negative ones multiplied.", gt=0, le=1000)
+    ] = 1.0
+    """Keskar et al. 2019."""
+    presence_penalty: Annotated[float, param("Subtracted from the logits of the tokens in the output, once per token.", ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[
+        float, param("Subtracted from the logits of the tokens in the output, once per occurrence.", ge=-2, le=2)
+    ] = 0.0
+    dry_multiplier: Annotated[
+        float, param("DRY (don't repeat yourself): factor of the penalty on tokens that continue a repetition. 0: off.", ge=0, le=1000)
+    ] = 0.0
+    """The penalty is dry_multiplier * dry_base ** (length - dry_allowed_length), for a repetition of `length` tokens."""
+    dry_base: Annotated[float, param("DRY: base of the penalty, whose exponent grows with the repetition.", ge=1, le=100, flag=False)] = (
+        1.75
+    )
+    dry_allowed_length: Annotated[int, param("DRY: tokens of the shortest repetition that is penalized.", ge=1, flag=False)] = 2
+    dry_sequence_breakers: Annotated[
+        list[str | int] | None,
+        param(
+            "DRY: texts or token ids that no repetition reaches across.",
+            none="newline, colon, quotation mark, asterisk",
+            max_items=300,
+            max_length=256,
+            flag=False,
+        ),
+    ] = None
+    bad_words: Annotated[list[str] | None, param("Texts that the output must not contain.", max_items=300, max_length=256, use="both")] = (
+        None
+    )
+    logit_bias: Annotated[
+        dict[int, float] | None, param("Numbers added to logits, by token id.", ge=-100, le=100, max_items=300, flag=False)
+    ] = None
+    allowed_token_ids: Annotated[list[int] | None, param("The only tokens that may be drawn.", max_items=2**18, use="both", flag=False)] = (
+        None
+    )
+    logits_processors: Annotated[
+        dict[str, dict[str, Any]] | None, param("Logits processors of plugins: arguments, by name.", max_items=16, flag=False)
+    ] = None
+    seed: Annotated[
+        int | None, param("Seed of the random numbers, which repeats a request's draws.", none="the engine's, else a fresh one", ge=0)
+    ] = None
+    stop: Annotated[
+        str | list[str] | None,
+        param("Stop texts: the output ends before the first that appears.", max_items=64, max_length=1024),
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None,
+        param("Stop tokens: they end a sequence, as the checkpoint's end-of-sequence tokens do.", max_items=64, use="both"),
+    ] = None
+    include_stop_str_in_output: Annotated[
+        bool, param("Keep the stop text, or the text of the token that ended the sequence.", use="both", flag=False)
+    ] = False
+    ignore_eos: Annotated[bool, param("Continue after an end-of-sequence token.", use="both")] = False
+    max_tokens: Annotated[
+        int | None, param("Most output tokens.", none="as many as fit in max_model_len, the default of a chat", ge=1, use="both")
+    ] = 16
+    min_tokens: Annotated[
+        int, param("Fewest output tokens. Until then no end-of-sequence token, stop token or stop text ends a sequence.", ge=0, use="both")
+    ] = 0
+    logprobs: Annotated[
+        int | None,
+        param(
+            "Likeliest tokens of which log probabilities are returned, per output token; at most max_logprobs.",
+            none="no log probabilities",
+            ge=0,
+            flag=False,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        param(
+            "Likeliest tokens of which log probabilities are returned, per prompt token; at most max_logprobs.",
+            none="no log probabilities",
+            ge=0,
+            flag=False,
+        ),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        param("Keep only this many of the prompt's last tokens. -1: as many as leave room for max_tokens.", none="all", ge=-1, use="both"),
+    ] = None
+    detokenize: Annotated[bool, param("Make text of the output tokens. Off: stop is refused.", use="both", flag=False)] = True
+    skip_special_tokens: Annotated[bool, param("Leave special tokens out of the text.", use="both", flag=False)] = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """What each output of a streamed request holds."""
+    """What each output of a streamed request holds. Its caller chooses, not a client: it is no field and no flag."""
 
     def __post_init__(self) -> None:
-        self._check_types()
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            _require(low <= value <= high, name, f"between {low} and {high:g}", value)
-        for name, high in _POSITIVE.items():
-            value = getattr(self, name)
-            _require(value is None or 0 < value <= high, name, f"above 0 and at most {high:g}", value)
-        _require(self.n >= 1, "n", "at least 1", self.n)
-        _require(self.top_k >= -1, "top_k", "-1 or 0 (all tokens) or more", self.top_k)
-        _require(self.dry_allowed_length >= 1, "dry_allowed_length", "at least 1", self.dry_allowed_length)
-        _require(self.seed is None or self.seed >= 0, "seed", "0 or more", self.seed)
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1", self.max_tokens)
-        _require(self.min_tokens >= 0, "min_tokens", "0 or more", self.min_tokens)
-        most = self.max_tokens if self.max_tokens is not None else self.min_tokens
-        _require(self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})", self.min_tokens)
-        cut = self.truncate_prompt_tokens
-        _require(cut is None or cut == -1 or cut >= 1, "truncate_prompt_tokens", "-1 or at least 1", cut)
-        _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "0 or more", self.logprobs)
-        _require(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "0 or more", self.prompt_logprobs)
-        self._check_stops()
+        check_fields(self, _CHECKS)
+        require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind", self.output_kind)
+        self._check_lengths()
         self._check_words()
-        self._check_token_ids()
-        self._check_processors()
-        self._check_best_of()
-        self._check_beams()
+        self._check_mappings()
+        require(self.best_of is None or self.best_of >= self.n, "best_of", f"at least n ({self.n})", self.best_of)
+        if self.use_beam_search:
+            self._check_beam_search()
+        else:
+            self._refuse_beams()
 
-    def _check_types(self) -> None:
-        for name in (*_RANGES, *_POSITIVE):
-            value = getattr(self, name)
-            number = (value is None and name in _OPTIONAL) or (_is_number(value) and _is_finite(value))
-            _require(number, name, "a finite number", value)
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            integer = (value is None and name in _OPTIONAL) or (type(value) is int and abs(value) < 2**63)
-            _require(integer, name, "an integer of at most 64 bits", value)
-        for name in ("use_beam_search", "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            _require(type(getattr(self, name)) is bool, name, "true or false", getattr(self, name))
-        _require(isinstance(self.output_kind, RequestOutputKind), "output_kind", "a RequestOutputKind", self.output_kind)
-
-    def _check_stops(self) -> None:
-        _require(isinstance(self.stop, str | list | tuple | None), "stop", "a text or a list of texts", self.stop)
-        stops = self.stop_texts
-        _require(len(stops) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} texts", len(stops))
-        _require(all(isinstance(s, str) and s for s in stops), "stop", "a text or a list of texts, none of them empty", self.stop)
-        _require(all(len(s) <= MAX_STOP_LENGTH for s in stops), "stop", f"texts of at most {MAX_STOP_LENGTH} characters", "a longer one")
-        _require(not stops or self.detokenize, "stop", "unset where detokenize is off", self.stop)
-        _require(isinstance(self.stop_token_ids, list | tuple | None), "stop_token_ids", "a list of token ids", self.stop_token_ids)
-        ids = self.stop_token_ids or []
-        _require(len(ids) <= MAX_STOPS, "stop_token_ids", f"at most {MAX_STOPS} ids", len(ids))
-        _require(_are_token_ids(ids), "stop_token_ids", "a list of token ids", self.stop_token_ids)
+    def _check_lengths(self) -> None:
+        most = self.max_tokens if self.max_tokens is not None else self.min_tokens
+        require(self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})", self.min_tokens)
+        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", "-1 or at least 1", 0)
 
     def _check_words(self) -> None:
-        for name, kinds, kind in (("bad_words", str, "texts"), ("dry_sequence_breakers", str | int, "texts or token ids")):
+        require(self.detokenize or not self.stop, "stop", "unset where detokenize is off", self.stop)
+        require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "at least one token id", [])
+        for name, words in (("bad_words", self.bad_words), ("dry_sequence_breakers", self.dry_sequence_breakers)):
+            blank = any(isinstance(word, str) and not word.strip(" ") for word in words or ())
+            require(not blank, name, "texts of which none is blank", words)
+
+    def _check_mappings(self) -> None:
+        bias = self.logit_bias or {}
+        require(all(map(is_token_id, bias)), "logit_bias", "a mapping from token id to number", bias)
+        ok = all(is_number(value) and _LOGIT_BIAS.admits(value) for value in bias.values())
+        require(ok, "logit_bias", f"a mapping to numbers {_LOGIT_BIAS.range}", bias)
+        processors = self.logits_processors or {}
+        ok = all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in processors.items())
+        require(ok, "logits_processors", "a mapping from processor names to mappings of arguments", processors)
+
+    def _refuse_beams(self) -> None:
+        for name in _BEAMS_ONLY:
+            if getattr(self, name) != SAMPLING_PARAMS[name].default:
+                raise RequestError(f"{name} means something with use_beam_search only.", name)
+
+    def _check_beam_search(self) -> None:
+        name, width = self.widest
+        require(width >= 2, "beam_width", "at least 2 (a search of width 1 is temperature 0)", width)
+        require(width >= self.n, name, f"at least n ({self.n})", width)
+        require(self.best_of in (None, width), "best_of", f"unset, or beam_width ({width})", self.best_of)
+        for name in _DRAWS_ONLY:
             value = getattr(self, name)
-            _require(isinstance(value, list | tuple | None), name, f"a list of {kind}", value)
-            words = value or []
-            _require(len(words) <= MAX_WORDS, name, f"at most {MAX_WORDS} {kind}", len(words))
-            _require(all(isinstance(word, kinds) for word in words), name, f"a list of {kind}", value)
-            texts = [word for word in words if isinstance(word, str)]
-            _require(all(text.strip(" ") for text in texts), name, "texts of which none is empty", value)
-            _require(
-                all(len(text) <= MAX_WORD_LENGTH for text in texts), name, f"texts of at most {MAX_WORD_LENGTH} characters", "a longer one"
-            )
-            _require(_are_token_ids(word for word in words if not isinstance(word, str)), name, f"a list of {kind}", value)
-
-    def _check_token_ids(self) -> None:
-        allowed, bias = self.allowed_token_ids, self.logit_bias
-        _require(isinstance(allowed, list | tuple | None), "allowed_token_ids", "a list of token ids", allowed)
-        size = 1 if allowed is None else len(allowed)
-        _require(1 <= size <= MAX_ALLOWED_TOKENS, "allowed_token_ids", f"1 to {MAX_ALLOWED_TOKENS} token ids", f"{size} of them")
-        _require(_are_token_ids(allowed or ()), "allowed_token_ids", "a list of token ids", allowed)
-        _require(isinstance(bias, dict | None), "logit_bias", "a mapping from token id to number", bias)
-        entries = bias or {}
-        _require(len(entries) <= MAX_WORDS, "logit_bias", f"at most {MAX_WORDS} entries", len(entries))
-        _require(_are_token_ids(entries), "logit_bias", "a mapping from token id to number", bias)
-        ok = all(_is_number(value) and -100 <= value <= 100 for value in entries.values())
-        _require(ok, "logit_bias", "a mapping to numbers between -100 and 100", bias)
-
-    def _check_processors(self) -> None:
-        wanted, given = "a mapping from processor names to mappings of arguments", self.logits_processors
-        _require(isinstance(given, dict | None), "logits_processors", wanted, given)
-        entries = given or {}
-        _require(len(entries) <= MAX_LOGITS_PROCESSORS, "logits_processors", f"at most {MAX_LOGITS_PROCESSORS} processors", len(entries))
-        ok = all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in entries.items())
-        _require(ok, "logits_processors", wanted, given)
-
-    def _check_best_of(self) -> None:
-        _require(self.best_of is None or self.best_of >= self.n, "best_of", f"at least n ({self.n})", self.best_of)
-
-    def _check_beams(self) -> None:
-        early = self.early_stopping
-        _require(type(early) is bool or early == "never", "early_stopping", 'true, false or "never"', early)
-        defaults = dict(zip(self.__struct_fields__, self.__struct_defaults__, strict=True))
-        if not self.use_beam_search:
-            for name in _BEAM_ONLY:
-                if getattr(self, name) != defaults[name]:
-                    raise RequestError(f"{name} means something with use_beam_search only.", name)
-            return
-        param, width = self.widest
-        _require(width >= 2, "beam_width", "at least 2 (a search of width 1 is temperature 0)", width)
-        _require(width >= self.n, param, f"at least n ({self.n})", width)
-        _require(self.best_of in (None, width), "best_of", f"unset, or beam_width ({width})", self.best_of)
-        off: dict[str, tuple[object, ...]] = {"temperature": (0,), "top_k": (-1,)}
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if name not in _WITH_BEAMS and value != defaults[name] and value not in ([], {}) and value not in off.get(name, ()):
+            default = SAMPLING_PARAMS[name].default
+            if value not in (default, _OFF.get(name, default), [], {}):
                 raise RequestError(f"{name} means nothing with use_beam_search, which draws no tokens.", name)
 
     @property
@@ -311,30 +242,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return msgspec.structs.replace(self, **changes)
 
 
-def _require(ok: bool, name: str, wanted: str, got: object) -> None:
-    if not ok:
-        # What a client sent may be of any length.
-        raise RequestError(f"{name} must be {wanted}, not {_shown(got)}.", name)
-
-
-def _shown(value: object) -> str:
-    try:
-        return reprlib.repr(value)
-    except ValueError:
-        # Python refuses to write integers of thousands of digits.
-        return f"a {type(value).__name__}"
-
-
-def _are_token_ids(values: Iterable[object]) -> bool:
-    return all(type(i) is int and 0 <= i < 2**31 for i in values)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
+SAMPLING_PARAMS = params_of(SamplingParams)
+"""The sampling parameters as they are stated, by name."""
+_CHECKS = checks_of(SamplingParams)
+_BEAMS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "beams"]
+_DRAWS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "draws"]
+_OFF = {"temperature": 0, "top_k": -1}
+"""Values that draw as a beam search goes, beside the defaults."""
+_LOGIT_BIAS = SAMPLING_PARAMS["logit_bias"].spec

@@ -3,55 +3,45 @@
 from __future__ import annotations
 
 import reprlib
+from typing import Annotated
 
 import msgspec
 from msgspec import Struct
 
-from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
+from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import RequestError
-
-MAX_RETURNED_TOKENS = 2**18
+from toolkit_lm.param_spec import MAX_TOKEN_ID, check_fields, checks_of, param, params_of
 
 
 class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which task, and how its vector or scores are finished. Raises RequestError (with `param` set) when a value is out of range."""
 
-    task: PoolingTask = "embed"
-    """embed: one vector; token_embed: one per token; classify: one distribution; token_classify: one per token; score: one number."""
-    dimensions: int | None = None
-    """Keep so many of an embedding's first dimensions (matryoshka). More than the model has is an error."""
-    normalize: bool | None = None
-    """embed and token_embed: to length 1 (L2). None: as the model says."""
-    use_activation: bool | None = None
-    """classify, token_classify and score: sigmoid or softmax over the logits. None: as the model says."""
-    step_tag_id: int | None = None
-    """token_classify of a process reward model: only the tokens of this id count as the ends of steps. None: as the model says."""
-    returned_token_ids: list[int] | None = None
-    """token_classify of a process reward model: which of the logits are returned. None: as the model says."""
+    task: Annotated[PoolingTask, param("What is computed: one vector, distribution or score per prompt, or one per token (token_...).")] = (
+        "embed"
+    )
+    dimensions: Annotated[int | None, param("Dimensions of an embedding that are kept, the first ones.", none="all", ge=1)] = None
+    """Matryoshka embeddings. More than the model has is an error."""
+    normalize: Annotated[bool | None, param("Scale embeddings to length 1 (L2).", none="the model's")] = None
+    use_activation: Annotated[bool | None, param("Classes and scores: apply sigmoid or softmax to the logits.", none="the model's")] = None
+    step_tag_id: Annotated[
+        int | None, param("Process reward models: token that ends a step.", none="the model's", ge=0, le=MAX_TOKEN_ID)
+    ] = None
+    returned_token_ids: Annotated[
+        list[int] | None, param("Reward models: which logits are returned.", none="the model's", max_items=2**18)
+    ] = None
 
     def __post_init__(self) -> None:
-        _require(self.task in POOLING_TASKS, "task", f"one of {', '.join(POOLING_TASKS)}", self.task)
-        for name in ("normalize", "use_activation"):
-            _require(type(getattr(self, name)) is bool or getattr(self, name) is None, name, "true or false", getattr(self, name))
-        dimensions = self.dimensions
-        _require(dimensions is None or (type(dimensions) is int and dimensions >= 1), "dimensions", "an integer of at least 1", dimensions)
-        tag, returned = self.step_tag_id, self.returned_token_ids
-        _require(tag is None or _is_token_id(tag), "step_tag_id", "a token id", tag)
-        _require(isinstance(returned, list | None), "returned_token_ids", "a list of token ids", returned)
-        _require(len(returned or ()) <= MAX_RETURNED_TOKENS, "returned_token_ids", f"at most {MAX_RETURNED_TOKENS} token ids", "more")
-        _require(all(_is_token_id(i) for i in returned or ()), "returned_token_ids", "a list of token ids", returned)
+        check_fields(self, _CHECKS)
         # Together with the range that a pooler checks, this bounds what a request can make of a token.
-        if returned and len(set(returned)) < len(returned):
-            raise RequestError(f"returned_token_ids must name each once, not {reprlib.repr(returned)}.", "returned_token_ids")
+        if self.returned_token_ids and len(set(self.returned_token_ids)) < len(self.returned_token_ids):
+            raise RequestError(
+                f"returned_token_ids must name each once, not {reprlib.repr(self.returned_token_ids)}.", "returned_token_ids"
+            )
 
     def replace(self, **changes: object) -> PoolingParams:
         return msgspec.structs.replace(self, **changes)
 
 
-def _is_token_id(value: object) -> bool:
-    return type(value) is int and 0 <= value < 2**31
-
-
-def _require(ok: bool, name: str, wanted: str, got: object) -> None:
-    if not ok:
-        raise RequestError(f"{name} must be {wanted}, not {reprlib.repr(got)}.", name)
+POOLING_PARAMS = params_of(PoolingParams)
+"""The pooling parameters as they are stated, by name."""
+_CHECKS = checks_of(PoolingParams)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import typer
@@ -78,6 +79,18 @@ def test_defaults(invoke):
     assert found["config"] == VllmConfig.make()
     assert found["ports"] == PortOptions()
     assert (found["flags"], found["extra"]) == ({}, "none")
+
+
+def test_help_tells_bounds_and_default():
+    parameters = inspect.signature(probe).parameters.values()
+    helps = {p.name: get_args(p.annotation)[1].help for p in parameters if get_origin(p.annotation) is Annotated}
+    assert helps["block_size"].endswith(". Between 1 and 1024. Default: 16.")
+    assert helps["temperature"].endswith(". Between 0 and 1000000. Default: 1.0.")
+    assert helps["top_p"].endswith(". Above 0 and at most 1. Default: 1.0.")
+    assert helps["best_of"].endswith(". At least 1. Default: n.")
+    assert helps["max_tokens"].endswith(". At least 1. none: as many as fit in max_model_len, the default of a chat. Default: 16.")
+    assert helps["stop"].endswith(". May be given several times.")
+    assert helps["early_stopping"].endswith(". Default: false.")
 
 
 def test_every_kind_of_flag(invoke):

@@ -13,11 +13,12 @@ from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, RequestError
+from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server.app import create_app, create_router
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import CompletionBody
+from toolkit_lm_server.protocol import ChatBody, CompletionBody
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -592,3 +593,9 @@ async def test_wrong_options(options):
 async def test_the_entry_module_is_light():
     code = "import sys, toolkit_lm_server; assert not {'fastapi', 'uvicorn', 'pydantic', 'torch'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
+async def test_a_body_has_a_field_for_each_sampling_parameter(body):
+    assert set(SAMPLING_PARAMS) - set(body.model_fields) == {"detokenize"}
+    assert all(body.model_fields[name].default is None for name in SAMPLING_PARAMS if name != "detokenize")

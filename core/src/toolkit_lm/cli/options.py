@@ -18,7 +18,6 @@ from toolkit_lm.cli.sampling import SamplingFlags
 from toolkit_lm.config import Option, VllmConfig, load_options, options_of, read_file
 from toolkit_lm.config.options import ENV_PREFIX
 from toolkit_lm.errors import PluginError
-from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 
 Section = type[msgspec.Struct]
@@ -54,7 +53,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
             made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
             made |= {kind: kind(**{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}) for kind in sections}
             if SamplingFlags in wanted.values():
-                made[SamplingFlags] = sampling.parse_flags(_present(values, sampling.HELP))
+                made[SamplingFlags] = sampling.parse_flags(_present(values, sampling.FLAGS))
             return function(**{name: made[kind] if kind in made else values[name] for name, kind in wanted.items()})
 
         parameters = list(_parameters(function, wanted, sections))
@@ -68,14 +67,14 @@ def _parameters(function: Callable[..., Any], wanted: Mapping[str, Any], section
     yield _parameter("ctx", typer.Context, inspect.Parameter.empty)
     if VllmConfig in wanted.values():
         model, *_ = options_of(_core_sections()[0])
-        yield _parameter("model", Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{model.help} Default: {model.default}.")])
+        yield _parameter("model", Annotated[str | None, typer.Argument(metavar="MODEL", help=_help(model))])
         sections = [*sections, *_core_sections()]
     own = inspect.signature(function).parameters.values()
     made = {VllmConfig, Plugins, typer.Context, SamplingFlags, *sections}
     yield from (p.replace(annotation=wanted[p.name], kind=p.KEYWORD_ONLY) for p in own if wanted[p.name] not in made)
     if SamplingFlags in wanted.values():
         taken = {o.name for o in VllmConfig.options()} if VllmConfig in wanted.values() else set()
-        yield from (_sampling_flag(name) for name in sampling.HELP if name not in taken)
+        yield from (_sampling_flag(o) for name, o in sampling.FLAGS.items() if name not in taken)
     yield _parameter("config", Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of options.")])
     for section in sections:
         yield from (_flag(o, _title(section)) for o in options_of(section) if o.name != "model")
@@ -87,25 +86,40 @@ def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Param
 
 def _flag(o: Option, panel: str) -> inspect.Parameter:
     # The type is text for all but switches: `Option.convert` checks values, whichever source they come from.
-    default = "" if o.default in (None, "", [], {}) else f" Default: {('off', 'on')[o.default] if o.is_flag else o.default}."
     if o.is_flag:
-        flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=o.help + default, rich_help_panel=panel)
+        flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=_help(o), rich_help_panel=panel)
         return _parameter(o.name, Annotated[bool | None, flag])
-    flag = typer.Option(o.flag, metavar=_metavar(o), help=o.help + default, rich_help_panel=panel)
+    flag = typer.Option(o.flag, metavar=_metavar(o), help=_help(o), rich_help_panel=panel)
     return _parameter(o.name, Annotated[list[str] | None if o.is_list or o.is_mapping else str | None, flag])
 
 
-def _sampling_flag(name: str) -> inspect.Parameter:
-    kind = get_type_hints(SamplingParams)[name]
-    names = set(get_args(kind)) or {kind}
-    metavar = "TEXT" if str in names or "str" in str(kind) else "NUMBER" if float in names else "INTEGER"
-    if bool in names:
-        metavar = "|".join(["true", "false", *(choice for one in names for choice in get_args(one))])
-    flag = f"--{name.replace('_', '-')}"
-    if kind is bool:
-        return _parameter(name, Annotated[bool | None, typer.Option(flag, help=sampling.HELP[name], rich_help_panel="Sampling")])
-    flag = typer.Option(flag, metavar=metavar, help=sampling.HELP[name], rich_help_panel="Sampling")
-    return _parameter(name, Annotated[list[str] | None if "list" in str(kind) else str | None, flag])
+def _sampling_flag(o: Option) -> inspect.Parameter:
+    if o.is_flag:
+        return _parameter(o.name, Annotated[bool | None, typer.Option(o.flag, help=o.help, rich_help_panel="Sampling")])
+    flag = typer.Option(o.flag, metavar=_sampling_metavar(o), help=_help(o), rich_help_panel="Sampling")
+    return _parameter(o.name, Annotated[list[str] | None if o.is_list else str | None, flag])
+
+
+def _help(o: Option) -> str:
+    """The help text with bounds and default."""
+    default, none, bounds = o.default, o.spec.none, o.spec.range
+    shown = none if default is None else "" if default in ("", [], {}) else default
+    if isinstance(shown, bool):
+        shown = ("off", "on")[shown] if o.is_flag else str(shown).lower()
+    parts = [
+        o.help,
+        "May be given several times." if o.is_list or o.is_mapping else "",
+        f"{bounds[0].upper()}{bounds[1:]}." if bounds else "",
+        f"none: {none}." if none and default is not None else "",
+        f"Default: {shown}." if shown != "" else "",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _sampling_metavar(o: Option) -> str:
+    if bool in o.kinds:
+        return "|".join(["true", "false", *(choice for kind in o.kinds for choice in get_args(kind))])
+    return "NUMBER" if float in o.kinds else "INTEGER" if int in o.kinds or list[int] in o.kinds else "TEXT"
 
 
 def _metavar(o: Option) -> str:

@@ -28,17 +28,33 @@ ENV_PREFIX = "TOOLKIT_LM_"
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
-    """What a field's `Annotated[...]` says of an option: help text and inclusive range."""
+class OptionSpec:
+    """What a field's `Annotated[...]` says of an option: help text and bounds of a number, `gt` exclusive, `ge` and `le` inclusive."""
 
     help: str
     ge: float | None = None
+    gt: float | None = None
     le: float | None = None
+    none: str = ""
+    """What None stands for."""
+
+    def admits(self, value: float) -> bool:
+        """Whether a number is within the bounds."""
+        # Written so that NaN, which is never in a range, is refused.
+        return (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt) and (self.le is None or value <= self.le)
+
+    @property
+    def range(self) -> str:
+        """The bounds, as the end of "it must be ..."."""
+        if self.ge is not None and self.le is not None:
+            return f"between {self.ge} and {self.le}"
+        bounds = [(self.ge, "at least"), (self.gt, "above"), (self.le, "at most")]
+        return " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
 
 
-def option(help: str, *, ge: float | None = None, le: float | None = None) -> Statement:
-    """States an option: its help text, and the least and greatest allowed number."""
-    return Statement(help, ge, le)
+def option(help: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None, none: str = "") -> OptionSpec:
+    """States an option: its help text, the bounds of a number, and what None stands for."""
+    return OptionSpec(help, ge, gt, le, none)
 
 
 class Option(NamedTuple):
@@ -48,11 +64,11 @@ class Option(NamedTuple):
     type: Any
     """The annotated type; `msgspec.convert(value, option.type, strict=False)` checks a value."""
     default: Any
-    statement: Statement
+    spec: OptionSpec
 
     @property
     def help(self) -> str:
-        return self.statement.help
+        return self.spec.help
 
     @property
     def flag(self) -> str:
@@ -87,7 +103,7 @@ class Option(NamedTuple):
     @property
     def is_mapping(self) -> bool:
         """True for an option of the form NAME.KEY=VALUE, whose flag may be given several times."""
-        return get_origin(get_args(self.type)[0]) is dict
+        return any(get_origin(arm) is dict for arm in self.kinds)
 
     def convert(self, value: Any, source: str) -> Any:
         """`value` as this option's type. `source` is named in the error (ConfigError)."""
@@ -101,10 +117,8 @@ class Option(NamedTuple):
         except (msgspec.ValidationError, ValueError) as error:
             reason = nearest(str(value), self.choices) if self.choices else "It is true or false." if self.is_flag else f"{error}."
             raise ConfigError(f"{source}: {value!r} is no value for {self.name!r} ({self.help}) {reason}") from None
-        low, high = self.statement.ge, self.statement.le
-        # Written so that NaN, which is never in a range, is refused.
-        if value is not None and not ((low is None or value >= low) and (high is None or value <= high)):
-            raise ConfigError(f"{source}: {self.name!r} must be {_range(low, high)}, not {value!r} ({self.help})")
+        if value is not None and not self.spec.admits(value):
+            raise ConfigError(f"{source}: {self.name!r} must be {self.spec.range}, not {value!r} ({self.help})")
         return value
 
     def _from_text(self, value: str | list[str]) -> Any:
@@ -124,12 +138,6 @@ class Option(NamedTuple):
                 except msgspec.ValidationError:
                     continue
         return value
-
-
-def _range(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None:
-        return f"between {low} and {high}"
-    return f"at least {low}" if low is not None else f"at most {high}"
 
 
 def _nested(items: list[str]) -> dict[str, dict[str, str]]:
@@ -152,9 +160,9 @@ def options_of(section: type[msgspec.Struct]) -> list[Option]:
         hint = hints[field.name]
         if get_origin(hint) is not Annotated:
             continue
-        (statement,) = (m for m in get_args(hint)[1:] if isinstance(m, Statement))
+        (spec,) = (m for m in get_args(hint)[1:] if isinstance(m, OptionSpec))
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        found.append(Option(field.name, hint, default, statement))
+        found.append(Option(field.name, hint, default, spec))
     return found
 
 

@@ -180,11 +180,7 @@ class PoolerConfig(Struct, frozen=True, kw_only=True):
         str | None, option("How rerankers read a query and a document: a score template's name, or a file. Default: the known reranker's.")
     ] = None
     logit_mean: Annotated[float | None, option("Is subtracted from logits.")] = None
-    logit_sigma: Annotated[float | None, option("Divides logits, after logit_mean.")] = None
-
-    def __post_init__(self) -> None:
-        if self.logit_sigma is not None and not self.logit_sigma > 0:
-            raise ConfigError(f"option 'logit_sigma' must be more than 0, not {self.logit_sigma}.")
+    logit_sigma: Annotated[float | None, option("Divides logits, after logit_mean.", gt=0)] = None
 
 
 class LimitsConfig(Struct, frozen=True, kw_only=True):

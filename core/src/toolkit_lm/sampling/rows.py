@@ -7,24 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolkit_lm.messages import NewSequence, TokenizedWords
-from toolkit_lm.params import SamplingParams
+from toolkit_lm.param_spec import spec_of
+from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.sampling.bad_words import BadWords
 from toolkit_lm.sampling.history import TokenHistory
 
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat_eta",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-)
+_NUMBERS = [name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) and spec_of(o).use == "draws"]
 """Parameters that are columns of float32 as they are."""
 
 

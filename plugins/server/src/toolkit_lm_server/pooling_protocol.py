@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, SkipValidation
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
-from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.protocol import EngineBody, Items
@@ -68,8 +68,7 @@ class AnyPoolingBody(EmbeddingBody):
     returned_token_ids: Items[int] | None = None
 
     def params(self) -> PoolingParams:
-        names = ("task", "dimensions", "normalize", "use_activation", "step_tag_id", "returned_token_ids")
-        return PoolingParams(**{name: getattr(self, name) for name in names})
+        return PoolingParams(**{name: getattr(self, name) for name in POOLING_PARAMS})
 
 
 class ScoreBody(PoolingBody):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from toolkit_lm.errors import RequestError
-from toolkit_lm.params import RequestOutputKind, SamplingParams
+from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.errors import printable
@@ -106,49 +106,27 @@ class EngineBody(Body):
         return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
 
 
-class SamplingBody(EngineBody):
-    """What chat and plain completions share. None: not given."""
+_ELSEWHERE = ("logprobs", "detokenize")
+"""Each route has a field `logprobs` of its own, and an answer is text."""
 
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    best_of: int | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    """By token id, which JSON can only write as text."""
-    stop: str | Items[str] | None = None
+
+def _body_type(kind: Any) -> Any:
+    """The type of a parameter's field: lists tell their first wrong item, and mappings are left to the parameter's own check."""
+    if get_origin(kind) is list:
+        return Annotated[kind, _FailFast()]
+    # JSON can only write token ids as text where they are keys.
+    return dict[str, Any] if get_origin(kind) is dict else kind
+
+
+_FIELDS = {o.name: (Union[(*map(_body_type, o.kinds), None)], None) for o in SAMPLING_PARAMS.values() if o.name not in _ELSEWHERE}
+"""Type and default of each parameter's field. None: not given."""
+
+
+class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS)):  # type: ignore[misc]
+    """What chat and plain completions share: the sampling parameters."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    use_beam_search: bool | None = None
-    beam_width: int | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    repetition_penalty: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_sequence_breakers: Items[str | int] | None = None
-    bad_words: Items[str] | None = None
-    allowed_token_ids: Items[int] | None = None
-    logits_processors: dict[str, Any] | None = None
-    prompt_logprobs: int | None = None
-    min_tokens: int | None = None
-    truncate_prompt_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Items[int] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
@@ -156,8 +134,7 @@ class SamplingBody(EngineBody):
             raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
-        names = set(SamplingParams.__struct_fields__) & set(SamplingBody.model_fields) - {"max_tokens", "logit_bias"}
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given = {name: value for name in _FIELDS if name != "max_tokens" and (value := getattr(self, name)) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), "output_kind": kind, **more})
         if params.ranks and self.stream:

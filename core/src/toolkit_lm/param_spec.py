@@ -1,0 +1,197 @@
+"""How a request's parameter is stated, and how it is checked: as an option is, with bounds for lists besides.
+
+A parameter is a field of a frozen `msgspec.Struct`, annotated with `param(help, ...)`:
+
+    class SamplingParams(Struct, frozen=True):
+        min_p: Annotated[float, param("Drop tokens less likely than ...", ge=0, le=1)] = 0.0
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
+
+from toolkit_lm.config import Option, options_of
+from toolkit_lm.config.options import OptionSpec
+from toolkit_lm.errors import RequestError
+
+Use = Literal["draws", "beams", "both"]
+"""Where a parameter means something: where tokens are drawn, in a beam search, or in both."""
+Check = Callable[[Any], None]
+"""Raises RequestError for a value of another type, or out of bounds."""
+
+MAX_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec(OptionSpec):
+    """What a field's `Annotated[...]` says of a parameter. `ge`, `gt` and `le` bound numbers, also those that a mapping maps to."""
+
+    use: Use = "draws"
+    flag: bool = True
+    """The parameter has a flag on the command line."""
+    max_items: int | None = None
+    max_length: int | None = None
+    """Most characters of a text in a list."""
+
+
+def param(
+    help: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    none: str = "",
+    use: Use = "draws",
+    flag: bool = True,
+    max_items: int | None = None,
+    max_length: int | None = None,
+) -> ParamSpec:
+    """States a parameter."""
+    return ParamSpec(help, ge=ge, gt=gt, le=le, none=none, use=use, flag=flag, max_items=max_items, max_length=max_length)
+
+
+def params_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
+    """The parameters that a struct states, by name and in order. The `spec` of each is a ParamSpec."""
+    return {o.name: o for o in options_of(struct)}
+
+
+def spec_of(o: Option) -> ParamSpec:
+    """What is stated of a parameter."""
+    assert isinstance(o.spec, ParamSpec)
+    return o.spec
+
+
+class FieldCheck(NamedTuple):
+    """The check of one parameter. Its default needs none."""
+
+    name: str
+    default: Any
+    check: Check
+
+
+def checks_of(struct: type[msgspec.Struct]) -> tuple[FieldCheck, ...]:
+    """The checks of a struct's parameters, made once and run by `check_fields`."""
+    return tuple(FieldCheck(o.name, o.default, _check_of(o)) for o in options_of(struct))
+
+
+def check_fields(values: msgspec.Struct, checks: Sequence[FieldCheck]) -> None:
+    """Raises RequestError for the first parameter of `values` that has a wrong type or is out of bounds."""
+    for name, default, check in checks:
+        value = getattr(values, name)
+        if value is not default:
+            check(value)
+
+
+def require(ok: bool, name: str, wanted: str, got: object) -> None:
+    """Raises RequestError unless `ok`."""
+    if not ok:
+        # What a client sent may be of any length.
+        raise RequestError(f"{name} must be {wanted}, not {_shown(got)}.", name)
+
+
+def is_token_id(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_TOKEN_ID
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number; true and false are none."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _check_of(o: Option) -> Check:
+    check = _check_of_arms(o, [arm for arm in o.kinds if arm is not NoneType])
+    if NoneType not in o.kinds:
+        return check
+
+    def check_unless_none(value: Any) -> None:
+        if value is not None:
+            check(value)
+
+    return check_unless_none
+
+
+def _check_of_arms(o: Option, arms: list[Any]) -> Check:
+    if arms == [float]:
+        return _number_check(o, "a finite number", is_number)
+    if arms == [int]:
+        return _number_check(o, "an integer of at most 64 bits", _is_integer)
+    if any(get_origin(arm) is dict for arm in arms):
+        return _mapping_check(o)
+    lists = [arm for arm in arms if get_origin(arm) is list]
+    return _list_check(o, lists[0], takes_one=str in arms) if lists else _choice_check(o, arms)
+
+
+def _number_check(o: Option, wanted: str, is_kind: Callable[[object], bool]) -> Check:
+    name, spec, bounds = o.name, o.spec, o.spec.range
+
+    def check(value: Any) -> None:
+        require(is_kind(value), name, wanted, value)
+        require(spec.admits(value), name, bounds, value)
+
+    return check
+
+
+def _choice_check(o: Option, arms: list[Any]) -> Check:
+    choices = [choice for arm in arms for choice in ((True, False) if arm is bool else get_args(arm))]
+    words = [str(choice).lower() if isinstance(choice, bool) else f'"{choice}"' for choice in choices]
+    wanted = f"{', '.join(words[:-1])} or {words[-1]}"
+
+    def check(value: Any) -> None:
+        # 1 is no true, though it is equal.
+        require(any(type(value) is type(choice) and value == choice for choice in choices), o.name, wanted, value)
+
+    return check
+
+
+def _mapping_check(o: Option) -> Check:
+    most = spec_of(o).max_items
+
+    def check(value: Any) -> None:
+        require(isinstance(value, dict), o.name, "a mapping", value)
+        require(most is None or len(value) <= most, o.name, f"a mapping of at most {most} entries", len(value))
+
+    return check
+
+
+def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
+    """Of a list of texts, of token ids or of both. `takes_one`: or one text."""
+    name, most, longest = o.name, spec_of(o).max_items, spec_of(o).max_length
+    (item,) = get_args(kind)
+    kinds = get_args(item) or (item,)
+    items = " or ".join({str: "texts", int: "token ids"}[one] for one in kinds)
+    wanted = f"a text or a list of {items}" if takes_one else f"a list of {items}"
+
+    def check(value: Any) -> None:
+        values = [value] if takes_one and isinstance(value, str) else value
+        require(isinstance(values, list | tuple), name, wanted, value)
+        require(most is None or len(values) <= most, name, f"at most {most} {items}", len(values))
+        fits = all(str in kinds if isinstance(one, str) else int in kinds and is_token_id(one) for one in values)
+        require(fits, name, wanted, value)
+        texts = [one for one in values if isinstance(one, str)]
+        require(all(texts), name, f"{wanted}, none of them empty", value)
+        length = max(map(len, texts), default=0)
+        require(longest is None or length <= longest, name, f"texts of at most {longest} characters", length)
+
+    return check
+
+
+def _is_integer(value: object) -> bool:
+    return type(value) is int and abs(value) < 2**63
+
+
+def _shown(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        # Python refuses to write integers of thousands of digits.
+        return f"a {type(value).__name__}"
