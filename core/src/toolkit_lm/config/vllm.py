@@ -16,29 +16,29 @@ from toolkit_lm.errors import ConfigError, nearest
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how long and in what precision it runs."""
 
-    model: Annotated[str, option("A folder in Hugging Face layout, a hub id, or a name that a plugin registers ('tiny').")] = "tiny"
+    model: Annotated[str, option("Model folder in Hugging Face layout, hub id, or name that a plugin registers ('tiny').")] = "tiny"
     revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
-    served_model_name: Annotated[str | None, option("Name of the model in the HTTP API. Default: MODEL as given.")] = None
+    served_model_name: Annotated[str | None, option("Model name in the HTTP API.", none="MODEL as given")] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
     ] = "auto"
-    max_model_len: Annotated[int | None, option("Most tokens of prompt plus output. Default: the checkpoint's.", ge=1)] = None
-    seed: Annotated[int | None, option("Seed of requests that bring none. Default: fresh randomness for each.", ge=0, le=2**63 - 1)] = None
-    trust_remote_code: Annotated[bool, option("Allow code that a checkpoint brings along to run.")] = False
+    max_model_len: Annotated[int | None, option("Most tokens of prompt plus output.", none="the checkpoint's", ge=1)] = None
+    seed: Annotated[int | None, option("Seed of requests that have none.", none="a fresh one for each request", ge=0, le=2**63 - 1)] = None
+    trust_remote_code: Annotated[bool, option("Run code that the checkpoint brings.")] = False
     runner: Annotated[
-        Literal["auto", "generate", "pooling", "draft"], option("What the engine is for. auto: what the checkpoint's architecture says.")
+        Literal["auto", "generate", "pooling", "draft"],
+        option("Runner type: what the engine is for. auto: as the checkpoint's architecture says."),
     ] = "auto"
     convert: Annotated[
-        str, option("Pooling adapter that makes the model fit the runner: none, embed, classify, or a plugin's. auto: what it needs.")
+        str,
+        option("Pooling adapter that converts the model: none, embed, classify or a plugin's. auto: the one that the runner type needs."),
     ] = "auto"
-    extra_tasks: Annotated[list[str], option("Tasks that a generating engine serves beside generation: embed.")] = field(
-        default_factory=list
-    )
+    extra_tasks: Annotated[list[str], option("Tasks that a generating engine serves besides: embed.")] = field(default_factory=list)
     model_impl: Annotated[
         str,
         option(
-            "Model implementation. auto: the class registered for the architecture, else a fallback; or a fallback's name, such as "
-            "'transformers'."
+            "Model implementation: auto, or a fallback by name, such as 'transformers'. auto: the class registered for the "
+            "architecture, else a fallback."
         ),
     ] = "auto"
 
@@ -47,25 +47,28 @@ class LoadConfig(Struct, frozen=True, kw_only=True):
     """Where weights come from."""
 
     load_format: Annotated[
-        Literal["safetensors", "dummy"], option("safetensors: the checkpoint's files. dummy: random weights, for measurements.")
+        Literal["safetensors", "dummy"],
+        option("Source of the weights. safetensors: the checkpoint's files. dummy: random numbers, for measurements."),
     ] = "safetensors"
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True):
     """The paged KV cache."""
 
-    block_size: Annotated[int, option("Tokens per KV cache block.", ge=1, le=1024)] = 16
+    block_size: Annotated[int, option("Tokens per block of the KV cache.", ge=1, le=1024)] = 16
     kv_cache_memory: Annotated[
         str,
-        option("Memory of the KV cache: bytes ('2GiB') or a fraction of what is free ('0.5'). auto: what the device can spare."),
+        option("Memory of the KV cache: bytes ('2GiB') or a fraction of the free memory ('0.5'). auto: what the device can spare."),
     ] = "auto"
-    num_kv_blocks: Annotated[int | None, option("Blocks of the KV cache, instead of an amount of memory.", ge=1)] = None
+    num_kv_blocks: Annotated[
+        int | None, option("Blocks of the KV cache, in place of an amount of memory.", none="as many as kv_cache_memory holds", ge=1)
+    ] = None
     enable_prefix_caching: Annotated[
-        bool | None, option("Keep keys and values for later requests that begin alike. Default: where text is generated.")
+        bool | None, option("Prefix caching: reuse the KV cache of earlier requests that begin alike.", none="on where text is generated")
     ] = None
     swap_memory: Annotated[
         str | None,
-        option("Host memory that preempted requests are swapped to: bytes ('4GiB') or a fraction of the free. Default: none."),
+        option("Host memory for preempted requests: bytes ('4GiB') or a fraction of the free memory.", none="none"),
     ] = None
 
     def __post_init__(self) -> None:
@@ -81,19 +84,22 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """How requests are batched. Prompts longer than what is left of a step's budget are computed in chunks."""
 
-    max_num_seqs: Annotated[int, option("Most sequences in one step.", ge=1, le=65536)] = 256
+    max_num_seqs: Annotated[int, option("Most sequences in a step.", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
-        int | None, option("Token budget of one step, over all sequences. Default: 2048; for whole prompts 8192, in float32 4096.", ge=1)
+        int | None,
+        option("Token budget of a step, over all sequences.", none="2048; where prompts are computed whole 8192, in float32 4096", ge=1),
     ] = None
     enable_chunked_prefill: Annotated[
-        bool | None, option("Compute long prompts in several steps. Default: where text is generated, or max_model_len asks for it.")
+        bool | None,
+        option("Chunked prefill: compute long prompts in several steps.", none="on where text is generated or max_model_len needs it"),
     ] = None
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], option("Order of admission. priority: the request's number, smaller first; then arrival.")
+        Literal["fcfs", "priority"],
+        option("Order of admission. fcfs: by arrival. priority: by the request's number, smallest first, then by arrival."),
     ] = "fcfs"
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],
-        option("What becomes of a request that must give way: computed again, or swapped to --swap-memory. auto: what costs less."),
+        option("Preemption of a request. recompute: compute it again later. swap: move it to swap_memory. auto: what costs less."),
     ] = "auto"
 
     @property
@@ -106,21 +112,21 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
     """How the engine's loop runs, and how it is watched."""
 
     engine_process: Annotated[
-        bool | None, option("Run the engine in a process of its own. Default: AsyncLLM and the server do, LLM does not.")
+        bool | None, option("Run the engine in a process of its own.", none="on for AsyncLLM and the server, off for LLM")
     ] = None
     overlap: Annotated[
-        bool | None, option("Plan a step while the one before is computed. Results are equal. Default: no, a CPU gains nothing.")
+        bool | None, option("Plan a step while the one before is computed. Results are equal.", none="off, since a CPU gains nothing")
     ] = None
-    start_timeout: Annotated[float, option("Seconds that an engine process gets to load and warm up.", ge=0.1)] = 1800.0
+    start_timeout: Annotated[float, option("Seconds for an engine process to load the model and warm up.", ge=0.1)] = 1800.0
     step_timeout: Annotated[float, option("Seconds without progress after which the engine counts as stalled.", ge=0.1)] = 120.0
-    restart_engine: Annotated[int, option("How many times a dead engine process is started anew.", ge=0)] = 0
+    restart_engine: Annotated[int, option("Restarts of an engine process that has died.", ge=0)] = 0
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
     """Ranks. tensor x pipeline parallel size = number of workers, one per device."""
 
-    tensor_parallel_size: Annotated[int, option("Ranks that share each layer.", ge=1)] = 1
-    pipeline_parallel_size: Annotated[int, option("Ranks that own a slice of the layers each.", ge=1)] = 1
+    tensor_parallel_size: Annotated[int, option("Tensor-parallel ranks, which share each layer.", ge=1)] = 1
+    pipeline_parallel_size: Annotated[int, option("Pipeline-parallel ranks, each with a part of the layers.", ge=1)] = 1
     rank: int = 0
     """Global rank of the worker that holds this config; derived, not an option."""
 
@@ -142,15 +148,15 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 class AttentionConfig(Struct, frozen=True, kw_only=True):
     """Which attention backend runs the layers."""
 
-    attention_backend: Annotated[str, option("Attention backend by name. auto: for each layer the best that can run it.")] = "auto"
+    attention_backend: Annotated[str, option("Attention backend, by name. auto: for each layer the best that can run it.")] = "auto"
 
 
 class RendererConfig(Struct, frozen=True, kw_only=True):
     """How input becomes tokens, and tokens become text."""
 
-    renderer: Annotated[str, option("Renderer by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
-    tokenizer: Annotated[str | None, option("Folder of the tokenizer. Default: the model's.")] = None
-    chat_template: Annotated[str | None, option("Jinja chat template, or the path of a file with one. Default: the checkpoint's.")] = None
+    renderer: Annotated[str, option("Renderer, by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
+    tokenizer: Annotated[str | None, option("Folder of the tokenizer.", none="the model's")] = None
+    chat_template: Annotated[str | None, option("Jinja chat template, or a file with one.", none="the checkpoint's")] = None
 
 
 class PoolerConfig(Struct, frozen=True, kw_only=True):
@@ -158,50 +164,54 @@ class PoolerConfig(Struct, frozen=True, kw_only=True):
 
     pooling_type: Annotated[
         Literal["auto", "CLS", "LAST", "MEAN", "MAX", "WEIGHTED_MEAN", "MEAN_SQRT_LEN", "ALL", "STEP"],
-        option("Pooling method: how the tokens' vectors become one; ALL and STEP, of reward models, give one for each token or step."),
+        option("Pooling method: how the tokens' vectors become one. ALL and STEP, of reward models, keep one per token or step."),
     ] = "auto"
-    normalize: Annotated[bool | None, option("Embeddings have length 1 (L2). A request may say otherwise.")] = None
+    normalize: Annotated[bool | None, option("Scale embeddings to length 1 (L2), unless a request says otherwise.")] = None
     use_activation: Annotated[
-        bool | None, option("Classes and scores go through sigmoid or softmax; off: logits. A request may say otherwise.")
+        bool | None, option("Apply sigmoid or softmax to the logits of classes and scores, unless a request says otherwise.")
     ] = None
-    step_tag_id: Annotated[int | None, option("Token that ends a step of a solution, for process reward models.", ge=0)] = None
-    returned_token_ids: Annotated[list[int] | None, option("Which of a reward model's logits are returned.")] = None
+    step_tag_id: Annotated[int | None, option("Process reward models: token that ends a step.", ge=0)] = None
+    returned_token_ids: Annotated[list[int] | None, option("Reward models: which logits are returned.")] = None
     classifier_method: Annotated[
         Literal["auto", "from_2_way_softmax", "no_post_processing"],
         option(
-            "How a checkpoint without a trained classifier gets one, of its language-modeling head: the difference of two tokens' rows, "
-            "or rows as they are. auto: as the architecture's known reranker does."
+            "Classifier made of rows of the language-modeling head, where the checkpoint has none. from_2_way_softmax: the "
+            "difference of two rows. no_post_processing: rows as they are. auto: as the architecture's known reranker does."
         ),
     ] = "auto"
     classifier_tokens: Annotated[
-        list[str] | None, option("Words, one token each, whose rows of the head classifier_method takes; of two, the first is 'no'.")
+        list[str] | None, option("Words, one token each, whose rows of the head make the classifier. Of two words, the first is 'no'.")
     ] = None
     score_template: Annotated[
-        str | None, option("How rerankers read a query and a document: a score template's name, or a file. Default: the known reranker's.")
+        str | None, option("Score template, by name or file: how a reranker reads a query and a document.", none="the known reranker's")
     ] = None
-    logit_mean: Annotated[float | None, option("Is subtracted from logits.")] = None
-    logit_sigma: Annotated[float | None, option("Divides logits, after logit_mean.", gt=0)] = None
+    logit_mean: Annotated[float | None, option("Number subtracted from logits.")] = None
+    logit_sigma: Annotated[float | None, option("Number that logits are divided by, after logit_mean.", gt=0)] = None
 
 
 class LimitsConfig(Struct, frozen=True, kw_only=True):
     """Bounds on what a client may ask for."""
 
     max_n: Annotated[int, option("Most sequences per request (n).", ge=1)] = 128
-    max_logprobs: Annotated[int, option("Most alternatives per token in logprobs.", ge=0)] = 20
+    max_logprobs: Annotated[int, option("Most log probabilities per token (logprobs, prompt_logprobs).", ge=0)] = 20
     max_queued_requests: Annotated[
-        int | None, option("Most requests that wait for a place in the batch; more are refused. Holds for AsyncLLM and the server.", ge=0)
+        int | None,
+        option("Most requests that wait for a place in the batch. More are refused, by AsyncLLM and the server.", none="no bound", ge=0),
     ] = 1024
     max_queued_tokens: Annotated[
-        int | None, option("Most prompt tokens of the requests that wait. Holds for AsyncLLM and the server. Default: no bound.", ge=0)
+        int | None,
+        option("Most prompt tokens of the requests that wait. More are refused, by AsyncLLM and the server.", none="no bound", ge=0),
     ] = None
 
 
 class PluginsConfig(Struct, frozen=True, kw_only=True):
     """Which plugins are loaded, and with what options."""
 
-    plugins: Annotated[list[str] | None, option("Load only these plugins; one that fails is fatal. Default: all installed.")] = None
+    plugins: Annotated[
+        list[str] | None, option("Plugins to load, and no others. One that fails is fatal.", none="all that are installed")
+    ] = None
     disable_plugins: Annotated[list[str], option("Plugins not to load.")] = field(default_factory=list)
-    plugin_option: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag; a mapping in the file.")] = (
+    plugin_option: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag, a mapping in the file.")] = (
         field(default_factory=dict)
     )
 

@@ -29,7 +29,7 @@ def bench() -> None:
 def startup(
     config: VllmConfig,
     plugins: Plugins,
-    runs: Annotated[int, typer.Option(min=1, help="Starts of each kind; medians are shown.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Starts of each kind, of which the median is shown.")] = 3,
     ways: Annotated[
         str, typer.Option(metavar="NAME,...", help="offline: LLM in a process of its own. server: toolkit serve.")
     ] = "offline,server",

@@ -17,7 +17,7 @@ from toolkit_lm.plugin import Plugins
 class ClientOptions(Struct, frozen=True, kw_only=True):
     """Where the model runs, if not in this process."""
 
-    url: Annotated[str | None, option("Server that runs the model, such as http://127.0.0.1:8000. Default: this process.")] = None
+    url: Annotated[str | None, option("Server that runs the model, such as http://127.0.0.1:8000.", none="this process")] = None
     api_key: Annotated[str | None, option("Key of the server.")] = None
 
 
@@ -39,7 +39,7 @@ def chat(
     plugins: Plugins,
     flags: SamplingFlags,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    message: Annotated[str | None, typer.Option(help="Answer this one message, and end.")] = None,
+    message: Annotated[str | None, typer.Option(help="Message to answer. Default: a conversation.")] = None,
 ) -> None:
     """Talk with a model, in this process or on a server (--url).
 
@@ -64,7 +64,7 @@ def complete(
     client: ClientOptions,
     plugins: Plugins,
     flags: SamplingFlags,
-    prompt: Annotated[str | None, typer.Option(help="Text to complete. Default: standard input, one text a line.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to complete. Default: standard input, one text per line.")] = None,
 ) -> None:
     """Complete a text, in this process or on a server (--url)."""
     _refuse_many(flags)

@@ -57,18 +57,26 @@ def embed(
     config: VllmConfig,
     plugins: Plugins,
     source: Annotated[
-        Path, typer.Option("--in", metavar="FILE", help=".txt, or - for standard input: a text a line. .jsonl: an object a line.")
+        Path,
+        typer.Option(
+            "--in", metavar="FILE", help="Texts: .txt, or - for standard input, with one per line; .jsonl with an object per line."
+        ),
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help=".npy or .parquet file for the vectors, in the order of the lines.")],
-    field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Of a .jsonl file's objects: what holds the text. Default: text.")
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Vectors: a .npy or .parquet file, in the order of the lines.")],
+    field: Annotated[str | None, typer.Option(metavar="NAME", help="Key of the text in a .jsonl file's objects. Default: text.")] = None,
+    task: Annotated[str, typer.Option(metavar="|".join(_TASKS), help="What is computed of each text.")] = "embed",
+    prompt_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the checkpoint's prompt that is put before each text.")
     ] = None,
-    task: Annotated[str, typer.Option(metavar="|".join(_TASKS), help="What is wanted of each text.")] = "embed",
-    prompt_name: Annotated[str | None, typer.Option(metavar="NAME", help="The checkpoint's prompt that goes before each text.")] = None,
     truncate_prompt_tokens: Annotated[
-        int | None, typer.Option(metavar="INTEGER", help="Cut longer texts; -1: to what the model takes. Default: they are errors.")
+        int | None,
+        typer.Option(
+            metavar="INTEGER", help="Tokens after which a text is cut. -1: what the model takes. Default: longer texts are errors."
+        ),
     ] = None,
-    dimensions: Annotated[int | None, typer.Option(metavar="INTEGER", help="Keep the first dimensions of an embedding.")] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(metavar="INTEGER", help="Dimensions of an embedding that are kept, the first ones. Default: all.")
+    ] = None,
 ) -> None:
     """Embed a file of texts, offline.
 

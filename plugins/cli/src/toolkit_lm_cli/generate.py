@@ -28,8 +28,8 @@ def generate(
     config: VllmConfig,
     plugins: Plugins,
     flags: SamplingFlags,
-    prompts: Annotated[Path, typer.Option(metavar="FILE", help=".txt: a prompt a line. .jsonl: an object a line.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help=".jsonl file for the outputs, in the order of the prompts.")],
+    prompts: Annotated[Path, typer.Option(metavar="FILE", help="Prompts: .txt with one per line, or .jsonl with an object per line.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Outputs: a .jsonl file, in the order of the prompts.")],
 ) -> None:
     """Complete a file of prompts, offline, as one batch.
 
