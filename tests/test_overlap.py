@@ -102,7 +102,7 @@ def test_steps_that_nobody_waits_for_are_no_events(make_llama, watch):
         # The engine core does not know beforehand where it ends.
         for _ in range(2):
             llm.generate(prompts()[0], PARAMS["stop tokens"], use_tqdm=False)
-            assert llm.engine.client.core._flights
+            assert llm.engine.client.core._in_flight
             time.sleep(1)
         llm.generate(prompts()[0], PARAMS["one token"], use_tqdm=False)
     durations = [event.duration for event in watch.events if isinstance(event, StepEvent)]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from toolkit_lm.messages import NewSequence, TokenizedWords
-from toolkit_lm.sampling import SamplingRows, TokenHistory
+from toolkit_lm.sampling import SamplingBatch, TokenHistory
 
 
-def _make_rows(*params, prompts=None, outputs=None, seeds=None, stops=None, words=None, mu=None) -> SamplingRows:
+def _make_rows(*params, prompts=None, outputs=None, seeds=None, stops=None, words=None, mu=None) -> SamplingBatch:
     """One row per SamplingParams; the other arguments are lists, one entry per row."""
     num = len(params)
     prompts = prompts or [[0]] * num
     outputs = outputs or [[]] * num
     history = TokenHistory(num, 1 + max(len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)))
-    rows = SamplingRows(history)
+    rows = SamplingBatch(history)
     for i, one in enumerate(params):
         tokens = [*prompts[i], *outputs[i]]
         history.set(i, tokens, len(prompts[i]))

@@ -123,12 +123,12 @@ def only(**arguments):
 def test_a_sequence_keeps_its_arguments_whatever_its_row(make_rows, make_logits, make_table):
     params = [SamplingParams(**only(token=3)), SamplingParams(), SamplingParams(temperature=0, **only(token=9))]
     table, rows, logits = make_table(params), rows_of(make_rows, params), make_logits(3)
-    plain = sample(logits[1:2], rows.pick(np.array([1]))).token_ids[0]
+    plain = sample(logits[1:2], rows.select(np.array([1]))).token_ids[0]
     assert sample(logits, rows, table).token_ids == [3, plain, 9]
     order = np.array([2, 0])
-    assert sample(logits[:2], rows.pick(order), table).token_ids == [9, 3]
+    assert sample(logits[:2], rows.select(order), table).token_ids == [9, 3]
     table.update(StepPlan(dropped=[2]))
-    assert sample(logits[:1], rows.pick(order[1:]), table).token_ids == [3]
+    assert sample(logits[:1], rows.select(order[1:]), table).token_ids == [3]
 
 
 def test_an_argmax_invariant_one_works_last_and_not_on_greedy_rows(make_rows, make_logits, make_table):

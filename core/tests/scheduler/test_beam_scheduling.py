@@ -96,9 +96,9 @@ def assert_nothing_is_left(core: FakeCore) -> None:
     blocks, runner = core.scheduler.blocks, core.executor.runner
     assert (blocks.pool.num_used, blocks.host_pool.num_used) == (0, 0)
     assert not core.scheduler._sequences
-    if core._flights:
+    if core._in_flight:
         # The last step failed, and nobody has asked for its results.
-        core._give_up()
+        core._reset_after_failure()
     runner.batch.apply(core.scheduler.drop_plan())
     assert not runner.batch.row_of, "the runner holds a sequence that has ended"
 
@@ -211,7 +211,7 @@ def test_the_next_step_of_a_search_waits_for_its_results():
     core = make_core(overlaps=True)
     core.add_request(message("search", [1, 2, 3], use_beam_search=True, n=2, max_tokens=4))
     core.add_request(message("other", [4, 5], max_tokens=9))
-    core._take_off()
+    core._launch()
     assert [len(plan.scheduled) for plan in core.executor.plans] == [2, 1]
 
 
@@ -295,7 +295,7 @@ def test_results_that_come_after_a_preemption_are_not_taken():
     request = message("a", [1, 2, 3, 4, 5], use_beam_search=True, n=3, max_tokens=9)
     core.add_request(request)
     core.step()
-    core._take_off()
+    core._launch()
     core.scheduler._preempt(StepPlan(), core.scheduler.requests["a"])
     assert_found(drain(core)["a"], found_alone(request), 3)
     assert_nothing_is_left(core)

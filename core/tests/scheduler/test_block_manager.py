@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toolkit_lm.attention import KVCacheSpec
 from toolkit_lm.messages import BlockCopy
-from toolkit_lm.scheduler import BlockManager, BlockPool, Write
+from toolkit_lm.scheduler import BlockManager, BlockPool, TokenRange
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
 from toolkit_lm.scheduler.prefix import PrefixHashes
 
@@ -26,8 +26,8 @@ class Line:
     def __init__(self, request_id: str, tokens: list[int], computed: int = 0) -> None:
         self.request_id, self.tokens, self.computed = request_id, tokens, computed
 
-    def chain(self, block_size: int, num_blocks: int) -> list[bytes]:
-        return PrefixHashes(b"").chain(self.tokens, block_size, num_blocks)
+    def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
+        return PrefixHashes(b"").block_hashes(self.tokens, block_size, num_blocks)
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -74,10 +74,10 @@ class BlockMachine(RuleBasedStateMachine):
             for block in self.blocks.get_cross_block_table(line.request_id, group):
                 self.device[block] = {0: (line.request_id, spec.kind)}
         self.lines[self.count] = line
-        found = self.blocks.find_prefix(line.chain, len(tokens) - 1)
+        found = self.blocks.find_prefix(line.block_hashes, len(tokens) - 1)
         assert 0 <= found < len(tokens)
         if found:
-            self.blocks.adopt(self.count, line.chain, found)
+            self.blocks.adopt(self.count, line.block_hashes, found)
             line.computed = found
 
     @precondition(lambda self: self.can_pick)
@@ -87,7 +87,7 @@ class BlockMachine(RuleBasedStateMachine):
         line = self.lines[seq_id]
         if line.computed == len(line.tokens):
             line.tokens.append(drawn)
-        write = Write(seq_id, line.computed, min(line.computed + num_tokens, len(line.tokens)))
+        write = TokenRange(seq_id, line.computed, min(line.computed + num_tokens, len(line.tokens)))
         self.blocks.trim(seq_id, line.computed)
         needed, free = self.blocks.blocks_needed([write]), self.blocks.pool.num_free
         if needed > free:
@@ -102,7 +102,7 @@ class BlockMachine(RuleBasedStateMachine):
                 assert self.blocks.pool.ref_counts[table[position // spec.block_size]] == 1, "somebody else's block is written"
                 self.device[table[position // spec.block_size]][position % spec.block_size] = (group, *line.tokens[: position + 1])
         line.computed = write.end
-        self.blocks.publish(seq_id, line.chain, line.computed)
+        self.blocks.publish(seq_id, line.block_hashes, line.computed)
 
     @precondition(lambda self: self.can_pick)
     @rule(data=st.data(), back=st.integers(0, 3), drawn=st.integers(0, 1))
@@ -174,7 +174,8 @@ class BlockMachine(RuleBasedStateMachine):
         self.lines.clear()
         self.crossed.clear()
         self.swapped.clear()
-        assert self.blocks.find_prefix(Line("", [0] * 16).chain, 16) == self.blocks.find_prefix(Line("", [1] * 16).chain, 16) == 0
+        for token in (0, 1):
+            assert self.blocks.find_prefix(Line("", [token] * 16).block_hashes, 16) == 0
 
     @invariant()
     def tables_hold_what_they_should(self):
@@ -204,29 +205,29 @@ TestBlockManager = BlockMachine.TestCase
 def test_a_fork_does_not_write_into_a_block_that_is_found_as_its_parents():
     blocks = BlockManager(BlockPool(8), specs_of([("full", 4, None)]))
     parent = Line("r", [1, 2, 3, 4, 5, 6, 7, 8])
-    blocks.append_slots(Write(0, 0, 8))
-    blocks.publish(0, parent.chain, 8)
+    blocks.append_slots(TokenRange(0, 0, 8))
+    blocks.publish(0, parent.block_hashes, 8)
     blocks.fork(0, 1, 5)
     blocks.free(0)
-    assert blocks.find_prefix(parent.chain, 8) == 8
+    assert blocks.find_prefix(parent.block_hashes, 8) == 8
     # The fork is the only owner now: it need not copy, but what it writes is no more what the parent wrote.
-    assert blocks.append_slots(Write(1, 5, 7)).copies == []
-    assert blocks.find_prefix(parent.chain, 8) == 4
+    assert blocks.append_slots(TokenRange(1, 5, 7)).copies == []
+    assert blocks.find_prefix(parent.block_hashes, 8) == 4
 
 
 def test_a_block_that_nobody_knows_is_taken_before_one_that_somebody_may_want():
     blocks = BlockManager(BlockPool(4), specs_of([("full", 2, None)]))
     known, unknown = Line("a", [1, 2]), Line("b", [3, 4])
-    blocks.append_slots(Write(0, 0, 2))
-    blocks.publish(0, known.chain, 2)
-    blocks.append_slots(Write(1, 0, 2))
+    blocks.append_slots(TokenRange(0, 0, 2))
+    blocks.publish(0, known.block_hashes, 2)
+    blocks.append_slots(TokenRange(1, 0, 2))
     blocks.free(0)
     blocks.free(1)
-    blocks.append_slots(Write(2, 0, 6))
-    assert blocks.find_prefix(known.chain, 2) == 2
-    assert blocks.find_prefix(unknown.chain, 2) == 0
-    blocks.append_slots(Write(2, 6, 8))
-    assert blocks.find_prefix(known.chain, 2) == 0
+    blocks.append_slots(TokenRange(2, 0, 6))
+    assert blocks.find_prefix(known.block_hashes, 2) == 2
+    assert blocks.find_prefix(unknown.block_hashes, 2) == 0
+    blocks.append_slots(TokenRange(2, 6, 8))
+    assert blocks.find_prefix(known.block_hashes, 2) == 0
 
 
 def test_double_allocation_is_refused():
@@ -234,7 +235,7 @@ def test_double_allocation_is_refused():
     blocks.allocate_cross("r", 3)
     with pytest.raises(AssertionError, match="holds cross-attention blocks already"):
         blocks.allocate_cross("r", 1)
-    blocks.append_slots(Write(0, 0, 2))
-    blocks.append_slots(Write(1, 0, 1))
+    blocks.append_slots(TokenRange(0, 0, 2))
+    blocks.append_slots(TokenRange(1, 0, 1))
     with pytest.raises(AssertionError, match="holds blocks already"):
         blocks.fork(0, 1, 1)

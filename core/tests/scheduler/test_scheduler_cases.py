@@ -75,11 +75,11 @@ def test_nobody_finds_what_a_failed_row_has_computed():
     core = make_core()
     core.add_request(request("bad", [*PROMPT, NAN, 1, 2], max_tokens=3))
     core.add_request(request("good", PROMPT, max_tokens=1))
-    chain = core.scheduler.requests["bad"].leader.chain
+    hashes = core.scheduler.requests["bad"].leader.block_hashes
     outputs = finish_all(core)
     assert (outputs["bad"][-1].finish_reason, outputs["bad"][-1].error) == ("error", "not a number")
     assert outputs["good"][-1].finish_reason == "length"
-    assert core.scheduler.blocks.find_prefix(chain, 8) == 0
+    assert core.scheduler.blocks.find_prefix(hashes, 8) == 0
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -176,12 +176,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         news = self.core.step()
         self.now += 1
         executor.check_last_plan()
-        assert len(self.core._flights) < self.core.depth
+        assert len(self.core._in_flight) < self.core.depth
         for plan in executor.plans[planned:]:
             assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
             assert len(plan.scheduled) <= self.scheduler.max_num_seqs
             assert len({s.seq_id for s in plan.scheduled}) == len(plan.scheduled)
-        self.idle = 0 if any(plan.scheduled for plan in executor.plans[planned:]) or self.core._flights or news.outputs else self.idle + 1
+        self.idle = 0 if any(plan.scheduled for plan in executor.plans[planned:]) or self.core._in_flight or news.outputs else self.idle + 1
         assert self.idle < 4, "there is work to do, and nothing is done"
         for output in news.outputs:
             self.take(output)

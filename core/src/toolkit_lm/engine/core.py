@@ -28,7 +28,7 @@ _CACHED_SEQUENCES = 64
 """Of max_model_len: for how many the cache has room at least, where there is memory."""
 
 
-class _Flight(NamedTuple):
+class InFlightStep(NamedTuple):
     """A step on its way."""
 
     plan: StepPlan
@@ -54,7 +54,7 @@ class EngineCore:
         self.listening = listening
         self.progress_time = time.monotonic()
         """When the last step ended."""
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[InFlightStep] = deque()
         """In the order of their execution; at most two."""
         self._outputs: list[EngineOutput] = []
         self._admitted: list[str] = []
@@ -100,12 +100,12 @@ class EngineCore:
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestError."""
         self.scheduler.add(request)
-        self._collect()
+        self._drain_scheduler()
 
     def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
         """Ends a request, or one of its sequences, from outside. Its blocks are free at once. No output follows."""
         self.scheduler.finish(request_id, reason, index)
-        self._collect()
+        self._drain_scheduler()
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached of tokens. Requests under way go on."""
@@ -123,15 +123,15 @@ class EngineCore:
         """
         idle = False
         try:
-            self._take_off()
-            idle = not self._flights
+            self._launch()
+            idle = not self._in_flight
             if not idle:
-                self._land()
+                self._collect()
         except Exception as error:
             self._recover(error)
         except BaseException:
             # An interrupt, say: the next step begins anew.
-            self._give_up()
+            self._reset_after_failure()
             raise
         outputs = self.poll_outputs()
         if not idle or outputs.outputs:
@@ -140,7 +140,7 @@ class EngineCore:
 
     def poll_outputs(self) -> EngineOutputs:
         """What came since the last call."""
-        self._collect()
+        self._drain_scheduler()
         outputs = EngineOutputs(time=time.monotonic(), outputs=self._outputs, admitted=self._admitted, events=self._events)
         self._outputs, self._admitted, self._events = [], [], []
         return outputs
@@ -148,38 +148,38 @@ class EngineCore:
     def shutdown(self) -> None:
         self.executor.shutdown()
 
-    def _take_off(self) -> None:
+    def _launch(self) -> None:
         """Plans and starts steps, as many as may be on their way."""
-        while len(self._flights) < (1 if self.scheduler.suspects else self.depth):
+        while len(self._in_flight) < (1 if self.scheduler.suspects else self.depth):
             start = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is None:
                 return
-            self._flights.append(_Flight(plan, start, self.executor.execute(plan)))
+            self._in_flight.append(InFlightStep(plan, start, self.executor.execute(plan)))
 
-    def _land(self) -> None:
-        """Takes in the first flight's results. It stays a flight when it failed."""
-        flight = self._flights[0]
-        result = flight.future.result()
-        self._flights.popleft()
-        if not self.scheduler.requests_in(flight.plan):
+    def _collect(self) -> None:
+        """Takes in the oldest step's results. It stays in flight when it failed."""
+        step = self._in_flight[0]
+        result = step.future.result()
+        self._in_flight.popleft()
+        if not self.scheduler.requests_in(step.plan):
             # All that it computed has ended meanwhile, perhaps long ago.
             return
-        self._outputs += self.scheduler.update(flight.plan, result)
+        self._outputs += self.scheduler.update(step.plan, result)
         self._failures = 0
         now = time.monotonic()
         # It began when the one before had ended.
-        duration = now - max(flight.start, self.progress_time)
-        self.scheduler.preemption.observe(flight.plan.num_tokens, duration)
+        duration = now - max(step.start, self.progress_time)
+        self.scheduler.preemption.observe(step.plan.num_tokens, duration)
         if self.listening:
-            self._events.append(StepEvent(time=now, duration=duration, num_tokens=flight.plan.num_tokens))
+            self._events.append(StepEvent(time=now, duration=duration, num_tokens=step.plan.num_tokens))
 
     def _recover(self, error: Exception) -> None:
         """After a failed step: finds the request that it is to blame for, or lets the engine die."""
         logger.error("a step failed", exc_info=error)
         alone = bool(self.scheduler.suspects)
-        requests = self.scheduler.requests_in(self._flights[0].plan) if self._flights else []
-        self._give_up()
+        requests = self.scheduler.requests_in(self._in_flight[0].plan) if self._in_flight else []
+        self._reset_after_failure()
         what = f"{type(error).__name__}: {error}"
         if alone and requests:
             (culprit,) = requests
@@ -196,14 +196,14 @@ class EngineCore:
             raise EngineDeadError(f"{self._failures} steps in a row have failed: {what}") from error
         self.scheduler.suspects = requests
 
-    def _give_up(self) -> None:
+    def _reset_after_failure(self) -> None:
         """Nothing that the runner holds can be relied on: all requests are computed again from their tokens."""
-        flights, self._flights = self._flights, deque()
-        self.scheduler.give_up([flight.plan for flight in flights])
+        steps, self._in_flight = self._in_flight, deque()
+        self.scheduler.reset_after_failure([step.plan for step in steps])
         # What runs already cannot be stopped; its result counts no more.
-        wait([flight.future for flight in flights])
+        wait([step.future for step in steps])
 
-    def _collect(self) -> None:
+    def _drain_scheduler(self) -> None:
         """Takes over what the scheduler has to tell."""
         events, self.scheduler.events = self.scheduler.events, []
         outputs, self.scheduler.outputs = self.scheduler.outputs, []

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from toolkit_lm.messages import NewSequence, StepPlan
-from toolkit_lm.sampling import SamplingRows, TokenHistory
+from toolkit_lm.sampling import SamplingBatch, TokenHistory
 
 
 class StepInputs(NamedTuple):
@@ -39,7 +39,7 @@ class PersistentBatch:
         self.row_of: dict[int, int] = {}
         """By seq_id."""
         self.history = TokenHistory(num_rows, max_model_len)
-        self.sampling = SamplingRows(self.history)
+        self.sampling = SamplingBatch(self.history)
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
         """Per row, prompt tokens whose log probabilities are known."""
         self._free_rows = list(range(num_rows))[::-1]

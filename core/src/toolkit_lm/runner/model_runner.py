@@ -32,7 +32,7 @@ from toolkit_lm.runner.backends import attention_layers, load_model_class, selec
 from toolkit_lm.runner.batch import PersistentBatch, StepInputs
 from toolkit_lm.runner.pooling import PoolingBatch
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
-from toolkit_lm.sampling import ProcessorTable, sample, search
+from toolkit_lm.sampling import ProcessorTable, sample, top_candidates
 
 
 class ModelRunner:
@@ -214,14 +214,14 @@ class ModelRunner:
 
     def _search(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
         """Candidates for beams. `places`: the rows' indices in the plan; `rows`: those in the persistent batch."""
-        found = search(logits, self._batch.sampling.pick(rows))
+        found = top_candidates(logits, self._batch.sampling.select(rows))
         seq_ids = [plan.scheduled[place].seq_id for place in places]
         result.candidates = {seq_ids[i]: candidates for i, candidates in found.candidates.items()}
         result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
 
     def _draw(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
         """Tokens for the others."""
-        sampled = sample(logits, self._batch.sampling.pick(rows), self._processors)
+        sampled = sample(logits, self._batch.sampling.select(rows), self._processors)
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(places, sampled.token_ids, strict=True):
             result.token_ids[index] = [token]

@@ -1,11 +1,11 @@
 """From logits to tokens."""
 
-from toolkit_lm.sampling.candidates import Searched, search
+from toolkit_lm.sampling.batch import SamplingBatch
+from toolkit_lm.sampling.candidates import BeamCandidates, top_candidates
 from toolkit_lm.sampling.history import TokenHistory
 from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow
 from toolkit_lm.sampling.processors import ProcessorTable, load_processor
-from toolkit_lm.sampling.rows import SamplingRows
 from toolkit_lm.sampling.sampler import Sampled, sample
 from toolkit_lm.sampling.uniform import uniform
 
@@ -14,12 +14,12 @@ __all__ = [
     "ProcessorRow",
     "ProcessorTable",
     "Sampled",
-    "SamplingRows",
-    "Searched",
+    "SamplingBatch",
+    "BeamCandidates",
     "TokenHistory",
     "load_processor",
     "sample",
-    "search",
+    "top_candidates",
     "token_logprobs",
     "uniform",
 ]

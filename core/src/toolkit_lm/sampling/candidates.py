@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.messages import Candidates
+from toolkit_lm.sampling.batch import SamplingBatch
 from toolkit_lm.sampling.masks import mask
-from toolkit_lm.sampling.rows import SamplingRows
 
 
-class Searched(NamedTuple):
+class BeamCandidates(NamedTuple):
     """What a step found for the rows of beam searches."""
 
     candidates: dict[int, Candidates]
@@ -21,7 +21,7 @@ class Searched(NamedTuple):
     """By row: logits that hold NaN."""
 
 
-def search(logits: Tensor, rows: SamplingRows) -> Searched:
+def top_candidates(logits: Tensor, rows: SamplingBatch) -> BeamCandidates:
     """The `num_candidates` likeliest tokens of each row of logits [R, V], any float dtype. The logits are left as they are.
 
     Log probabilities are of the model's own distribution; masks come after, and take nothing off the tokens that they leave.
@@ -30,12 +30,12 @@ def search(logits: Tensor, rows: SamplingRows) -> Searched:
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     mask(logprobs, rows)
     best = logprobs.topk(min(int(rows.num_candidates.max()), logprobs.shape[-1]), dim=-1)
-    searched = Searched({}, {})
+    found = BeamCandidates({}, {})
     columns = zip(best.indices.tolist(), best.values.tolist(), rows.num_candidates.tolist(), finite, strict=True)
     for row, (token_ids, values, wanted, is_finite) in enumerate(columns):
         if is_finite:
             left = sum(value > -torch.inf for value in values[:wanted])
-            searched.candidates[row] = Candidates(token_ids[:left], values[:left])
+            found.candidates[row] = Candidates(token_ids[:left], values[:left])
         else:
-            searched.errors[row] = "the model's logits are not finite"
-    return searched
+            found.errors[row] = "the model's logits are not finite"
+    return found

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.sampling.rows import SamplingRows
+from toolkit_lm.sampling.batch import SamplingBatch
 
 _LONGEST = 50
 """Longer repetitions count as this: the penalty is far beyond any logit by then."""
 
 
-def dry(logits: Tensor, rows: SamplingRows) -> None:
+def dry(logits: Tensor, rows: SamplingBatch) -> None:
     """Changes logits [R, V] in place, those of the rows that have a dry_multiplier."""
     users = np.flatnonzero(rows.dry_multiplier > 0)
     if not len(users):
@@ -34,7 +34,7 @@ def dry(logits: Tensor, rows: SamplingRows) -> None:
     logits[torch.from_numpy(users).to(device)] -= total.to(logits.dtype)
 
 
-def _repetitions(rows: SamplingRows, users: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _repetitions(rows: SamplingBatch, users: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(index into users, next token, length) of each earlier place that matches the end of its sequence."""
     tokens = rows.history.padded(rows.row[users], fill=-1)
     ends = rows.history.num_tokens[rows.row[users]] - 1

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.sampling.rows import SamplingRows
+from toolkit_lm.sampling.batch import SamplingBatch
 from toolkit_lm.sampling.uniform import uniform
 
 XTC_STREAM = 1
 """Of the random numbers that decide whether XTC is applied; the draw's own are stream 0."""
 
 
-def distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
+def distribution(logits: Tensor, rows: SamplingBatch) -> Tensor:
     """[R, V] float32 -> [R, V] the probabilities that tokens are drawn with, after temperature and filters."""
     # Shifting by the maximum first keeps tiny temperatures finite.
     logits = (logits - logits.max(dim=-1, keepdim=True).values) / _column(rows.temperature, logits)
@@ -25,17 +25,17 @@ def distribution(logits: Tensor, rows: SamplingRows) -> Tensor:
     probs = torch.softmax(logits, dim=-1)
     if len(filtered):
         index = torch.from_numpy(filtered).to(logits.device)
-        probs[index] = _filter(logits[index], rows.pick(filtered))
+        probs[index] = _filter(logits[index], rows.select(filtered))
     return probs
 
 
-def _filter(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _filter(logits: Tensor, rows: SamplingBatch) -> Tensor:
     probs = torch.softmax(logits, dim=-1)
     sorting = np.flatnonzero((rows.top_k > 0) | (rows.top_p < 1))
     if len(sorting):
         index = torch.from_numpy(sorting).to(logits.device)
-        probs[index] = _top(logits[index], rows.pick(sorting))
-    filters: list[tuple[np.ndarray, Callable[[Tensor, SamplingRows], Tensor]]] = [
+        probs[index] = _top(logits[index], rows.select(sorting))
+    filters: list[tuple[np.ndarray, Callable[[Tensor, SamplingBatch], Tensor]]] = [
         (rows.min_p > 0, _min_p),
         (rows.typical_p < 1, _typical),
         (rows.xtc_probability > 0, _xtc),
@@ -46,12 +46,12 @@ def _filter(logits: Tensor, rows: SamplingRows) -> Tensor:
         if len(users):
             index = torch.from_numpy(users).to(probs.device)
             some = probs[index]
-            some = some.masked_fill(~keeps(some, rows.pick(users)), 0.0)
+            some = some.masked_fill(~keeps(some, rows.select(users)), 0.0)
             probs[index] = some / some.sum(dim=-1, keepdim=True)
     return probs
 
 
-def _top(logits: Tensor, rows: SamplingRows) -> Tensor:
+def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
     """[R, V] -> [R, V] probabilities after top-k and top-p, which keep the first of the tokens sorted by likelihood."""
     # Sorting the logits and not the probabilities keeps the order of tokens whose probabilities round to the same.
     logits, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -69,11 +69,11 @@ def _top(logits: Tensor, rows: SamplingRows) -> Tensor:
 # Each takes probabilities [R, V], and says which tokens are kept. Dropped ones are 0.
 
 
-def _min_p(probs: Tensor, rows: SamplingRows) -> Tensor:
+def _min_p(probs: Tensor, rows: SamplingBatch) -> Tensor:
     return probs >= _column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True)
 
 
-def _typical(probs: Tensor, rows: SamplingRows) -> Tensor:
+def _typical(probs: Tensor, rows: SamplingBatch) -> Tensor:
     surprise = -probs.log()
     entropy = (probs * surprise).nan_to_num(0.0).sum(dim=-1, keepdim=True)
     distance = (surprise - entropy).abs()
@@ -83,20 +83,20 @@ def _typical(probs: Tensor, rows: SamplingRows) -> Tensor:
     return (distance <= nearest.gather(-1, last)) & (probs > 0)
 
 
-def _xtc(probs: Tensor, rows: SamplingRows) -> Tensor:
+def _xtc(probs: Tensor, rows: SamplingBatch) -> Tensor:
     applied = torch.from_numpy(uniform(rows.seed, rows.position, XTC_STREAM) < rows.xtc_probability).to(probs.device)[:, None]
     top = probs >= _column(rows.xtc_threshold, probs)
     least_likely = probs.masked_fill(~top, torch.inf).argmin(dim=-1, keepdim=True)
     return (~(top & applied)).scatter_(-1, least_likely, True)
 
 
-def _mirostat(probs: Tensor, rows: SamplingRows) -> Tensor:
+def _mirostat(probs: Tensor, rows: SamplingBatch) -> Tensor:
     most = _column(rows.mirostat_mu, probs)
     kept = -probs.log2() <= most
     return kept.scatter_(-1, probs.argmax(dim=-1, keepdim=True), True)
 
 
-def learn(rows: SamplingRows, probs: np.ndarray) -> dict[int, float]:
+def update_mirostat_mu(rows: SamplingBatch, probs: np.ndarray) -> dict[int, float]:
     """mirostat's mu after a draw, by row: `probs` [R] are those that the drawn tokens had."""
     users = np.flatnonzero(rows.mirostat_tau > 0)
     surprise = -np.log2(np.maximum(probs[users], np.finfo(np.float64).tiny))

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.sampling.rows import SamplingRows
+from toolkit_lm.sampling.batch import SamplingBatch
 
 
-def mask(logits: Tensor, rows: SamplingRows) -> None:
+def mask(logits: Tensor, rows: SamplingBatch) -> None:
     """Changes logits [R, V] in place, those of the rows that have such rules."""
     vocab_size = logits.shape[-1]
     _allow(logits, rows)
@@ -27,7 +27,7 @@ def mask(logits: Tensor, rows: SamplingRows) -> None:
     _put(logits, {int(row): rows.rules[row].stop[rows.rules[row].stop < vocab_size] for row in early}, -torch.inf)
 
 
-def _allow(logits: Tensor, rows: SamplingRows) -> None:
+def _allow(logits: Tensor, rows: SamplingBatch) -> None:
     allowed = {row: rules.allowed for row, rules in enumerate(rows.rules) if rules.allowed is not None}
     if allowed:
         index = _index(allowed, logits.device)

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.sampling.rows import SamplingRows
+from toolkit_lm.sampling.batch import SamplingBatch
 
 
-def penalize(logits: Tensor, rows: SamplingRows) -> None:
+def penalize(logits: Tensor, rows: SamplingBatch) -> None:
     """Changes logits [R, V] in place, those of the rows that have penalties."""
     repeating = np.flatnonzero(rows.repetition_penalty != 1)
     if len(repeating):
@@ -26,7 +26,7 @@ def penalize(logits: Tensor, rows: SamplingRows) -> None:
         logits[index] -= presence * (counts > 0) + frequency * counts
 
 
-def _counts(rows: SamplingRows, index: np.ndarray, logits: Tensor, *, output_only: bool) -> Tensor:
+def _counts(rows: SamplingBatch, index: np.ndarray, logits: Tensor, *, output_only: bool) -> Tensor:
     """[R, V] how often each token is in the sequence, or in its output."""
     vocab_size = logits.shape[-1]
     tokens = torch.from_numpy(rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size)).to(logits.device)

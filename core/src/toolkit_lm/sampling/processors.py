@@ -13,8 +13,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.plugin import LogitsProcessorRegistry, PluginWarning
+from toolkit_lm.sampling.batch import SamplingBatch
 from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow
-from toolkit_lm.sampling.rows import SamplingRows
 
 
 def load_processor(registry: LogitsProcessorRegistry, name: str) -> type[LogitsProcessor]:
@@ -68,7 +68,7 @@ class ProcessorTable:
                     # The sequence has its result already: nobody is to suffer from it.
                     warnings.warn(f"{self._message(name, error)} (in remove)", PluginWarning, stacklevel=2)
 
-    def apply(self, logits: Tensor, rows: SamplingRows, *, argmax_invariant: bool) -> None:
+    def apply(self, logits: Tensor, rows: SamplingBatch, *, argmax_invariant: bool) -> None:
         """Changes logits [R, V] float32 in place, those of the rows that use a processor of this kind. In the registry's order."""
         keys = rows.key.tolist()
         for name in self._registry:
@@ -80,7 +80,7 @@ class ProcessorTable:
                 views = [_view(rows, row) for row in users]
                 logits[users] = self._apply(name, logits[users], views)
 
-    def users(self, rows: SamplingRows, *, argmax_invariant: bool) -> np.ndarray:
+    def users(self, rows: SamplingBatch, *, argmax_invariant: bool) -> np.ndarray:
         """Indices of the rows that use a processor of this kind."""
         names = {name for name, one in self._processors.items() if one.argmax_invariant == argmax_invariant}
         return np.array([row for row, key in enumerate(rows.key.tolist()) if names.intersection(self._names.get(key, ()))], np.int64)
@@ -105,7 +105,7 @@ class ProcessorTable:
         return f"logits processor {name!r} of {self._registry.get(name).owner} failed: {type(error).__name__}: {error}"
 
 
-def _view(rows: SamplingRows, row: int) -> ProcessorRow:
+def _view(rows: SamplingBatch, row: int) -> ProcessorRow:
     place = int(rows.row[row])
     tokens = rows.history.tokens(place)
     tokens.flags.writeable = False

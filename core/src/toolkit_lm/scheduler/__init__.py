@@ -1,6 +1,6 @@
 """The scheduler, its policies, and the paged KV cache's bookkeeping."""
 
-from toolkit_lm.scheduler.block_manager import BlockManager, Growth, Write
+from toolkit_lm.scheduler.block_manager import BlockManager, TableUpdate, TokenRange
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.limits import RequestLimits
 from toolkit_lm.scheduler.policy import POLICIES, SchedulingPolicy
@@ -11,11 +11,11 @@ __all__ = [
     "POLICIES",
     "BlockManager",
     "BlockPool",
-    "Growth",
+    "TableUpdate",
     "Request",
     "RequestLimits",
     "Scheduler",
     "SchedulingPolicy",
     "Sequence",
-    "Write",
+    "TokenRange",
 ]

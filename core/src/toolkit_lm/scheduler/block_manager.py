@@ -12,7 +12,7 @@ from toolkit_lm.messages import BlockCopy, BlockMove
 from toolkit_lm.scheduler.block_pool import BlockPool
 
 
-class Write(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens [start, end) of a sequence that a step is about to write."""
 
     seq_id: int
@@ -20,7 +20,7 @@ class Write(NamedTuple):
     end: int
 
 
-class Growth(NamedTuple):
+class TableUpdate(NamedTuple):
     """What changed in a sequence's tables to make room for a write."""
 
     new_blocks: list[list[int]]
@@ -29,7 +29,7 @@ class Growth(NamedTuple):
     moves: list[BlockMove]
 
 
-Chain = Callable[[int, int], Sequence[bytes]]
+BlockHashes = Callable[[int, int], Sequence[bytes]]
 """(block size, number of blocks) -> at least so many hashes of a sequence's first blocks."""
 
 NO_BLOCK = -1
@@ -76,7 +76,7 @@ class BlockManager:
         """The blocks of a request's encoder tokens; empty for one that holds none."""
         return self._cross_tables[request_id][group] if request_id in self._cross_tables else []
 
-    def blocks_needed(self, writes: Iterable[Write]) -> int:
+    def blocks_needed(self, writes: Iterable[TokenRange]) -> int:
         """Free blocks that `append_slots` of all `writes` together takes: new ones, and copies of shared ones."""
         needed = 0
         spare: dict[int, int] = {}
@@ -92,10 +92,10 @@ class BlockManager:
                         needed += 1
         return needed
 
-    def append_slots(self, write: Write) -> Growth:
+    def append_slots(self, write: TokenRange) -> TableUpdate:
         """Makes the slots of `write` exist and be the sequence's own. `blocks_needed` must be free."""
         tables = self._tables.setdefault(write.seq_id, [[] for _ in self.specs])
-        growth = Growth([[] for _ in self.specs], [], [])
+        growth = TableUpdate([[] for _ in self.specs], [], [])
         for group, spec in self._decoder:
             table, last = tables[group], -(-write.end // spec.block_size)
             for index in range(write.start // spec.block_size, min(last, len(table))):
@@ -181,38 +181,38 @@ class BlockManager:
 
     # Prefix caching
 
-    def find_prefix(self, chain: Chain, limit: int) -> int:
+    def find_prefix(self, block_hashes: BlockHashes, limit: int) -> int:
         """How many of a sequence's first tokens, at most `limit`, have their keys and values in the cache, in every group."""
         step = math.lcm(*(spec.block_size for _, spec in self._decoder))
         length = limit // step * step
         for group, spec in self._decoder:
             if spec.window is None and length:
-                hashes, found = chain(spec.block_size, length // spec.block_size), 0
+                hashes, found = block_hashes(spec.block_size, length // spec.block_size), 0
                 while found < length // spec.block_size and self.pool.find((group, hashes[found])) is not None:
                     found += 1
                 length = found * spec.block_size // step * step
-        while gaps := [gap for group, spec in self._windowed if (gap := self._gap(group, spec, chain, length)) is not None]:
+        while gaps := [gap for group, spec in self._windowed if (gap := self._gap(group, spec, block_hashes, length)) is not None]:
             length = min(gaps) // step * step
         return length
 
-    def num_shared(self, chain: Chain, num_tokens: int) -> int:
+    def num_shared(self, block_hashes: BlockHashes, num_tokens: int) -> int:
         """Of the blocks that `adopt` would take, how many have owners now and stay as long as the sequence does: they cost nothing."""
         full = {group for group, spec in self._decoder if spec.window is None}
-        return sum(self.pool.ref_counts[block] > 0 for group, _, block in self._cached_blocks(chain, num_tokens) if group in full)
+        return sum(self.pool.ref_counts[block] > 0 for group, _, block in self._cached_blocks(block_hashes, num_tokens) if group in full)
 
-    def adopt(self, seq_id: int, chain: Chain, num_tokens: int) -> None:
+    def adopt(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
         """Gives a sequence the cached blocks of its first `num_tokens` tokens, which `find_prefix` has found."""
         assert seq_id not in self._tables, f"sequence {seq_id} holds blocks already"
         tables: list[list[int]] = [[] for _ in self.specs]
         for group, spec in self._decoder:
             tables[group] = [NO_BLOCK] * (num_tokens // spec.block_size)
-        for group, index, block in self._cached_blocks(chain, num_tokens):
+        for group, index, block in self._cached_blocks(block_hashes, num_tokens):
             self.pool.share(block)
             tables[group][index] = block
         self._tables[seq_id] = tables
         self._published[seq_id] = num_tokens
 
-    def publish(self, seq_id: int, chain: Chain, num_tokens: int) -> None:
+    def publish(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
         """Lets others find the full blocks of a sequence's first `num_tokens` tokens, which are computed or will be in the planned step."""
         if seq_id not in self._tables:
             return
@@ -222,7 +222,7 @@ class BlockManager:
         for group, spec in self._decoder:
             table, full = self.get_block_table(seq_id, group), num_tokens // spec.block_size
             if full > before // spec.block_size:
-                hashes = chain(spec.block_size, full)
+                hashes = block_hashes(spec.block_size, full)
                 for index in range(before // spec.block_size, full):
                     if table[index] >= 0:
                         self.pool.publish((group, hashes[index]), table[index])
@@ -235,17 +235,17 @@ class BlockManager:
                 if block >= 0:
                     self.pool.forget(block)
 
-    def _gap(self, group: int, spec: KVCacheSpec, chain: Chain, length: int) -> int | None:
+    def _gap(self, group: int, spec: KVCacheSpec, block_hashes: BlockHashes, length: int) -> int | None:
         """Where the first block begins that the token after `length` can see and that is not cached. No prefix may end behind it."""
         last = length // spec.block_size
-        hashes, first = chain(spec.block_size, last), _first_visible(spec, length)
+        hashes, first = block_hashes(spec.block_size, last), _first_visible(spec, length)
         return next((i * spec.block_size for i in range(first, last) if self.pool.find((group, hashes[i])) is None), None)
 
-    def _cached_blocks(self, chain: Chain, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+    def _cached_blocks(self, block_hashes: BlockHashes, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         """(group, index in the table, block) of a cached prefix."""
         for group, spec in self._decoder:
             last = num_tokens // spec.block_size
-            hashes = chain(spec.block_size, last)
+            hashes = block_hashes(spec.block_size, last)
             for index in range(_first_visible(spec, num_tokens), last):
                 block = self.pool.find((group, hashes[index]))
                 assert block is not None, "the prefix is not cached"

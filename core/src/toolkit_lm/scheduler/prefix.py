@@ -10,7 +10,7 @@ import msgspec
 
 
 def root_hash(*extra: object) -> bytes:
-    """What a chain begins with: whatever else decides on keys and values beside the tokens.
+    """What the first hash of a sequence begins with: whatever else decides on keys and values beside the tokens.
 
     The plugin set, the adapter, the caller's salt: requests that differ in any of these share nothing.
     """
@@ -22,21 +22,21 @@ class PrefixHashes:
 
     def __init__(self, root: bytes) -> None:
         self._root = root
-        self._chains: dict[int, list[bytes]] = {}
+        self._hashes: dict[int, list[bytes]] = {}
         """By block size."""
 
-    def chain(self, token_ids: Sequence[int], block_size: int, num_blocks: int) -> list[bytes]:
+    def block_hashes(self, token_ids: Sequence[int], block_size: int, num_blocks: int) -> list[bytes]:
         """At least the first `num_blocks` hashes of blocks of this size. The tokens may have grown since the last call, not changed."""
-        chain = self._chains.setdefault(block_size, [])
-        for index in range(len(chain), num_blocks):
+        hashes = self._hashes.setdefault(block_size, [])
+        for index in range(len(hashes), num_blocks):
             tokens = token_ids[index * block_size : (index + 1) * block_size]
             assert len(tokens) == block_size, "only full blocks have a hash"
-            parent = chain[-1] if chain else self._root
-            chain.append(hashlib.sha256(parent + array("q", tokens).tobytes()).digest())
-        return chain
+            parent = hashes[-1] if hashes else self._root
+            hashes.append(hashlib.sha256(parent + array("q", tokens).tobytes()).digest())
+        return hashes
 
     def fork(self) -> PrefixHashes:
         """For a sequence that has the same tokens so far."""
         other = PrefixHashes(self._root)
-        other._chains = {size: list(chain) for size, chain in self._chains.items()}
+        other._hashes = {size: list(hashes) for size, hashes in self._hashes.items()}
         return other

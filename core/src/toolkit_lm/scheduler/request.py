@@ -23,12 +23,12 @@ class Sequence:
         "candidates",
         "finish_reason",
         "hashes",
-        "held",
         "index",
         "logprob",
         "mirostat_mu",
         "num_computed_tokens",
         "num_placeholders",
+        "on_worker",
         "request",
         "seed",
         "seq_id",
@@ -44,7 +44,7 @@ class Sequence:
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in the cache, those of the running step included."""
         self.num_placeholders = 0
-        self.held = False
+        self.on_worker = False
         """The runner holds it: a plan has made it known, and none has dropped it."""
         self.mirostat_mu: float | None = None
         """Where its last draw left mirostat, for when it comes back from a preemption."""
@@ -68,9 +68,9 @@ class Sequence:
     def beam(self) -> Beam:
         return Beam(self.token_ids[self.request.num_prompt_tokens :], self.logprob)
 
-    def chain(self, block_size: int, num_blocks: int) -> list[bytes]:
+    def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
         """At least the first `num_blocks` hashes of its full blocks."""
-        return self.hashes.chain(self.token_ids, block_size, num_blocks)
+        return self.hashes.block_hashes(self.token_ids, block_size, num_blocks)
 
     @property
     def num_tokens(self) -> int:

@@ -27,7 +27,7 @@ from toolkit_lm.messages import (
 )
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import BeamSearch
-from toolkit_lm.scheduler.block_manager import BlockManager, Write
+from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.limits import RequestLimits
@@ -200,7 +200,7 @@ class Scheduler:
         seqs = (self._sequences.get(row.seq_id) for row in plan.scheduled)
         return list(dict.fromkeys(seq.request.request_id for seq in seqs if seq is not None))
 
-    def give_up(self, plans: Collection[StepPlan]) -> None:
+    def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
         """Steps failed, or were interrupted, somewhere on their way: nothing that the runner holds can be relied on.
 
         All requests are preempted, and so computed again from their tokens; what blocks hold is forgotten. It relies on nothing that
@@ -214,7 +214,7 @@ class Scheduler:
         for request in self.waiting:
             request.swapped = False
             for seq in request.unfinished:
-                seq.held, seq.num_computed_tokens, seq.num_placeholders, seq.candidates = False, 0, 0, None
+                seq.on_worker, seq.num_computed_tokens, seq.num_placeholders, seq.candidates = False, 0, 0, None
 
     def drop_plan(self) -> StepPlan:
         """A plan that computes nothing: the runner forgets what it holds in vain."""
@@ -285,7 +285,7 @@ class Scheduler:
             return 0
         # Those that fork from the leader need the window before the prompt's last token.
         known = request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
-        return self.blocks.find_prefix(request.leader.chain, known - 1)
+        return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
 
     def _blocks_to_admit(self, request: Request, budget: int, num_cached: int) -> int:
         """Free blocks that a waiting request takes: for the whole of its prompt, not only the first chunk."""
@@ -294,7 +294,7 @@ class Scheduler:
             return self.blocks.num_swapped(request.request_id, request.seq_ids) + growth
         leader = request.leader
         whole = self.blocks.blocks_for(leader.num_tokens, self.max_num_batched_tokens)
-        return whole - self.blocks.num_shared(leader.chain, num_cached) if num_cached else max(whole, growth)
+        return whole - self.blocks.num_shared(leader.block_hashes, num_cached) if num_cached else max(whole, growth)
 
     def _admit(self, plan: StepPlan, request: Request, num_cached: int) -> None:
         self.waiting.remove(request)
@@ -303,16 +303,16 @@ class Scheduler:
             plan.swap_in += self.blocks.swap_in(request.request_id, request.seq_ids)
             request.swapped = False
         elif num_cached:
-            self.blocks.adopt(request.leader.seq_id, request.leader.chain, num_cached)
+            self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, num_cached)
             request.leader.num_computed_tokens = num_cached
         if request.scheduled_time is None:
             request.scheduled_time = time.monotonic()
             request.num_cached_tokens = num_cached
             self._event("scheduled", request)
 
-    def _writes(self, request: Request, budget: int) -> list[Write]:
+    def _writes(self, request: Request, budget: int) -> list[TokenRange]:
         """What each of a request's sequences would compute now, within the budget."""
-        writes: list[Write] = []
+        writes: list[TokenRange] = []
         ready = list(self._ready(request))
         if request.search and len(ready) > budget:
             # Beams advance together: those that are computed would wait for the others.
@@ -321,7 +321,7 @@ class Scheduler:
             num_tokens = min(seq.num_pending_tokens, budget)
             if num_tokens > 0 and (num_tokens == seq.num_pending_tokens or self._may_cut(request)):
                 budget -= num_tokens
-                writes.append(Write(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
+                writes.append(TokenRange(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
         return writes
 
     def _may_cut(self, request: Request) -> bool:
@@ -341,17 +341,17 @@ class Scheduler:
             if forked and not drawn and not (request.search and seq.num_placeholders):
                 yield seq
 
-    def _commit(self, plan: StepPlan, request: Request, writes: list[Write]) -> int:
+    def _commit(self, plan: StepPlan, request: Request, writes: list[TokenRange]) -> int:
         """Adds a request's rows to the plan; returns their number of tokens."""
         for write in writes:
             seq = self._sequences[write.seq_id]
             growth = self.blocks.append_slots(write)
             plan.copies += growth.copies
-            if seq.held:
+            if seq.on_worker:
                 plan.moves += growth.moves
             else:
                 plan.new.append(self._new_sequence(seq))
-                seq.held = True
+                seq.on_worker = True
             seq.num_computed_tokens = write.end
             # Whoever comes later in this very step may share what it writes: keys and values are written before they are read.
             self._publish(seq)
@@ -364,7 +364,7 @@ class Scheduler:
 
     def _publish(self, seq: Sequence) -> None:
         if self.caching:
-            self.blocks.publish(seq.seq_id, seq.chain, min(seq.num_computed_tokens, len(seq.token_ids)))
+            self.blocks.publish(seq.seq_id, seq.block_hashes, min(seq.num_computed_tokens, len(seq.token_ids)))
 
     def _fork_from_leader(self, request: Request) -> None:
         """Once the leader has computed the prompt, the others share it, but for its last token: they compute that again to draw from it.
@@ -448,9 +448,9 @@ class Scheduler:
         return bool(swapped)
 
     def _drop(self, seq: Sequence) -> None:
-        if seq.held:
+        if seq.on_worker:
             self._dropped.append(seq.seq_id)
-            seq.held = False
+            seq.on_worker = False
 
     # Results
 

@@ -43,8 +43,8 @@ class TokenRules:
 _NO_RULES = TokenRules(np.zeros(0, np.int64))
 
 
-class SamplingRows:
-    """Columns over rows: what `sample` needs of each sequence. Rows are set when a sequence joins the batch, and picked per step."""
+class SamplingBatch:
+    """Columns over rows: what `sample` needs of each sequence. Rows are set when a sequence joins the batch, and selected per step."""
 
     temperature: np.ndarray
     top_p: np.ndarray
@@ -122,13 +122,13 @@ class SamplingRows:
         """[R] rows whose logits are not used as they are."""
         return self.ruled | self.penalized | (self.dry_multiplier > 0) | self.processed | (self.position < self.min_tokens)
 
-    def pick(self, rows: np.ndarray) -> SamplingRows:
+    def select(self, rows: np.ndarray) -> SamplingBatch:
         """The given rows [R], as columns of their own."""
-        picked = object.__new__(SamplingRows)
+        selected = object.__new__(SamplingBatch)
         for name, column in vars(self).items():
-            setattr(picked, name, column[rows] if isinstance(column, np.ndarray) else column)
-        picked.rules = [self.rules[row] for row in rows]
-        return picked
+            setattr(selected, name, column[rows] if isinstance(column, np.ndarray) else column)
+        selected.rules = [self.rules[row] for row in rows]
+        return selected
 
     def __len__(self) -> int:
         return len(self.seed)
