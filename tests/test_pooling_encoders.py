@@ -155,7 +155,7 @@ class TestFamilies:
         with LLM(made.folder) as llm:
             expected = unit(reference(made, longest).last_hidden_state[0].mean(0))
             same(llm.encode(longest, task="embed", use_tqdm=False), [expected])
-            with pytest.raises(ContextLengthError, match="65 tokens; it must stay within max_model_len, 64"):
+            with pytest.raises(ContextLengthError, match=r"65 tokens; .* maximum context length is 64 tokens"):
                 llm.embed(too_long)
             same(llm.encode(too_long, task="embed", truncate_prompt_tokens=-1, use_tqdm=False), [expected])
         with pytest.raises(ConfigError, match="max_model_len 65 is more than the checkpoint's positions, 64"):

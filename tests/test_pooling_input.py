@@ -65,7 +65,10 @@ def test_bad_prompts(llm, prompts, words):
 
 class TestLength:
     def test_too_long_without_truncation(self, llm):
-        with pytest.raises(ContextLengthError, match=r"prompt 1: .*65 tokens; it must stay within max_model_len, 64\. .*truncate_prompt"):
+        with pytest.raises(
+            ContextLengthError,
+            match=r"prompt 1: .*65 tokens; this model's maximum context length is 64 tokens \(max_model_len\)\. .*truncate_prompt",
+        ):
             llm.embed(["abc", "x" * 65])
         with pytest.raises(ContextLengthError, match="characters"):
             llm.embed("x" * 10_000_000)

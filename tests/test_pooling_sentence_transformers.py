@@ -175,7 +175,7 @@ class TestInput:
         write_modules(embedder.folder, pooling(mean_tokens=True))
         with LLM(str(embedder.folder)) as llm:
             assert llm.config.max_model_len == 40
-            with pytest.raises(ContextLengthError, match="41 tokens; it must stay within max_model_len, 40"):
+            with pytest.raises(ContextLengthError, match=r"41 tokens; .* maximum context length is 40 tokens"):
                 llm.embed("y" * 41)
             same(vectors(llm, ["y" * 39 + "zzz"], truncate_prompt_tokens=-1), [embedder.states("y" * 39 + "z").mean(0)])
             same(vectors(llm, TEXTS, truncate_prompt_tokens=7), [embedder.states(text, 7).mean(0) for text in TEXTS])

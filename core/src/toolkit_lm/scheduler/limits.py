@@ -39,8 +39,7 @@ class RequestLimits:
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
         if prompt >= self.max_model_len:
-            most = f"this model's maximum context length is {self.max_model_len} tokens (max_model_len), output included"
-            raise ContextLengthError(f"the prompt has {prompt} tokens; {most}.", "prompt")
+            raise ContextLengthError(f"{self._too_long(prompt)}, output included.", "prompt")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
         if params.min_tokens > max_tokens:
             room = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"
@@ -78,14 +77,17 @@ class RequestLimits:
                 "prompt",
             )
         if prompt > self.max_model_len:
-            limit = f"it must stay within max_model_len, {self.max_model_len}"
-            raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
+            raise ContextLengthError(f"{self._too_long(prompt)}. {_CUT}", "prompt")
         if not rules.chunkable and prompt > self.max_num_batched_tokens:
             limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
             raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
         if (needed := self._most_blocks(prompt, 1, 1)) > self.num_blocks:
             raise RequestError(f"a prompt of {prompt} tokens takes {needed} KV cache blocks, but there are {self.num_blocks}.", "prompt")
         return 0
+
+    def _too_long(self, prompt: int) -> str:
+        """Clients look for "maximum context length"."""
+        return f"the prompt has {prompt} tokens; this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
 
     def _most_blocks(self, prompt: int, max_tokens: int, n: int) -> int:
         """Blocks that a request can come to own. The last output token's key and value are never stored."""
