@@ -84,7 +84,7 @@ def test_an_abort_frees_host_blocks(tight, watch):
         engine = llm.engine
         for i, prompt in enumerate(prompts_of(272)):
             engine.add_request(f"{i}", prompt, LOUD.replace(logprobs=None))
-        while not any(request.swapped for request in engine.client.core.scheduler.waiting):
+        while not any(request.swapped for request in engine.client.core.scheduler.roster.waiting):
             engine.step()
         engine.abort([f"{i}" for i in range(len(LENGTHS))])
         engine.advance(timeout=0)

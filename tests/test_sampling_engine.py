@@ -149,13 +149,14 @@ def test_bad_words_are_texts(llm):
 
 def test_dry_breakers_are_texts_or_ids(llm, llama):
     """Byte tokens: the id of a character is 16 above its place in the byte alphabet."""
-    words = [
-        llm.engine.processor.prepare("x", "a", SamplingParams(dry_multiplier=1, dry_sequence_breakers=given)).message.words.dry_breakers
-        for given in (["b", "ab"], [17], None, [])
-    ]
+
+    def breakers(**params):
+        return llm.engine.processor.prepare("x", "a", SamplingParams(**params)).message.inputs.tokenized_params.dry_breakers
+
+    words = [breakers(dry_multiplier=1, dry_sequence_breakers=given) for given in (["b", "ab"], [17], None, [])]
     [b] = llm.engine.renderer.render_prompt("b", add_special_tokens=False)[0]
     assert words[0] == [b] and words[1] == [17] and len(words[2]) == 4 and words[3] == []
-    assert llm.engine.processor.prepare("x", "a", SamplingParams()).message.words.dry_breakers == []
+    assert breakers() == []
 
 
 @pytest.mark.parametrize(

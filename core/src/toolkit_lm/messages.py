@@ -33,12 +33,26 @@ class Array(Struct, frozen=True):
     """A view of the tensor's own memory, or of the message's: it is not copied on the way in."""
 
 
-class TokenizedWords(Struct, kw_only=True, frozen=True):
+class TokenizedParams(Struct, kw_only=True, frozen=True):
     """What the texts among the sampling parameters are in tokens."""
 
     bad_words: list[list[int]] = field(default_factory=list)
     """Sequences of which the last token is not to be drawn after the others."""
     dry_breakers: list[int] = field(default_factory=list)
+
+
+class SequenceInputs(Struct, kw_only=True, frozen=True):
+    """What the runner needs of a request beside its tokens and parameters. The scheduler carries it, and never reads it."""
+
+    tokenized_params: TokenizedParams = field(default_factory=TokenizedParams)
+    pooling: PoolingParams | None = None
+    """Set: the prompt is pooled, and the sampling parameters have no meaning."""
+    second_text_start: int | None = None
+    """Of a pair of texts: the position of the first token of the second (token type 1, where the model has types)."""
+    pooling_start: int = 0
+    """Position of the first token that is pooled. Those before, of the checkpoint's prompt, are read and left out of the vector."""
+    num_attended: int | None = None
+    """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them; None: all."""
 
 
 class EngineRequest(Struct, kw_only=True):
@@ -49,7 +63,17 @@ class EngineRequest(Struct, kw_only=True):
     params: SamplingParams
     eos_token_ids: list[int] = field(default_factory=list)
     """End a sequence unless params.ignore_eos."""
-    words: TokenizedWords = field(default_factory=TokenizedWords)
+    inputs: SequenceInputs = field(default_factory=SequenceInputs)
+    max_output_tokens: int = 0
+    """Most tokens that each sequence draws, as `RequestLimits.check` gave it."""
+    draws_tokens: bool = True
+    """False: it ends with a result of its prompt."""
+    chunkable: bool = True
+    """Its prompt may be computed in several steps."""
+    reads_prefix_cache: bool = True
+    """It may begin after a cached prefix."""
+    swappable: bool = True
+    """Nothing but its tokens and its blocks is lost when it leaves the batch."""
     priority: int = 0
     """Smaller is served first, under the policy 'priority'."""
     arrival_time: float = 0.0
@@ -60,14 +84,6 @@ class EngineRequest(Struct, kw_only=True):
     """Only requests of the same salt share cached prefixes."""
     context: dict[str, str] = field(default_factory=dict)
     """For events: what the caller attached."""
-    pooling: PoolingParams | None = None
-    """Set: the prompt is pooled, and no token is drawn; `params` has no meaning."""
-    second_text_start: int | None = None
-    """Of a pair of texts: the position of the first token of the second (token type 1, where the model has types)."""
-    pooling_start: int = 0
-    """Position of the first token that is pooled. Those before, of the checkpoint's prompt, are read and left out of the vector."""
-    num_attended: int | None = None
-    """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them; None: all."""
 
 
 class TokenLogprobs(Struct):
@@ -143,15 +159,11 @@ class NewSequence(Struct, kw_only=True):
     """Resolved: the request's own, or one drawn for it."""
     stop_token_ids: list[int]
     """All tokens that end it; they are kept from being drawn while fewer than min_tokens are out."""
-    words: TokenizedWords = field(default_factory=TokenizedWords)
-    mirostat_mu: float | None = None
-    """Where the sequence's last draw left mirostat; None before the first."""
+    inputs: SequenceInputs = field(default_factory=SequenceInputs)
+    sampler_state: dict[str, float] = field(default_factory=dict)
+    """What the sampler returned with the sequence's last token. Empty before the first."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log probabilities were returned before: they are not computed again."""
-    pooling: PoolingParams | None = None
-    second_text_start: int | None = None
-    pooling_start: int = 0
-    num_attended: int | None = None
     num_candidates: int = 0
     """Of a beam: how many of the likeliest tokens are returned where others draw one."""
 
@@ -201,7 +213,10 @@ class StepPlan(Struct, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.scheduled)
+        total = 0
+        for row in self.scheduled:
+            total += row.num_tokens
+        return total
 
 
 class StepResult(Struct, kw_only=True):
@@ -213,8 +228,8 @@ class StepResult(Struct, kw_only=True):
     """Per row; empty when no row asked for any."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for them."""
-    mirostat_mu: dict[int, float] = field(default_factory=dict)
-    """By seq_id, what NewSequence is to bring back after a preemption."""
+    sampler_state: dict[int, dict[str, float]] = field(default_factory=dict)
+    """By seq_id, what NewSequence is to bring back after a preemption. Only the sampler knows what it means."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """By seq_id, of the rows of beam searches. They draw no token."""
     pooled: dict[int, Array] = field(default_factory=dict)

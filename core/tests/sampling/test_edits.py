@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from toolkit_lm.messages import TokenizedWords
+from toolkit_lm.messages import TokenizedParams
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.sampling import sample
 from toolkit_lm.sampling.dry import dry
@@ -57,7 +57,7 @@ def test_bad_words_are_those_of_transformers(make_rows, make_logits, sequences):
 
     words = [[3], [5, 6], [1, 2, 3]] + [[a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in (7, 8)] + [[4] * 20]
     logits = make_logits(len(LENGTHS), vocab=VOCAB)
-    tokenized = [TokenizedWords(bad_words=words)] * len(LENGTHS)
+    tokenized = [TokenizedParams(bad_words=words)] * len(LENGTHS)
     rows = make_rows(*[SamplingParams()] * len(LENGTHS), outputs=sequences, words=tokenized)
     ours = edited(mask, logits, rows)
     assert 1 < (ours[-1] == -torch.inf).sum() < VOCAB
@@ -67,7 +67,7 @@ def test_bad_words_are_those_of_transformers(make_rows, make_logits, sequences):
 
 
 def test_bad_words_do_not_begin_in_the_prompt(make_rows, make_logits):
-    words = [TokenizedWords(bad_words=[[5, 6, 7]])] * 3
+    words = [TokenizedParams(bad_words=[[5, 6, 7]])] * 3
     rows = make_rows(*[SamplingParams()] * 3, prompts=[[5, 6], [5], [1]], outputs=[[], [6], [5, 6]], words=words)
     banned = edited(mask, make_logits(3, vocab=VOCAB), rows) == -torch.inf
     assert banned.nonzero().tolist() == [[2, 7]]
@@ -93,7 +93,7 @@ def test_bias_allowed_and_min_tokens(make_rows, make_logits):
 
 def test_parameters_that_leave_no_token_fail_alone(make_rows, make_logits):
     params = [SamplingParams(allowed_token_ids=[3]), SamplingParams(), SamplingParams(allowed_token_ids=[3], temperature=0)]
-    words = [TokenizedWords(bad_words=[[3]]), TokenizedWords(), TokenizedWords(bad_words=[[3]])]
+    words = [TokenizedParams(bad_words=[[3]]), TokenizedParams(), TokenizedParams(bad_words=[[3]])]
     sampled = sample(make_logits(3), make_rows(*params, words=words))
     assert set(sampled.errors) == {0, 2} and "leave no token" in sampled.errors[0]
 
@@ -124,7 +124,7 @@ def test_dry_is_its_definition(make_rows, make_logits, sequences, allowed_length
     tokens = [*sequences, [1, 2, 3, 4] * 40, [5] * 200, [1, 2, 3, 4, 3, 4, 1, 2, 3, 4]]
     params = [SamplingParams(dry_multiplier=0.8, dry_base=1.1, dry_allowed_length=allowed_length)] * len(tokens)
     logits = make_logits(len(tokens), vocab=VOCAB)
-    words = [TokenizedWords(dry_breakers=breakers)] * len(tokens)
+    words = [TokenizedParams(dry_breakers=breakers)] * len(tokens)
     ours = edited(dry, logits, make_rows(*params, prompts=[t[:1] for t in tokens], outputs=[t[1:] for t in tokens], words=words))
     assert not torch.equal(ours, logits)
     for row, line, before in zip(ours, tokens, logits, strict=True):

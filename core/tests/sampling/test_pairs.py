@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from toolkit_lm.messages import TokenizedWords
+from toolkit_lm.messages import TokenizedParams
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.sampling import sample
 
@@ -34,7 +34,7 @@ OUTPUT = [5, 6, 7, 5, 6]
 
 
 def rows_of(make_rows, params, seeds):
-    words = [TokenizedWords(bad_words=[[9], [6, 7]], dry_breakers=[3]) if p.bad_words else TokenizedWords() for p in params]
+    words = [TokenizedParams(bad_words=[[9], [6, 7]], dry_breakers=[3]) if p.bad_words else TokenizedParams() for p in params]
     num = len(params)
     return make_rows(*params, prompts=[[1, 2]] * num, outputs=[OUTPUT] * num, seeds=seeds, stops=[[4, 8]] * num, words=words)
 

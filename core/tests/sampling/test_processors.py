@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
 from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample
@@ -83,19 +82,6 @@ class Brings:
             processors.add(one.__name__.lower(), f"processors_under_test:{one.__name__}")
 
 
-def sequence(key, params, prompt, output=()):
-    return NewSequence(
-        seq_id=key,
-        token_ids=[*prompt, *output],
-        num_prompt_tokens=len(prompt),
-        num_computed_tokens=0,
-        block_tables=[],
-        params=params,
-        seed=key,
-        stop_token_ids=[],
-    )
-
-
 @pytest.fixture
 def make_table(monkeypatch):
     module = types.ModuleType("processors_under_test")
@@ -103,17 +89,11 @@ def make_table(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     registry = Plugins.load(PluginsConfig(plugins=[]), extra=[Brings()]).logits_processors
 
-    def make(params):
-        table = ProcessorTable(registry, VllmConfig.default(), torch.device("cpu"))
-        new = [sequence(key, one, [key + 1], [7]) for key, one in enumerate(params)]
-        table.update(StepPlan(new=new))
-        return table
-
-    return make
+    return lambda: ProcessorTable(registry, VllmConfig.default(), torch.device("cpu"))
 
 
-def rows_of(make_rows, params):
-    return make_rows(*params, prompts=[[key + 1] for key in range(len(params))], outputs=[[7]] * len(params))
+def rows_of(make_rows, params, table=None):
+    return make_rows(*params, prompts=[[key + 1] for key in range(len(params))], outputs=[[7]] * len(params), processors=table)
 
 
 def only(**arguments):
@@ -122,21 +102,20 @@ def only(**arguments):
 
 def test_a_sequence_keeps_its_arguments_whatever_its_row(make_rows, make_logits, make_table):
     params = [SamplingParams(**only(token=3)), SamplingParams(), SamplingParams(temperature=0, **only(token=9))]
-    table, rows, logits = make_table(params), rows_of(make_rows, params), make_logits(3)
-    plain = sample(logits[1:2], rows.select(np.array([1]))).token_ids[0]
-    assert sample(logits, rows, table).token_ids == [3, plain, 9]
+    rows, logits = rows_of(make_rows, params, make_table()), make_logits(3)
+    plain = sample(logits[1:2], rows_of(make_rows, params).select(np.array([1]))).token_ids[0]
+    assert sample(logits, rows).token_ids == [3, plain, 9]
     order = np.array([2, 0])
-    assert sample(logits[:2], rows.select(order), table).token_ids == [9, 3]
-    table.update(StepPlan(dropped=[2]))
-    assert sample(logits[:1], rows.select(order[1:]), table).token_ids == [3]
+    assert sample(logits[:2], rows.select(order)).token_ids == [9, 3]
+    rows.clear(2)
+    assert sample(logits[:1], rows.select(order[1:])).token_ids == [3]
 
 
 def test_an_argmax_invariant_one_works_last_and_not_on_greedy_rows(make_rows, make_logits, make_table):
     flat = {"logits_processors": {"flat": {"token": 0}}}
     params = [SamplingParams(top_k=4, seed=i, **flat) for i in range(4000)] + [SamplingParams(temperature=0, **flat)]
-    table = make_table(params)
     logits = make_logits(1).expand(len(params), -1)
-    *drawn, greedy = sample(logits, rows_of(make_rows, params), table).token_ids
+    *drawn, greedy = sample(logits, rows_of(make_rows, params, make_table())).token_ids
     assert greedy == int(logits[0].argmax())
     counts = np.bincount(drawn, minlength=64)
     assert set(np.flatnonzero(counts)) == set(logits[0].topk(4).indices.tolist())
@@ -146,19 +125,20 @@ def test_an_argmax_invariant_one_works_last_and_not_on_greedy_rows(make_rows, ma
 @pytest.mark.parametrize("place", ["add", "apply"])
 def test_one_that_raises_fails_its_request_alone(make_rows, make_logits, make_table, place):
     params = [SamplingParams(**only(token=3)), SamplingParams(**only(token=4, **{"raise": place})), SamplingParams(**only(token=5))]
-    table, rows = make_table(params), rows_of(make_rows, params)
-    sampled = sample(make_logits(3), rows, table)
+    table = make_table()
+    rows = rows_of(make_rows, params, table)
+    sampled = sample(make_logits(3), rows)
     assert set(sampled.errors) == {1}
     assert "logits processor 'only' of" in sampled.errors[1] and "brings" in sampled.errors[1]
     assert ("ZeroDivisionError" if place == "apply" else "KeyError") in sampled.errors[1]
     assert [sampled.token_ids[i] for i in (0, 2)] == [3, 5]
-    table.update(StepPlan(dropped=[1]))
+    rows.clear(1)
     assert table.errors == {}
 
 
 def test_a_result_of_another_shape_is_an_error(make_rows, make_logits, make_table):
     params = [SamplingParams(logits_processors={"short": {"token": 1}}), SamplingParams()]
-    sampled = sample(make_logits(2), rows_of(make_rows, params), make_table(params))
+    sampled = sample(make_logits(2), rows_of(make_rows, params, make_table()))
     assert list(sampled.errors) == [0] and "returned shape (1, 63) for (1, 64)" in sampled.errors[0]
 
 
@@ -176,17 +156,16 @@ def test_the_class_on_the_hooks_page(make_rows, make_logits, monkeypatch):
     logits = make_logits(1)
     best, second = logits[0].topk(2).indices.tolist()
     params = SamplingParams(temperature=0, logits_processors={"no_echo": {"penalty": 100.0}})
-    table.update(StepPlan(new=[sequence(0, params, [best, best])]))
-    assert sample(logits, make_rows(params, prompts=[[best, best]]), table).token_ids == [second]
+    assert sample(logits, make_rows(params, prompts=[[best, best]], processors=table)).token_ids == [second]
 
 
 def test_one_that_does_not_say_what_it_is(make_rows, make_logits, make_table):
     params = [SamplingParams(logits_processors={"silent": {"token": 1}}), SamplingParams()]
-    sampled = sample(make_logits(2), rows_of(make_rows, params), make_table(params))
+    sampled = sample(make_logits(2), rows_of(make_rows, params, make_table()))
     assert list(sampled.errors) == [0] and "with argmax_invariant = True or False" in sampled.errors[0]
 
 
-def test_one_that_raises_in_remove_is_warned_about(make_table):
-    table = make_table([SamplingParams(**only(token=3, **{"raise": "remove"}))])
+def test_one_that_raises_in_remove_is_warned_about(make_rows, make_table):
+    rows = rows_of(make_rows, [SamplingParams(**only(token=3, **{"raise": "remove"}))], make_table())
     with pytest.warns(PluginWarning, match="'only'.*cannot leave"):
-        table.update(StepPlan(dropped=[0]))
+        rows.clear(0)

@@ -10,9 +10,10 @@ from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, KVGroup
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.executor import Executor
-from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from toolkit_lm.messages import EngineRequest, NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.runner import PersistentBatch
+from toolkit_lm.scheduler import RequestLimits
 
 VOCAB = 50
 NAN = VOCAB - 2
@@ -222,14 +223,21 @@ class FakeExecutor(Executor):
 
 
 class FakeCore(EngineCore):
-    """An engine core over a FakeExecutor. It has the cache that it is given."""
+    """An engine core over a FakeExecutor. It has the cache that it is given, and a front's limits."""
 
     executor: FakeExecutor
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, overlaps: bool = False) -> None:
         self._cache = cache
+        self.limits = RequestLimits(config, cache)
         plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"))
         super().__init__(config, plugins, FakeExecutor(config, cache, overlaps))
+
+    def add_request(self, request: EngineRequest) -> None:
+        """As a front does."""
+        request.max_output_tokens = self.limits.check(request)
+        request.reads_prefix_cache = request.params.prompt_logprobs is None
+        super().add_request(request)
 
     def _plan_kv_cache(self) -> KVCacheConfig:
         return self._cache

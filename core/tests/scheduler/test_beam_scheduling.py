@@ -72,8 +72,8 @@ def message(request_id: str, prompt: list[int], arrival_time: float = 0.0, eos: 
 def found_alone(request: EngineRequest) -> list[Hypothesis] | None:
     """What a search finds; None where one of its beams fails."""
     prompt = request.prompt_token_ids
-    most = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
-    search = Request(request, most, iter(range(9))).search
+    request.max_output_tokens = min(request.params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - len(prompt))
+    search = Request(request, iter(range(9))).search
     beams = [Beam([], 0.0)]
     while beams:
         if any({NAN, POISON} & {*prompt, *beam.token_ids} for beam in beams):
@@ -95,7 +95,7 @@ def drain(core: FakeCore) -> dict[str, list]:
 def assert_nothing_is_left(core: FakeCore) -> None:
     blocks, runner = core.scheduler.blocks, core.executor.runner
     assert (blocks.pool.num_used, blocks.host_pool.num_used) == (0, 0)
-    assert not core.scheduler._sequences
+    assert not core.scheduler.roster.sequences
     if core._in_flight:
         # The last step failed, and nobody has asked for its results.
         core._reset_after_failure()
@@ -143,17 +143,17 @@ def test_searches_among_others(seed):
             with suppress(RequestError):
                 core.add_request(request)
                 messages[request.request_id], outputs[request.request_id] = request, []
-        if rng.random() < 0.02 and (live := sorted(core.scheduler.requests)):
+        if rng.random() < 0.02 and (live := sorted(core.scheduler.roster.requests)):
             request_id = rng.choice(live)
             core.finish(request_id, "abort")
             aborted.add(request_id)
-        if rng.random() < 0.02 and not core.scheduler.suspects:
+        if rng.random() < 0.02 and not core.scheduler.quarantine.quarantined:
             core.executor.transient = rng.choice(["before", "after"])
         if core.has_unfinished:
             for output in core.step().outputs:
                 outputs[output.request_id].append(output)
         core.scheduler.blocks.check()
-        assert core.scheduler.num_running <= core.scheduler.max_num_seqs
+        assert core.scheduler.roster.num_running <= core.scheduler.max_num_seqs
         assert all(len(plan.scheduled) <= core.scheduler.max_num_seqs for plan in core.executor.plans[-2:])
     for request_id, rest in drain(core).items():
         outputs[request_id] += rest
@@ -246,20 +246,20 @@ def test_preempted_between_the_candidates_of_its_beams(mode):
         core.step()
     scheduler = core.scheduler
     scheduler.preemption.mode = "recompute"
-    scheduler._preempt(StepPlan(), scheduler.requests["a"])
+    scheduler._preempt(StepPlan(), scheduler.roster.requests["a"])
     core.step()
     # The first has computed the prompt for all, and its own tokens; the others will follow.
-    assert [beam.candidates is not None for beam in scheduler.requests["a"].sequences] == [True, False, False]
+    assert [beam.candidates is not None for beam in scheduler.roster.requests["a"].sequences] == [True, False, False]
     scheduler.preemption.mode = mode
     plan = scheduler.drop_plan()
-    scheduler._preempt(plan, scheduler.requests["a"])
+    scheduler._preempt(plan, scheduler.roster.requests["a"])
     assert bool(plan.swap_out) == (mode == "swap")
     core.executor.execute(plan)
     assert_found(drain(core)["a"], found_alone(request), 3)
     assert_nothing_is_left(core)
 
 
-def test_a_suspect_is_cleared_when_all_its_beams_have_their_candidates(caplog):
+def test_a_search_leaves_quarantine_when_all_its_beams_have_their_candidates(caplog):
     core = make_core()
     requests = [message(name, prompt, use_beam_search=True, n=3, max_tokens=9) for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5, 6]))]
     for request in requests:
@@ -268,12 +268,12 @@ def test_a_suspect_is_cleared_when_all_its_beams_have_their_candidates(caplog):
     core.step()
     core.executor.transient = "before"
     core.step()
-    suspects = []
-    while core.scheduler.suspects:
-        suspects.append(core.scheduler.suspects[0])
+    alone = []
+    while core.scheduler.quarantine.quarantined:
+        alone.append(core.scheduler.quarantine.quarantined[0])
         core.step()
     # One step for the prompt and the first beam, one for the other two.
-    assert suspects == ["a", "a", "b", "b"]
+    assert alone == ["a", "a", "b", "b"]
     outputs = drain(core)
     for request in requests:
         assert_found(outputs[request.request_id], found_alone(request), 3)
@@ -296,6 +296,6 @@ def test_results_that_come_after_a_preemption_are_not_taken():
     core.add_request(request)
     core.step()
     core._launch()
-    core.scheduler._preempt(StepPlan(), core.scheduler.requests["a"])
+    core.scheduler._preempt(StepPlan(), core.scheduler.roster.requests["a"])
     assert_found(drain(core)["a"], found_alone(request), 3)
     assert_nothing_is_left(core)

@@ -54,9 +54,9 @@ def test_forks_of_a_leader_that_finds_its_own_output_cached():
     for _ in range(9):
         core.step()
     scheduler = core.scheduler
-    (running,) = scheduler.running
-    scheduler._requeue(running)
-    scheduler._start_over(running)
+    (running,) = scheduler.roster.running
+    scheduler.roster.requeue(running)
+    scheduler.request_blocks.start_over(running)
     outputs = finish_all(core)
     tokens = continuation(prompt, 14)
     assert [o.token_ids[0] for o in outputs["r"] if o.index == 1] == tokens[-len([o for o in outputs["r"] if o.index == 1]) :]
@@ -75,7 +75,7 @@ def test_nobody_finds_what_a_failed_row_has_computed():
     core = make_core()
     core.add_request(request("bad", [*PROMPT, NAN, 1, 2], max_tokens=3))
     core.add_request(request("good", PROMPT, max_tokens=1))
-    hashes = core.scheduler.requests["bad"].leader.block_hashes
+    hashes = core.scheduler.roster.requests["bad"].leader.block_hashes
     outputs = finish_all(core)
     assert (outputs["bad"][-1].finish_reason, outputs["bad"][-1].error) == ("error", "not a number")
     assert outputs["good"][-1].finish_reason == "length"
@@ -118,7 +118,7 @@ def test_a_step_that_fails_for_an_aborted_request_is_nobodys_fault():
     core.finish("bad")
     outputs = finish_all(core)
     assert [o.finish_reason for o in outputs["good"]][-1] == "length"
-    assert not core.scheduler.suspects
+    assert not core.scheduler.quarantine.quarantined
 
 
 def test_a_swapped_request_that_holds_shared_blocks_does_not_block_the_queue():

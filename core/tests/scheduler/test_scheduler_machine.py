@@ -153,10 +153,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def disturb(self, data, kind):
         if kind == "reset":
             self.core.reset_prefix_cache()
-        elif kind != "abort" and not self.scheduler.suspects:
+        elif kind != "abort" and not self.scheduler.quarantine.quarantined:
             # The next step fails, once.
             self.core.executor.transient = kind
-        elif live := sorted(self.scheduler.requests):
+        elif live := sorted(self.scheduler.roster.requests):
             request_id = data.draw(st.sampled_from(live))
             index = data.draw(st.one_of(st.none(), st.integers(0, self.messages[request_id].params.n - 1)))
             self.core.finish(request_id, "abort", index)
@@ -200,15 +200,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks = self.scheduler.blocks
         blocks.check()
         distinct: list[set[int]] = []
-        for request in self.scheduler.requests.values():
+        for request in self.scheduler.roster.requests.values():
             # Distinct blocks of a request = its cross tables + the union of its sequences' tables.
             cross = {entry for table in blocks._cross_tables.get(request.request_id, []) for entry in table}
             decoder = {entry for s in request.unfinished for table in blocks._tables.get(s.seq_id, []) for entry in table} - {NO_BLOCK}
             assert not cross & decoder
             distinct.append(cross | decoder)
-            if request in self.scheduler.waiting and not request.swapped:
+            if request in self.scheduler.roster.waiting and not request.swapped:
                 assert not distinct[-1], "a waiting request holds blocks"
-            if request in self.scheduler.running:
+            if request in self.scheduler.roster.running:
                 assert all(entry >= 0 for entry in distinct[-1]), "a running request's block is on the host"
         every = set().union(*distinct)
         for pool, owned in ((blocks.pool, {e for e in every if e >= 0}), (blocks.host_pool, {e for e in every if e < 0})):
@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for group, spec in enumerate(blocks.specs):
                 held = [b for b in blocks.get_block_table(seq_id, group) if b != NO_BLOCK]
                 assert len(held) <= spec.blocks_for(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
-        assert self.scheduler.num_running <= self.scheduler.max_num_seqs
+        assert self.scheduler.roster.num_running <= self.scheduler.max_num_seqs
 
     @invariant()
     def outputs_are_right(self):

@@ -67,7 +67,7 @@ class EngineCore:
         on_phase("warming up")
         executor.warm_up()
         self.pooling = executor.pooling_rules()
-        self.scheduler = Scheduler(config, self.kv_cache, plugins.fingerprint().digest, self.pooling)
+        self.scheduler = Scheduler(config, self.kv_cache, plugins.fingerprint().digest)
         self.depth = 2 if executor.overlaps else 1
         """Steps that are on their way at a time."""
 
@@ -113,7 +113,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        return bool(self.scheduler.roster.requests)
 
     def step(self) -> EngineOutputs:
         """Takes in the next step's results; meanwhile the one after it is computed, where that is faster. Call it while `has_unfinished`.
@@ -150,7 +150,7 @@ class EngineCore:
 
     def _launch(self) -> None:
         """Plans and starts steps, as many as may be on their way."""
-        while len(self._in_flight) < (1 if self.scheduler.suspects else self.depth):
+        while len(self._in_flight) < (1 if self.scheduler.quarantine.quarantined else self.depth):
             start = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is None:
@@ -162,7 +162,7 @@ class EngineCore:
         step = self._in_flight[0]
         result = step.future.result()
         self._in_flight.popleft()
-        if not self.scheduler.requests_in(step.plan):
+        if not self.scheduler.roster.requests_in(step.plan):
             # All that it computed has ended meanwhile, perhaps long ago.
             return
         self._outputs += self.scheduler.update(step.plan, result)
@@ -170,15 +170,16 @@ class EngineCore:
         now = time.monotonic()
         # It began when the one before had ended.
         duration = now - max(step.start, self.progress_time)
-        self.scheduler.preemption.observe(step.plan.num_tokens, duration)
+        num_tokens = step.plan.num_tokens
+        self.scheduler.preemption.observe(num_tokens, duration)
         if self.listening:
-            self._events.append(StepEvent(time=now, duration=duration, num_tokens=step.plan.num_tokens))
+            self._events.append(StepEvent(time=now, duration=duration, num_tokens=num_tokens))
 
     def _recover(self, error: Exception) -> None:
         """After a failed step: finds the request that it is to blame for, or lets the engine die."""
         logger.error("a step failed", exc_info=error)
-        alone = bool(self.scheduler.suspects)
-        requests = self.scheduler.requests_in(self._in_flight[0].plan) if self._in_flight else []
+        alone = bool(self.scheduler.quarantine.quarantined)
+        requests = self.scheduler.roster.requests_in(self._in_flight[0].plan) if self._in_flight else []
         self._reset_after_failure()
         what = f"{type(error).__name__}: {error}"
         if alone and requests:
@@ -194,7 +195,7 @@ class EngineCore:
         self._failures += 1
         if self._failures >= _MOST_FAILURES:
             raise EngineDeadError(f"{self._failures} steps in a row have failed: {what}") from error
-        self.scheduler.suspects = requests
+        self.scheduler.quarantine.isolate(requests)
 
     def _reset_after_failure(self) -> None:
         """Nothing that the runner holds can be relied on: all requests are computed again from their tokens."""
@@ -205,10 +206,12 @@ class EngineCore:
 
     def _drain_scheduler(self) -> None:
         """Takes over what the scheduler has to tell."""
-        events, self.scheduler.events = self.scheduler.events, []
+        events = self.scheduler.events.take()
         outputs, self.scheduler.outputs = self.scheduler.outputs, []
         self._outputs += outputs
-        self._admitted += [event.request_id for event in events if event.kind == "scheduled"]
+        for event in events:
+            if event.kind == "scheduled":
+                self._admitted.append(event.request_id)
         if not self.listening:
             return
         self._events += events

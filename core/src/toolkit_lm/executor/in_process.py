@@ -10,7 +10,7 @@ from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.executor.contract import Executor
-from toolkit_lm.messages import NewSequence, PoolingRules, ScheduledSequence, StepPlan, StepResult
+from toolkit_lm.messages import NewSequence, PoolingRules, ScheduledSequence, SequenceInputs, StepPlan, StepResult
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
@@ -70,7 +70,7 @@ class InProcessExecutor(Executor):
             params=SamplingParams(temperature=0),
             seed=0,
             stop_token_ids=[],
-            pooling=None if generates else PoolingParams(task=tasks[0]),
+            inputs=SequenceInputs(pooling=None if generates else PoolingParams(task=tasks[0])),
         )
         nothing_new: list[list[int]] = [[] for _ in tables]
         self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 2, nothing_new, generates)]))

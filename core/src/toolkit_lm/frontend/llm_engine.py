@@ -140,7 +140,7 @@ class LLMEngine:
         for message, prompt in prepared:
             if message.request_id in self._states or message.request_id in states:
                 raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
-            pooled = message.pooling is not None
+            pooled = not message.draws_tokens
             states[message.request_id] = PoolingState(message, prompt) if pooled else RequestState(message, prompt, self.renderer)
         messages = [one.message for one in prepared]
         self.client.add(messages)

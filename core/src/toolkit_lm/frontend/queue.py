@@ -52,7 +52,7 @@ class QueueLimits:
     def add(self, batch: Sequence[EngineRequest]) -> None:
         now = time.monotonic()
         self._waiting.update((request.request_id, (now, len(request.prompt_token_ids))) for request in batch)
-        pools = batch[-1].pooling is not None
+        pools = not batch[-1].draws_tokens
         self._counted.update(request.request_id for request in (batch[-1:] if pools else batch))
 
     def admit(self, request_ids: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import EngineRequest
+from toolkit_lm.messages import EngineRequest, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import check_params
@@ -24,7 +24,7 @@ from toolkit_lm.processing.validation import (
     check_token_ids,
     check_tokens_of_params,
     cut_prompt,
-    tokenize_words,
+    tokenize_params,
 )
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
 from toolkit_lm.renderer import RenderedText, Renderer
@@ -103,9 +103,11 @@ class Processor:
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
         if params.bad_words or params.dry_multiplier:
-            message.words = tokenize_words(params, self.renderer)
-        check_tokens_of_params(params, message.words, self._vocab_size)
-        self.limits.check(message)
+            message.inputs = SequenceInputs(tokenized_params=tokenize_params(params, self.renderer))
+        check_tokens_of_params(params, message.inputs.tokenized_params, self._vocab_size)
+        # Log probabilities of the prompt come from its hidden states, which no cache holds.
+        message.reads_prefix_cache = params.prompt_logprobs is None
+        message.max_output_tokens = self.limits.check(message)
         return PreparedRequest(message, text)
 
     # Pooling
@@ -182,10 +184,16 @@ class Processor:
         if params.step_tag_id is not None:
             check_token_ids([params.step_tag_id], self._vocab_size, "step_tag_id")
         message = self._message(request_id, rendered.token_ids, _NO_SAMPLING, options)
-        message.pooling, message.second_text_start = params, rendered.second_text_start
-        message.num_attended = rendered.num_attended
-        if params.task == "embed":
-            message.pooling_start = rendered.pooling_start
+        message.inputs = SequenceInputs(
+            pooling=params,
+            second_text_start=rendered.second_text_start,
+            pooling_start=rendered.pooling_start if params.task == "embed" else 0,
+            num_attended=rendered.num_attended,
+        )
+        rules = self.limits.rules(params.task)
+        message.chunkable, message.reads_prefix_cache = rules.chunkable, rules.reads_prefix_cache
+        # What a pooler keeps of a sequence between its chunks is lost with its row.
+        message.draws_tokens = message.swappable = False
         self.limits.check(message)
         return PreparedRequest(message, prompt if isinstance(prompt, str) else None)
 

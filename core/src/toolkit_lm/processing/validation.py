@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit_lm.config import LimitsConfig
 from toolkit_lm.errors import RequestError, nearest
-from toolkit_lm.messages import TokenizedWords
+from toolkit_lm.messages import TokenizedParams
 from toolkit_lm.params import DRY_BREAKERS, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.renderer import Renderer
@@ -17,14 +17,14 @@ MAX_SALT_LENGTH = 1024
 MAX_CONTEXT_LENGTH = 16384
 
 
-def tokenize_words(params: SamplingParams, renderer: Renderer) -> TokenizedWords:
+def tokenize_params(params: SamplingParams, renderer: Renderer) -> TokenizedParams:
     """The token sequences of bad_words, and DRY's breakers. Raises RequestError, naming the parameter."""
     bad_words = [tokens for word in params.bad_words or () for tokens in _bad_word(word, renderer)]
     given = () if not params.dry_multiplier else params.dry_sequence_breakers
     breakers = DRY_BREAKERS if given is None else given
     # A letter before a text keeps tokenizers from joining it with the beginning of a sequence.
     ids = (one if isinstance(one, int) else _tokens(f"a{one}", renderer, "dry_sequence_breakers")[-1] for one in breakers)
-    return TokenizedWords(bad_words=bad_words, dry_breakers=sorted(set(ids)))
+    return TokenizedParams(bad_words=bad_words, dry_breakers=sorted(set(ids)))
 
 
 def _bad_word(word: str, renderer: Renderer) -> Iterator[list[int]]:
@@ -127,13 +127,13 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
                 raise RequestError(f"token id {token} is outside the model's vocabulary of {vocab_size}.", param)
 
 
-def check_tokens_of_params(params: SamplingParams, words: TokenizedWords, vocab_size: int) -> None:
+def check_tokens_of_params(params: SamplingParams, tokenized: TokenizedParams, vocab_size: int) -> None:
     """As `check_token_ids`, for the token ids that sampling parameters name."""
     if params.allowed_token_ids:
         check_token_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
     if params.logit_bias:
         check_token_ids(params.logit_bias, vocab_size, "logit_bias")
-    for word in words.bad_words:
+    for word in tokenized.bad_words:
         check_token_ids(word, vocab_size, "bad_words")
     # Breakers come from texts as well: ids that the model does not have are no error, for they never come up.
     if params.dry_sequence_breakers:

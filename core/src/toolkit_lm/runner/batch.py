@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from toolkit_lm.messages import NewSequence, StepPlan
-from toolkit_lm.sampling import SamplingBatch, TokenHistory
+from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
 
 
 class StepInputs(NamedTuple):
@@ -34,12 +34,13 @@ class StepInputs(NamedTuple):
 class PersistentBatch:
     """Rows of fixed capacity; a sequence keeps its row while it lives."""
 
-    def __init__(self, num_rows: int, max_model_len: int, block_sizes: list[int]) -> None:
+    def __init__(self, num_rows: int, max_model_len: int, block_sizes: list[int], processors: ProcessorTable | None = None) -> None:
+        """`block_sizes`: per KV group. `processors`: the plugins' logits processors, where sequences may ask for them."""
         self.block_sizes = block_sizes
         self.row_of: dict[int, int] = {}
         """By seq_id."""
         self.history = TokenHistory(num_rows, max_model_len)
-        self.sampling = SamplingBatch(self.history)
+        self.sampling = SamplingBatch(self.history, processors)
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
         """Per row, prompt tokens whose log probabilities are known."""
         self._free_rows = list(range(num_rows))[::-1]
@@ -53,11 +54,13 @@ class PersistentBatch:
             # A plan that was interrupted may name a sequence that never came here.
             if (row := self.row_of.pop(seq_id, None)) is not None:
                 self._free_rows.append(row)
+                self.sampling.clear(row)
         for move in plan.moves:
             self._block_tables[move.group][self.row_of[move.seq_id], move.index] = move.block
-        new = {seq.seq_id for seq in plan.new}
+        new: set[int] = set()
         for seq in plan.new:
             self._add(seq)
+            new.add(seq.seq_id)
         for scheduled in plan.scheduled:
             if scheduled.seq_id not in new:
                 for group, blocks in enumerate(scheduled.new_blocks):
@@ -66,8 +69,13 @@ class PersistentBatch:
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The flat batch of a plan, and the computed counts advanced past it."""
-        rows = np.array([self.row_of[s.seq_id] for s in plan.scheduled], np.int64)
-        num_tokens = np.array([s.num_tokens for s in plan.scheduled], np.int64)
+        row_list, counts, sampling = [], [], []
+        for index, scheduled in enumerate(plan.scheduled):
+            row_list.append(self.row_of[scheduled.seq_id])
+            counts.append(scheduled.num_tokens)
+            if scheduled.samples:
+                sampling.append(index)
+        rows, num_tokens = np.array(row_list, np.int64), np.array(counts, np.int64)
         query_start = np.zeros(len(rows) + 1, np.int32)
         np.cumsum(num_tokens, out=query_start[1:])
         row_of_token = np.repeat(rows, num_tokens)
@@ -88,7 +96,7 @@ class PersistentBatch:
             seq_lens=seq_lens,
             slot_mappings=slot_mappings,
             block_tables=block_tables,
-            sampling=np.array([i for i, s in enumerate(plan.scheduled) if s.samples], np.int64),
+            sampling=np.array(sampling, np.int64),
         )
 
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:

@@ -56,7 +56,6 @@ class ModelRunner:
         """Of the same shapes, but for the number of blocks: what preempted requests are swapped to."""
         self.kv_cache: KVCacheConfig
         self._batch: PersistentBatch
-        self._processors = ProcessorTable(plugins.logits_processors, config, self.device)
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each attention layer's backend."""
@@ -113,7 +112,10 @@ class ModelRunner:
             mine = [layer for layer in uncached if self.selections[layer].backend is backend_class]
             self._bindings.update({layer: Binding(backend, None, index) for layer in mine})
         self._batch = PersistentBatch(
-            self.config.scheduler.max_num_seqs, self.config.max_model_len, [group.spec.block_size for group in kv_cache.groups]
+            self.config.scheduler.max_num_seqs,
+            self.config.max_model_len,
+            [group.spec.block_size for group in kv_cache.groups],
+            ProcessorTable(self.plugins.logits_processors, self.config, self.device),
         )
 
     def _allocate(self, kv_cache: KVCacheConfig, num_blocks: int, device: torch.device) -> list[list[Tensor]]:
@@ -146,7 +148,6 @@ class ModelRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs one step: applies the plan, computes its tokens, draws the next ones."""
         self._batch.apply(plan)
-        self._processors.update(plan)
         if self._pooling is not None:
             self._pooling.update(plan)
         for copies, source, target in (
@@ -197,7 +198,8 @@ class ModelRunner:
     def _sample(self, plan: StepPlan, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
-        result.prompt_logprobs = prompt_logprobs(plan, inputs, self._batch, hidden_states, self.model.compute_logits)
+        if (self._batch.sampling.prompt_logprobs[inputs.rows] >= 0).any():
+            result.prompt_logprobs = prompt_logprobs(plan, inputs, self._batch, hidden_states, self.model.compute_logits)
         if not len(inputs.sampling):
             return result
         last = self._to_device(inputs.query_start[1:][inputs.sampling].astype(np.int64) - 1)
@@ -221,17 +223,18 @@ class ModelRunner:
 
     def _draw(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
         """Tokens for the others."""
-        sampled = sample(logits, self._batch.sampling.select(rows), self._processors)
+        sampled = sample(logits, self._batch.sampling.select(rows))
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(places, sampled.token_ids, strict=True):
             result.token_ids[index] = [token]
         if sampled.logprobs:
             by_row: dict[int, TokenLogprobs | None] = dict(zip(places.tolist(), sampled.logprobs, strict=True))
             result.logprobs = [by_row.get(i) for i in range(len(plan.scheduled))]
-        seq_ids = [plan.scheduled[place].seq_id for place in places]
-        result.errors |= {seq_ids[i]: error for i, error in sampled.errors.items()}
-        result.mirostat_mu = {seq_ids[i]: mu for i, mu in sampled.mirostat_mu.items()}
-        self._batch.sampling.mirostat_mu[rows[list(sampled.mirostat_mu)]] = list(sampled.mirostat_mu.values())
+        for i, error in sampled.errors.items():
+            result.errors[plan.scheduled[places[i]].seq_id] = error
+        if sampled.mirostat_mu:
+            states = self._batch.sampling.take_mu(rows, sampled.mirostat_mu)
+            result.sampler_state = {plan.scheduled[places[i]].seq_id: state for i, state in states.items()}
 
     def _copy_block(self, copy: BlockCopy, source: list[list[Tensor]], target: list[list[Tensor]]) -> None:
         axis = self._group_backends[copy.group].block_axis

@@ -26,7 +26,7 @@ class PoolingBatch:
             self._sequences.pop(seq_id, None)
             self._states.pop(seq_id, None)
         for seq in plan.new:
-            if seq.pooling is not None:
+            if seq.inputs.pooling is not None:
                 self._sequences[seq.seq_id] = seq
                 self._states[seq.seq_id] = {}
 
@@ -35,9 +35,9 @@ class PoolingBatch:
         types = np.zeros(len(inputs.positions), np.int64)
         for index, scheduled in enumerate(plan.scheduled):
             seq = self._sequences.get(scheduled.seq_id)
-            if seq is not None and seq.second_text_start is not None:
+            if seq is not None and seq.inputs.second_text_start is not None:
                 tokens = slice(inputs.query_start[index], inputs.query_start[index + 1])
-                types[tokens] = inputs.positions[tokens] >= seq.second_text_start
+                types[tokens] = inputs.positions[tokens] >= seq.inputs.second_text_start
         return types
 
     def seq_lens(self, plan: StepPlan, inputs: StepInputs) -> np.ndarray:
@@ -45,8 +45,8 @@ class PoolingBatch:
         lengths = inputs.seq_lens.copy()
         for index, scheduled in enumerate(plan.scheduled):
             seq = self._sequences.get(scheduled.seq_id)
-            if seq is not None and seq.num_attended is not None:
-                lengths[index] = seq.num_attended
+            if seq is not None and seq.inputs.num_attended is not None:
+                lengths[index] = seq.inputs.num_attended
         return lengths
 
     def pool(
@@ -72,16 +72,16 @@ class PoolingBatch:
         return results, errors
 
     def _row(self, seq: NewSequence, index: int, inputs: StepInputs, batch: PersistentBatch) -> PoolingRow:
-        assert seq.pooling is not None
+        assert seq.inputs.pooling is not None
         tokens = slice(int(inputs.query_start[index]), int(inputs.query_start[index + 1]))
         start = int(inputs.positions[tokens.start])
         return PoolingRow(
-            params=seq.pooling,
+            params=seq.inputs.pooling,
             tokens=tokens,
             token_ids=batch.history.tokens(int(inputs.rows[index]))[start : start + tokens.stop - tokens.start],
             start=start,
             num_prompt_tokens=seq.num_prompt_tokens,
-            pooling_start=seq.pooling_start,
+            pooling_start=seq.inputs.pooling_start,
             state=self._states[seq.seq_id],
         )
 

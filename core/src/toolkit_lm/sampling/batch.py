@@ -6,14 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit_lm.messages import NewSequence, TokenizedWords
+from toolkit_lm.messages import NewSequence, TokenizedParams
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.sampling.bad_words import BadWords
 from toolkit_lm.sampling.history import TokenHistory
+from toolkit_lm.sampling.processor import ProcessorRow
+from toolkit_lm.sampling.processors import ProcessorTable
 
 _NUMBERS = [name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) and spec_of(o).use == "draws"]
 """Parameters that are columns of float32 as they are."""
+
+_MU = "mirostat_mu"
+"""In the sampler's state of a sequence: where its last draw left mirostat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +33,15 @@ class TokenRules:
     dry_breakers: np.ndarray | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams, words: TokenizedWords, stop_token_ids: list[int]) -> TokenRules:
+    def of(cls, params: SamplingParams, texts: TokenizedParams, stop_token_ids: list[int]) -> TokenRules:
         bias = params.logit_bias or {}
         return cls(
             stop=np.array(stop_token_ids, np.int64),
             allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
             bias_ids=np.array(list(bias), np.int64) if bias else None,
             bias=np.array(list(bias.values()), np.float32) if bias else None,
-            bad_words=BadWords(words.bad_words) if words.bad_words else None,
-            dry_breakers=np.array(words.dry_breakers, np.int64) if params.dry_multiplier else None,
+            bad_words=BadWords(texts.bad_words) if texts.bad_words else None,
+            dry_breakers=np.array(texts.dry_breakers, np.int64) if params.dry_multiplier else None,
         )
 
 
@@ -44,7 +49,10 @@ _NO_RULES = TokenRules(np.zeros(0, np.int64))
 
 
 class SamplingBatch:
-    """Columns over rows: what `sample` needs of each sequence. Rows are set when a sequence joins the batch, and selected per step."""
+    """Columns over rows: what `sample` needs of each sequence.
+
+    A row is set when a sequence joins the batch, and cleared when it leaves; each step selects its rows.
+    """
 
     temperature: np.ndarray
     top_p: np.ndarray
@@ -59,9 +67,11 @@ class SamplingBatch:
     dry_multiplier: np.ndarray
     dry_base: np.ndarray
 
-    def __init__(self, history: TokenHistory) -> None:
+    def __init__(self, history: TokenHistory, processors: ProcessorTable | None = None) -> None:
+        """`processors`: where rows register that ask for plugins' logits processors; None: such a request is not expected."""
         num_rows = len(history.num_tokens)
         self.history = history
+        self.processors = processors
         self.row = np.arange(num_rows)
         """Each row's place in the history."""
         for name in _NUMBERS:
@@ -90,7 +100,7 @@ class SamplingBatch:
         """Plugins' logits processors are on."""
         self.ruled = np.zeros(num_rows, bool)
         """There are rules beside the stop tokens."""
-        self.rules = [_NO_RULES] * num_rows
+        self.rules = np.full(num_rows, _NO_RULES, object)
 
     def set(self, row: int, seq: NewSequence) -> None:
         """Takes in a sequence; its tokens are in the history already."""
@@ -99,7 +109,7 @@ class SamplingBatch:
             getattr(self, name)[row] = getattr(params, name)
         self.top_k[row] = max(params.top_k, 0)
         self.mirostat_tau[row] = tau = params.mirostat_tau or 0.0
-        self.mirostat_mu[row] = 2 * tau if seq.mirostat_mu is None else seq.mirostat_mu
+        self.mirostat_mu[row] = seq.sampler_state.get(_MU, 2 * tau)
         self.dry_allowed_length[row] = min(params.dry_allowed_length, 2**31)
         self.seed[row] = seq.seed
         self.key[row] = seq.seq_id
@@ -113,9 +123,22 @@ class SamplingBatch:
         self.filtered[row] = (
             params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1 or params.xtc_probability > 0 or tau > 0
         )
-        self.processed[row] = bool(params.logits_processors)
-        self.rules[row] = rules = TokenRules.of(params, seq.words, seq.stop_token_ids)
+        self.processed[row] = bool(params.logits_processors) and self.processors is not None
+        if self.processors is not None and self.processed[row]:
+            self.processors.add(seq)
+        self.rules[row] = rules = TokenRules.of(params, seq.inputs.tokenized_params, seq.stop_token_ids)
         self.ruled[row] = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
+
+    def clear(self, row: int) -> None:
+        """The sequence leaves."""
+        if self.processors is not None and self.processed[row]:
+            self.processors.remove(int(self.key[row]))
+            self.processed[row] = False
+
+    def take_mu(self, rows: np.ndarray, mu: dict[int, float]) -> dict[int, dict[str, float]]:
+        """Keeps where a draw left mirostat, by index into `rows`. Returns each sequence's state, which `set` takes back, likewise."""
+        self.mirostat_mu[rows[list(mu)]] = list(mu.values())
+        return {index: {_MU: value} for index, value in mu.items()}
 
     @property
     def edited(self) -> np.ndarray:
@@ -127,8 +150,14 @@ class SamplingBatch:
         selected = object.__new__(SamplingBatch)
         for name, column in vars(self).items():
             setattr(selected, name, column[rows] if isinstance(column, np.ndarray) else column)
-        selected.rules = [self.rules[row] for row in rows]
         return selected
+
+    def processor_row(self, row: int) -> ProcessorRow:
+        """A row as logits processors see it."""
+        place = int(self.row[row])
+        tokens = self.history.tokens(place)
+        tokens.flags.writeable = False
+        return ProcessorRow(int(self.key[row]), tokens, int(self.history.num_prompt_tokens[place]))
 
     def __len__(self) -> int:
         return len(self.seed)

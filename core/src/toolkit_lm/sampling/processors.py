@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -11,9 +11,8 @@ from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.messages import NewSequence, StepPlan
+from toolkit_lm.messages import NewSequence
 from toolkit_lm.plugin import LogitsProcessorRegistry, PluginWarning
-from toolkit_lm.sampling.batch import SamplingBatch
 from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow
 
 
@@ -41,14 +40,8 @@ class ProcessorTable:
         self.errors: dict[int, str] = {}
         """By key, what went wrong for a sequence, until it is removed."""
 
-    def update(self, plan: StepPlan) -> None:
-        """Takes in the sequences that leave and join."""
-        for key in plan.dropped:
-            self._remove(key)
-        for seq in plan.new:
-            self._add(seq)
-
-    def _add(self, seq: NewSequence) -> None:
+    def add(self, seq: NewSequence) -> None:
+        """A sequence joins the batch."""
         for name, arguments in (seq.params.logits_processors or {}).items():
             self._names.setdefault(seq.seq_id, []).append(name)
             try:
@@ -58,7 +51,8 @@ class ProcessorTable:
             except Exception as error:
                 self._fail(seq.seq_id, name, error)
 
-    def _remove(self, key: int) -> None:
+    def remove(self, key: int) -> None:
+        """A sequence leaves the batch."""
         self.errors.pop(key, None)
         for name in self._names.pop(key, ()):
             if name in self._processors:
@@ -68,22 +62,23 @@ class ProcessorTable:
                     # The sequence has its result already: nobody is to suffer from it.
                     warnings.warn(f"{self._message(name, error)} (in remove)", PluginWarning, stacklevel=2)
 
-    def apply(self, logits: Tensor, rows: SamplingBatch, *, argmax_invariant: bool) -> None:
-        """Changes logits [R, V] float32 in place, those of the rows that use a processor of this kind. In the registry's order."""
-        keys = rows.key.tolist()
+    def apply(self, logits: Tensor, keys: Sequence[int], row: Callable[[int], ProcessorRow], *, argmax_invariant: bool) -> None:
+        """Changes logits [R, V] float32 in place, those of the rows that use a processor of this kind. In the registry's order.
+
+        `keys` [R]: whose the rows are. `row` gives one by its index.
+        """
         for name in self._registry:
             processor = self._processors.get(name)
             if processor is None or processor.argmax_invariant != argmax_invariant:
                 continue
-            users = [row for row, key in enumerate(keys) if name in self._names.get(key, ()) and key not in self.errors]
+            users = [index for index, key in enumerate(keys) if name in self._names.get(key, ()) and key not in self.errors]
             if users:
-                views = [_view(rows, row) for row in users]
-                logits[users] = self._apply(name, logits[users], views)
+                logits[users] = self._apply(name, logits[users], [row(index) for index in users])
 
-    def users(self, rows: SamplingBatch, *, argmax_invariant: bool) -> np.ndarray:
-        """Indices of the rows that use a processor of this kind."""
+    def users(self, keys: Sequence[int], *, argmax_invariant: bool) -> np.ndarray:
+        """Indices of the sequences, of those with these keys, that use a processor of this kind."""
         names = {name for name, one in self._processors.items() if one.argmax_invariant == argmax_invariant}
-        return np.array([row for row, key in enumerate(rows.key.tolist()) if names.intersection(self._names.get(key, ()))], np.int64)
+        return np.array([index for index, key in enumerate(keys) if names.intersection(self._names.get(key, ()))], np.int64)
 
     def _apply(self, name: str, logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         try:
@@ -103,10 +98,3 @@ class ProcessorTable:
 
     def _message(self, name: str, error: Exception) -> str:
         return f"logits processor {name!r} of {self._registry.get(name).owner} failed: {type(error).__name__}: {error}"
-
-
-def _view(rows: SamplingBatch, row: int) -> ProcessorRow:
-    place = int(rows.row[row])
-    tokens = rows.history.tokens(place)
-    tokens.flags.writeable = False
-    return ProcessorRow(int(rows.key[row]), tokens, int(rows.history.num_prompt_tokens[place]))

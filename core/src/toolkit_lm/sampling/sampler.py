@@ -29,7 +29,6 @@ from toolkit_lm.sampling.filters import distribution, update_mirostat_mu
 from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.masks import mask
 from toolkit_lm.sampling.penalties import penalize
-from toolkit_lm.sampling.processors import ProcessorTable
 from toolkit_lm.sampling.uniform import uniform
 
 # Below this a temperature divides float32 logits into infinities, and the draw is the likeliest token anyway.
@@ -48,11 +47,11 @@ class Sampled(NamedTuple):
     """By row, for those that use mirostat: what its next draw begins with."""
 
 
-def sample(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None = None) -> Sampled:
+def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
     """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are."""
     best, token_ids = logits.max(dim=-1)
     edited = np.flatnonzero(rows.edited)
-    changed = _edit(logits[_to(edited, logits)].float(), rows.select(edited), processors) if len(edited) else None
+    changed = _edit(logits[_to(edited, logits)].float(), rows.select(edited)) if len(edited) else None
     if changed is not None:
         best = best.float()
         best[_to(edited, logits)], token_ids[_to(edited, logits)] = changed.max(dim=-1)
@@ -68,33 +67,35 @@ def sample(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | Non
             place[edited] = np.arange(len(edited))
             also_edited = np.flatnonzero(place[random] >= 0)
             scores[_to(also_edited, logits)] = changed[_to(place[random[also_edited]], logits)]
-        token_ids[index], drawn_mu, none_left = _draw(scores, rows.select(random), processors)
+        token_ids[index], drawn_mu, none_left = _draw(scores, rows.select(random))
         mu = {int(random[row]): value for row, value in drawn_mu.items()}
         failed[index] |= none_left
-    errors = {row: _why_none(logits[row]) for row in failed.nonzero()[:, 0].tolist()}
-    if processors is not None and processors.errors:
-        errors |= {row: processors.errors[key] for row, key in enumerate(rows.key.tolist()) if key in processors.errors}
+    errors: dict[int, str] = {}
+    for row in failed.nonzero()[:, 0].tolist():
+        errors[row] = _why_none(logits[row])
+    if rows.processors is not None and (failures := rows.processors.errors):
+        errors |= {row: failures[key] for row, key in enumerate(rows.key.tolist()) if key in failures}
     return Sampled(token_ids.tolist(), _logprobs(logits, token_ids, rows.logprobs), errors, mu)
 
 
-def _edit(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> Tensor:
+def _edit(logits: Tensor, rows: SamplingBatch) -> Tensor:
     """The steps that come before greedy rows take the likeliest token. In place."""
     mask(logits, rows)
     penalize(logits, rows)
     dry(logits, rows)
-    if processors is not None and rows.processed.any():
-        processors.apply(logits, rows, argmax_invariant=False)
+    if rows.processors is not None and rows.processed.any():
+        rows.processors.apply(logits, rows.key.tolist(), rows.processor_row, argmax_invariant=False)
     return logits
 
 
-def _draw(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> tuple[Tensor, dict[int, float], Tensor]:
+def _draw(logits: Tensor, rows: SamplingBatch) -> tuple[Tensor, dict[int, float], Tensor]:
     """[R, V] float32 -> [R] tokens; mirostat's mu by row; [R] where nothing was left to draw."""
     probs = distribution(logits, rows)
-    if processors is not None and rows.processed.any():
-        users = processors.users(rows, argmax_invariant=True)
+    if rows.processors is not None and rows.processed.any():
+        users = rows.processors.users(rows.key.tolist(), argmax_invariant=True)
         if len(users):
-            left = probs[_to(users, probs)].log()
-            processors.apply(left, rows.select(users), argmax_invariant=True)
+            left, some = probs[_to(users, probs)].log(), rows.select(users)
+            rows.processors.apply(left, some.key.tolist(), some.processor_row, argmax_invariant=True)
             probs[_to(users, probs)] = torch.softmax(left, dim=-1)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     u = torch.from_numpy(uniform(rows.seed, rows.position)).to(probs.device)[:, None]

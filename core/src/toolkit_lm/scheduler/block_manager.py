@@ -61,6 +61,8 @@ class BlockManager:
         """Whether sequences cache anything at all: those of an encoder do not."""
         self._gcd = math.gcd(*(spec.block_size for _, spec in self._decoder))
         self._windowed = [(group, spec) for group, spec in self._decoder if spec.window is not None]
+        self.has_windows = bool(self._windowed)
+        """Whether `trim` can give anything back."""
         self._tables: dict[int, list[list[int]]] = {}
         self._cross_tables: dict[str, list[list[int]]] = {}
         self._published: dict[int, int] = {}
@@ -72,33 +74,50 @@ class BlockManager:
         """The blocks of a sequence, in the order of its tokens, NO_BLOCK where a window has passed; empty for one that holds none."""
         return self._tables[seq_id][group] if seq_id in self._tables else []
 
+    def tables_for_worker(self, seq_id: int) -> list[list[int]]:
+        """Per KV group, a sequence's blocks. No query reads what a window has left behind: any block will do for it."""
+        return [[max(block, 0) for block in self.get_block_table(seq_id, group)] for group in range(len(self.specs))]
+
     def get_cross_block_table(self, request_id: str, group: int = 0) -> list[int]:
         """The blocks of a request's encoder tokens; empty for one that holds none."""
         return self._cross_tables[request_id][group] if request_id in self._cross_tables else []
 
-    def blocks_needed(self, writes: Iterable[TokenRange]) -> int:
-        """Free blocks that `append_slots` of all `writes` together takes: new ones, and copies of shared ones."""
+    def blocks_needed(self, ranges: Iterable[TokenRange]) -> int:
+        """Free blocks that `append_slots` of all `ranges` together takes: new ones, and copies of shared ones."""
         needed = 0
         spare: dict[int, int] = {}
         """By shared block, its owners but for one: of its writers each takes a copy, but for the one that is left as its only owner."""
-        for seq_id, start, end in writes:
+        for seq_id, start, end in ranges:
             tables = self._tables.get(seq_id)
             for group, spec in self._decoder:
                 table, last = tables[group] if tables else [], -(-end // spec.block_size)
                 needed += max(0, last - len(table))
                 for block in table[start // spec.block_size : last]:
-                    if spare.setdefault(block, self._owners(block) - 1) > 0:
+                    if block not in spare:
+                        spare[block] = self._owners(block) - 1
+                    if spare[block] > 0:
                         spare[block] -= 1
                         needed += 1
         return needed
 
-    def append_slots(self, write: TokenRange) -> TableUpdate:
-        """Makes the slots of `write` exist and be the sequence's own. `blocks_needed` must be free."""
-        tables = self._tables.setdefault(write.seq_id, [[] for _ in self.specs])
-        growth = TableUpdate([[] for _ in self.specs], [], [])
+    def fits(self, ranges: Sequence[TokenRange]) -> bool:
+        """Whether the blocks that `append_slots` of all `ranges` together takes are free."""
+        free, most = self.pool.num_free, 0
+        for _, start, end in ranges:
+            most += (end - start) + 1
+        # N tokens touch at most N + 1 blocks of a group: where so many are free, nobody need count.
+        return most * len(self._decoder) <= free or self.blocks_needed(ranges) <= free
+
+    def append_slots(self, tokens: TokenRange) -> TableUpdate:
+        """Makes the slots of `tokens` exist and be the sequence's own. `blocks_needed` must be free."""
+        seq_id, start, end = tokens
+        tables = self._tables.get(seq_id)
+        if tables is None:
+            tables = self._tables[seq_id] = [[] for _ in self.specs]
+        update = TableUpdate([[] for _ in self.specs], [], [])
         for group, spec in self._decoder:
-            table, last = tables[group], -(-write.end // spec.block_size)
-            for index in range(write.start // spec.block_size, min(last, len(table))):
+            table, last = tables[group], -(-end // spec.block_size)
+            for index in range(start // spec.block_size, min(last, len(table))):
                 source = table[index]
                 if self.pool.ref_counts[source] == 1:
                     # A fork whose parent is gone may find its block full already, of tokens that are the parent's.
@@ -106,12 +125,12 @@ class BlockManager:
                 else:
                     table[index] = self.pool.take()
                     self.pool.release(source)
-                    growth.copies.append(BlockCopy(group, source, table[index]))
-                    growth.moves.append(BlockMove(write.seq_id, group, index, table[index]))
+                    update.copies.append(BlockCopy(group, source, table[index]))
+                    update.moves.append(BlockMove(seq_id, group, index, table[index]))
             for _ in range(last - len(table)):
                 table.append(self.pool.take())
-                growth.new_blocks[group].append(table[-1])
-        return growth
+                update.new_blocks[group].append(table[-1])
+        return update
 
     def allocate_cross(self, request_id: str, num_tokens: int) -> None:
         """Takes the blocks for a request's encoder tokens. `cross_blocks_for` must be free."""
@@ -128,11 +147,6 @@ class BlockManager:
     def blocks_for(self, num_tokens: int, chunk: int) -> int:
         """Most blocks that a sequence holds at a time, over all decoder groups, when a step computes at most `chunk` of its tokens."""
         return sum(spec.blocks_for(num_tokens, chunk) for _, spec in self._decoder)
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether `trim` can give anything back."""
-        return bool(self._windowed)
 
     def trim(self, seq_id: int, num_computed_tokens: int) -> None:
         """Gives back the blocks that no token from `num_computed_tokens` on can see.

@@ -15,7 +15,7 @@ _CUT = "Shorten it, or have it cut: truncate_prompt_tokens."
 
 
 class RequestLimits:
-    """Bounds that a request must keep. Thread-safe; a front has its own copy, so that a bad request never reaches the engine."""
+    """Bounds that a request must keep. Thread-safe. The front checks them, and the engine relies on that."""
 
     def __init__(
         self, config: VllmConfig, kv_cache: KVCacheConfig, pooling: Mapping[PoolingTask, PoolingRules] = MappingProxyType({})
@@ -30,12 +30,12 @@ class RequestLimits:
         self.specs = [group.spec for group in kv_cache.groups]
 
     def check(self, message: EngineRequest) -> int:
-        """Most output tokens per sequence of a request. Raises RequestError for one that could never be served."""
+        """`max_output_tokens` of a request. Raises RequestError for one that could never be served."""
         prompt, params = len(message.prompt_token_ids), message.params
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
-        if message.pooling is not None:
-            return self._check_pooling(message.pooling.task, prompt, message.pooling_start)
+        if message.inputs.pooling is not None:
+            return self._check_pooling(message.inputs.pooling.task, prompt, message.inputs.pooling_start)
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
         if prompt >= self.max_model_len:

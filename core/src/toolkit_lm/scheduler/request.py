@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from itertools import count
+from collections.abc import Iterable, Iterator
 
-from toolkit_lm.messages import Candidates, EngineRequest
+from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, TokenLogprobs
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
+from toolkit_lm.scheduler.block_manager import TokenRange
 from toolkit_lm.scheduler.prefix import PrefixHashes
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -25,11 +26,11 @@ class Sequence:
         "hashes",
         "index",
         "logprob",
-        "mirostat_mu",
         "num_computed_tokens",
         "num_placeholders",
         "on_worker",
         "request",
+        "sampler_state",
         "seed",
         "seq_id",
         "token_ids",
@@ -46,14 +47,63 @@ class Sequence:
         self.num_placeholders = 0
         self.on_worker = False
         """The runner holds it: a plan has made it known, and none has dropped it."""
-        self.mirostat_mu: float | None = None
-        """Where its last draw left mirostat, for when it comes back from a preemption."""
+        self.sampler_state: dict[str, float] = {}
+        """What the sampler is to have back when the sequence returns from a preemption."""
         self.finish_reason: FinishReason | None = None
         self.hashes = PrefixHashes(request.root_hash)
         self.logprob = 0.0
         """Of a beam: the sum over its output."""
         self.candidates: Candidates | None = None
         """Of a beam: what its next token may be, until all beams of the request know. Meanwhile that token is a placeholder."""
+
+    def take(self, tokens: list[int]) -> FinishReason | None:
+        """Appends what a step drew in the place of a placeholder. Returns why the sequence has ended, None where it goes on."""
+        self.num_placeholders -= 1
+        self.token_ids += tokens
+        request, last = self.request, tokens[-1]
+        if last in request.eos_token_ids or last in request.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= request.most_tokens else None
+
+    def output(
+        self,
+        finish_reason: FinishReason | None,
+        token_ids: Iterable[int] = (),
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: Iterable[TokenLogprobs] = (),
+        pooled: Array | None = None,
+    ) -> EngineOutput:
+        """What a step gave to it."""
+        tokens = list(token_ids)
+        return EngineOutput(
+            request_id=self.request.request_id,
+            index=self.index,
+            token_ids=tokens,
+            logprobs=None if logprobs is None else [logprobs],
+            prompt_logprobs=list(prompt_logprobs),
+            finish_reason=finish_reason,
+            stop_token_id=tokens[-1] if tokens and tokens[-1] in self.request.stop_token_ids else None,
+            num_cached_tokens=self.request.num_cached_tokens,
+            pooled=pooled,
+        )
+
+    def as_new(self, block_tables: list[list[int]]) -> NewSequence:
+        """For a runner that does not hold it."""
+        request = self.request
+        return NewSequence(
+            seq_id=self.seq_id,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_tables=block_tables,
+            params=request.params,
+            seed=self.seed,
+            stop_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
+            inputs=request.inputs,
+            sampler_state=self.sampler_state,
+            num_prompt_logprobs=request.num_prompt_logprobs,
+            num_candidates=request.search.num_candidates if request.search else 0,
+        )
 
     def extended(self, seq_id: int, token_id: int, logprob: float) -> Sequence:
         """A beam that goes on from this one; `logprob` is the sum over its output."""
@@ -79,7 +129,7 @@ class Sequence:
     @property
     def num_pending_tokens(self) -> int:
         """Tokens still to compute."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -91,28 +141,36 @@ class Request:
     """A group of sequences over one prompt. It is admitted and preempted whole."""
 
     def __init__(
-        self, message: EngineRequest, max_tokens: int, ids: count[int], root_hash: bytes = b"", default_seed: int | None = None
+        self,
+        message: EngineRequest,
+        ids: Iterator[int],
+        *,
+        root_hash: bytes = b"",
+        default_seed: int | None = None,
+        chunked: bool = True,
     ) -> None:
+        """`ids`: of its sequences, and of beams to come. `chunked`: prompts may be computed in several steps."""
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.params = message.params
-        self.words = message.words
+        self.inputs = message.inputs
         self.priority = message.priority
         self.arrival_time = message.arrival_time
         self.deadline = message.deadline
         self.context = message.context
-        self.pooling = message.pooling
-        """Set: its prompt is pooled, and no token is drawn."""
-        self.second_text_start = message.second_text_start
-        self.pooling_start = message.pooling_start
-        self.num_attended = message.num_attended
+        self.draws_tokens = message.draws_tokens
+        self.chunkable = chunked and message.chunkable
+        self.reads_prefix_cache = message.reads_prefix_cache
+        self.swappable = message.swappable
         self.root_hash = root_hash
         """What the hashes of its blocks begin with."""
         self.swapped = False
         """Its blocks are in the host pool."""
-        self.max_tokens = max_tokens
-        """Output tokens per sequence: what was asked, or what max_model_len leaves room for."""
+        self.max_output_tokens = message.max_output_tokens
+        assert message.max_output_tokens > 0 or not message.draws_tokens, "the front has not held the request to its limits"
+        self.most_tokens = self.num_prompt_tokens + (message.max_output_tokens if message.draws_tokens else 1)
+        """A sequence of so many tokens, the prompt included, has nothing left to compute."""
         self.eos_token_ids = frozenset(() if message.params.ignore_eos else message.eos_token_ids)
         self.stop_token_ids = frozenset(message.params.stop_token_ids or ())
         self.num_cached_tokens = 0
@@ -138,11 +196,54 @@ class Request:
             return None
         return BeamSearch(
             params.num_sequences,
-            self.max_tokens,
+            self.max_output_tokens,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
             end_token_ids=self.eos_token_ids | self.stop_token_ids,
         )
+
+    def token_ranges(self, budget: int) -> list[TokenRange]:
+        """What each of its sequences would compute now, of at most `budget` tokens."""
+        ready = self._ready()
+        ranges: list[TokenRange] = []
+        if self.search and len(ready) > budget:
+            # Beams advance together: those that are computed would wait for the others.
+            return ranges
+        for seq in ready:
+            pending = seq.num_pending_tokens
+            num_tokens = min(pending, budget)
+            if num_tokens > 0 and (num_tokens == pending or self.chunkable):
+                budget -= num_tokens
+                ranges.append(TokenRange(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
+        return ranges
+
+    def _ready(self) -> list[Sequence]:
+        """The sequences that can compute: the leader, and those that have forked from it; but none that waits for its last token.
+
+        Nor a beam that waits for any: which token it will be, and of how many beams, is known when all have their candidates.
+        """
+        ready = []
+        leader = self.unfinished[0]
+        for seq in self.unfinished:
+            forked = seq is leader or seq.num_computed_tokens > 0 or self.num_prompt_tokens == 1
+            drawn = len(seq.token_ids) + seq.num_placeholders >= self.most_tokens
+            if forked and not drawn and not (self.search and seq.num_placeholders):
+                ready.append(seq)
+        return ready
+
+    def forget_computed(self) -> None:
+        """It will be computed again from its tokens. What is on its way still comes, but for the candidates of beams."""
+        self.swapped = False
+        for seq in self.unfinished:
+            seq.num_computed_tokens = 0
+            if self.search:
+                seq.num_placeholders, seq.candidates = 0, None
+
+    def forget_all(self) -> None:
+        """As `forget_computed`; and the worker does not hold it, and nothing is on its way."""
+        self.forget_computed()
+        for seq in self.unfinished:
+            seq.on_worker, seq.num_placeholders = False, 0
 
     @property
     def seq_ids(self) -> list[int]:

@@ -1,0 +1,63 @@
+"""EventLog: what happened to requests, for plugins that watch."""
+
+from __future__ import annotations
+
+import time
+
+from toolkit_lm.events import LoadEvent, RequestEvent, RequestEventKind
+from toolkit_lm.params import FinishReason
+from toolkit_lm.scheduler.block_manager import BlockManager
+from toolkit_lm.scheduler.request import Request
+
+
+class EventLog:
+    """Makes events and keeps them until they are taken, in order. It notes on a request when it was first scheduled and had a token."""
+
+    def __init__(self) -> None:
+        self._events: list[RequestEvent] = []
+
+    def take(self) -> list[RequestEvent]:
+        """What happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def scheduled(self, request: Request) -> None:
+        """It enters the batch for the first time."""
+        request.scheduled_time = time.monotonic()
+        self.add("scheduled", request)
+
+    def first_token(self, request: Request) -> None:
+        request.first_token_time = time.monotonic()
+        self.add("first_token", request)
+
+    def add(self, kind: RequestEventKind, request: Request, reason: FinishReason | None = None) -> None:
+        """`reason`: of the sequence that ended last."""
+        self._events.append(
+            RequestEvent(
+                kind=kind,
+                request_id=request.request_id,
+                time=time.monotonic(),
+                arrival_time=request.arrival_time,
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_cached_tokens=request.num_cached_tokens,
+                num_output_tokens=request.num_output_tokens,
+                num_sequences=request.params.n if request.search else len(request.sequences),
+                scheduled_time=request.scheduled_time,
+                first_token_time=request.first_token_time,
+                finish_reason=reason,
+                context=request.context,
+            )
+        )
+
+
+def load_event(num_running: int, num_waiting: int, blocks: BlockManager) -> LoadEvent:
+    """How full the engine is now. `num_running` counts sequences, `num_waiting` requests."""
+    return LoadEvent(
+        time=time.monotonic(),
+        num_running=num_running,
+        num_waiting=num_waiting,
+        num_used_blocks=blocks.pool.num_used,
+        num_total_blocks=blocks.pool.num_blocks,
+        num_used_host_blocks=blocks.host_pool.num_used,
+        num_total_host_blocks=blocks.host_pool.num_blocks,
+    )

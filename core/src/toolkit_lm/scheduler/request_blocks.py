@@ -1,0 +1,122 @@
+"""RequestBlocks: the blocks of a request on its way through the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
+from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
+from toolkit_lm.scheduler.preemption import PreemptionCost
+from toolkit_lm.scheduler.request import Request, Sequence
+
+
+class RequestBlocks:
+    """The blocks of requests that come, share, give way and come back, and with them the computed counts of their sequences."""
+
+    def __init__(
+        self, blocks: BlockManager, preemption: PreemptionCost, sequences: Mapping[int, Sequence], *, caching: bool, chunk: int
+    ) -> None:
+        """`sequences`: the unfinished ones, by seq_id. `caching`: requests share prefixes. `chunk`: most tokens of a step."""
+        self.blocks = blocks
+        self.preemption = preemption
+        self.sequences = sequences
+        self.caching = caching
+        self.chunk = chunk
+
+    def num_cached(self, request: Request) -> int:
+        """Tokens of a waiting request's leader whose keys and values are in the cache. Its last token is computed in any case."""
+        if not self.caching or request.swapped or not request.reads_prefix_cache:
+            return 0
+        # Those that fork from the leader need the window before the prompt's last token.
+        known = request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
+        return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
+
+    def num_to_admit(self, request: Request, budget: int, num_cached: int) -> int:
+        """Free blocks that a waiting request takes: for the whole of its prompt, not only the first chunk."""
+        growth = self.blocks.blocks_needed(request.token_ranges(budget))
+        if request.swapped:
+            return self.blocks.num_swapped(request.request_id, request.seq_ids) + growth
+        leader = request.leader
+        whole = self.blocks.blocks_for(leader.num_tokens, self.chunk)
+        return whole - self.blocks.num_shared(leader.block_hashes, num_cached) if num_cached else max(whole, growth)
+
+    def admit(self, request: Request, num_cached: int) -> list[BlockCopy]:
+        """Brings a waiting request's blocks back from the host, or gives it its cached prefix. Returns what is to be copied."""
+        if request.swapped:
+            request.swapped = False
+            return self.blocks.swap_in(request.request_id, request.seq_ids)
+        if num_cached:
+            self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, num_cached)
+            request.leader.num_computed_tokens = num_cached
+        return []
+
+    def commit(self, plan: StepPlan, request: Request, ranges: Iterable[TokenRange]) -> int:
+        """Adds a running request's rows to a plan, with blocks for what they compute. Returns their number of tokens."""
+        total = 0
+        for tokens in ranges:
+            seq = self.sequences[tokens.seq_id]
+            update = self.blocks.append_slots(tokens)
+            plan.copies += update.copies
+            if seq.on_worker:
+                plan.moves += update.moves
+            else:
+                plan.new.append(seq.as_new(self.blocks.tables_for_worker(seq.seq_id)))
+                seq.on_worker = True
+            seq.num_computed_tokens = tokens.end
+            # Whoever comes later in this very step may share what it writes: keys and values are written before they are read.
+            self.publish(seq)
+            samples = request.draws_tokens and tokens.end == seq.num_tokens
+            if samples:
+                seq.num_placeholders += 1
+            plan.scheduled.append(ScheduledSequence(seq.seq_id, tokens.end - tokens.start, update.new_blocks, samples))
+            total += tokens.end - tokens.start
+        if len(request.unfinished) > 1:
+            self._fork_from_leader(request)
+        return total
+
+    def publish(self, seq: Sequence) -> None:
+        """Lets others find what is computed of a sequence, as far as its tokens are known."""
+        if self.caching:
+            self.blocks.publish(seq.seq_id, seq.block_hashes, min(seq.num_computed_tokens, len(seq.token_ids)))
+
+    def _fork_from_leader(self, request: Request) -> None:
+        """Once the leader has computed the prompt, the others share it, but for its last token: they compute that again to draw from it.
+
+        It happens with the step that completes the prompt, since the leader may end with that step.
+        """
+        leader, shared = request.leader, request.num_prompt_tokens - 1
+        if leader.num_computed_tokens <= shared or shared == 0:
+            return
+        for seq in request.unfinished:
+            if seq is not leader and seq.num_computed_tokens == 0:
+                self.blocks.fork(leader.seq_id, seq.seq_id, shared)
+                seq.num_computed_tokens = shared
+
+    def trim(self, request: Request) -> None:
+        """Gives back what windows have left behind."""
+        for seq in request.unfinished:
+            self.blocks.trim(seq.seq_id, seq.num_computed_tokens)
+
+    def swap_out(self, request: Request) -> list[BlockCopy] | None:
+        """Moves a request's blocks to the host; None where it is better computed again, or has no room there."""
+        if not request.swappable:
+            return None
+        num_tokens = sum(seq.num_computed_tokens for seq in request.unfinished)
+        if not self.preemption.prefers_swap(num_tokens, self.blocks.num_own_blocks(request.request_id, request.seq_ids)):
+            return None
+        copies = self.blocks.swap_out(request.request_id, request.seq_ids)
+        request.swapped = copies is not None
+        return copies
+
+    def start_over(self, request: Request) -> None:
+        """A waiting request gives up what is computed of it."""
+        for seq in request.unfinished:
+            self.blocks.free(seq.seq_id)
+        request.forget_computed()
+
+    def discard_swapped(self, waiting: Iterable[Request]) -> bool:
+        """Swapped requests keep the blocks that they share: when these are in everybody's way, the last of them starts over."""
+        swapped = [request for request in waiting if request.swapped]
+        if swapped:
+            self.start_over(swapped[-1])
+        return bool(swapped)

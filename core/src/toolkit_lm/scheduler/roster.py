@@ -1,0 +1,84 @@
+"""Roster: the requests that have not ended."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+
+from toolkit_lm.messages import StepPlan
+from toolkit_lm.scheduler.policy import SchedulingPolicy
+from toolkit_lm.scheduler.request import Request, Sequence
+
+
+class Roster:
+    """Which requests wait and which run, their unfinished sequences, and what the worker is to forget of them."""
+
+    def __init__(self, policy: SchedulingPolicy) -> None:
+        self.policy = policy
+        self.requests: dict[str, Request] = {}
+        """By request id."""
+        self.waiting: list[Request] = []
+        """In the policy's order."""
+        self.running: list[Request] = []
+        """In the policy's order: blocks are taken from the last."""
+        self.sequences: dict[int, Sequence] = {}
+        """The unfinished ones, by seq_id."""
+        self.dropped: list[int] = []
+        """Sequences that the worker holds, to be dropped by the next plan."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences of running requests; of a beam search, as many as it can come to have."""
+        return sum(request.num_rows for request in self.running)
+
+    def requests_in(self, plan: StepPlan) -> list[str]:
+        """The ids of the requests that a plan computes, in its order."""
+        request_ids: dict[str, None] = {}
+        for row in plan.scheduled:
+            seq = self.sequences.get(row.seq_id)
+            if seq is not None:
+                request_ids[seq.request.request_id] = None
+        return list(request_ids)
+
+    def add(self, request: Request) -> None:
+        """A new request waits."""
+        self.requests[request.request_id] = request
+        self.add_sequences(request.sequences)
+        insort(self.waiting, request, key=self.policy)
+
+    def add_sequences(self, sequences: Iterable[Sequence]) -> None:
+        self.sequences.update({seq.seq_id: seq for seq in sequences})
+
+    def start(self, request: Request) -> None:
+        """From the queue to the batch."""
+        self.waiting.remove(request)
+        insort(self.running, request, key=self.policy)
+
+    def requeue(self, request: Request) -> None:
+        """From the batch back to the queue; the worker forgets it."""
+        self.running.remove(request)
+        insort(self.waiting, request, key=self.policy)
+        for seq in request.unfinished:
+            self._drop(seq)
+
+    def remove_sequence(self, seq: Sequence) -> None:
+        """It has ended, or other beams have taken its place; the worker forgets it."""
+        self._drop(seq)
+        del self.sequences[seq.seq_id]
+
+    def remove(self, request: Request) -> None:
+        """All of its sequences have ended."""
+        del self.requests[request.request_id]
+        (self.running if request in self.running else self.waiting).remove(request)
+
+    def requeue_all(self, plans: Iterable[StepPlan]) -> None:
+        """All requests wait. The worker is to forget them, and what `plans` were to have it forget."""
+        for plan in plans:
+            self.dropped += plan.dropped
+        self.dropped += self.sequences
+        self.running, self.waiting = [], sorted(self.requests.values(), key=self.policy)
+
+    def _drop(self, seq: Sequence) -> None:
+        if seq.on_worker:
+            self.dropped.append(seq.seq_id)
+            seq.on_worker = False
