@@ -1,0 +1,83 @@
+"""The in-process executor: one worker, in the engine's thread or in one of its own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from fake_model import NAN, make_config, make_plugins, new, next_token, row
+from toolkit_lm.attention import KVCacheConfig, group_layers
+from toolkit_lm.executor import InProcessExecutor
+from toolkit_lm.messages import StepPlan
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture(params=[False, True], ids=["same thread", "overlap"])
+def executor(request):
+    executor = InProcessExecutor(make_config(overlap=request.param), make_plugins())
+    executor.load()
+    backends = {layer: selection.name for layer, selection in executor.selections().items()}
+    executor.init_kv_cache(KVCacheConfig(8, group_layers(executor.kv_cache_specs(), backends)))
+    yield executor
+    executor.shutdown()
+
+
+def test_a_step_s_future_brings_its_result(executor):
+    future = executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    assert future.result(timeout=10).token_ids == [[next_token(PROMPT)]]
+
+
+def test_a_step_s_failure_is_in_its_future(executor):
+    future = executor.execute(StepPlan(scheduled=[row(99, 1)]))
+    with pytest.raises(KeyError):
+        future.result(timeout=10)
+    executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10)
+
+
+def test_with_overlap_execute_does_not_wait(executor):
+    go, threads = threading.Event(), []
+    forward = executor.runner.model.forward
+
+    def slow(*args, **kwargs):
+        threads.append(threading.current_thread())
+        assert go.wait(10 if executor.overlaps else 0.01) or not executor.overlaps
+        return forward(*args, **kwargs)
+
+    executor.runner.model.forward = slow
+    future = executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    assert future.done() == (not executor.overlaps)
+    go.set()
+    assert future.result(timeout=10).token_ids == [[next_token(PROMPT)]]
+    assert (threads[0] is threading.current_thread()) == (not executor.overlaps)
+
+
+def test_steps_run_in_the_order_of_the_calls(executor):
+    plans = [StepPlan(new=[new(0, PROMPT, [0, 1, 2])], scheduled=[row(0, 5)]), *[StepPlan(scheduled=[row(0, 1)]) for _ in range(4)]]
+    tokens = [*PROMPT]
+    for future in [executor.execute(plan) for plan in plans]:
+        [[token]] = future.result(timeout=10).token_ids
+        assert token == next_token(tokens)
+        tokens.append(token)
+
+
+def test_the_warm_up_leaves_no_sequence_behind(executor):
+    executor.warm_up()
+    assert executor.runner._batch.row_of == {}
+    assert executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10).errors == {}
+
+
+def test_a_row_s_error_is_a_result(executor):
+    result = executor.execute(StepPlan(new=[new(0, [NAN], [0])], scheduled=[row(0, 1)])).result(timeout=10)
+    assert list(result.errors) == [0]
+
+
+def test_it_sees_the_host_s_memory(executor):
+    assert 0 < executor.free_memory() <= executor.free_host_memory() + 2**30
+    assert executor.runner.device == torch.device("cpu")
+
+
+def test_shutdown_twice(executor):
+    executor.shutdown()
+    executor.shutdown()

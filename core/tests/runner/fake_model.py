@@ -1,0 +1,101 @@
+"""A model and a backend so small that their results are known: the next token is the sum of all tokens so far, modulo the vocabulary."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from toolkit_lm.attention import Attention, AttentionBackend, BatchView, KVCacheConfig, group_layers
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.messages import NewSequence, ScheduledSequence
+from toolkit_lm.model import Model
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.runner import ModelRunner
+from torch import Tensor
+
+VOCAB = 32
+NAN = VOCAB - 1
+"""A row that has this token gets logits that are not finite."""
+BLOCK_SIZE = 4
+
+
+class SumBackend(AttentionBackend):
+    """Each token gets the sum of the values that it sees. They are read from the cache."""
+
+    @classmethod
+    def refuses(cls, spec) -> None:
+        return None
+
+    @classmethod
+    def kv_cache_shape(cls, spec, num_blocks):
+        return (2, num_blocks, spec.block_size)
+
+    def build(self, batch: BatchView) -> BatchView:
+        return batch
+
+    def write_kv(self, layer, k, v, kv_cache, slot_mapping) -> None:
+        kv_cache[1].view(-1)[slot_mapping] = v[:, 0, 0]
+
+    def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
+        for row in range(meta.num_rows):
+            start, end, length = int(meta.query_start[row]), int(meta.query_start[row + 1]), int(meta.seq_lens[row])
+            values = kv_cache[1][meta.block_table[row].long()].reshape(-1)[:length]
+            out[start:end, 0, 0] = values.cumsum(0)[length - (end - start) :]
+
+
+class SumModel(Model):
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.attention = Attention(1, 1, vllm_config=vllm_config, prefix="attention")
+
+    def forward(self, input_ids, positions, *, inputs_embeds=None, intermediate=None) -> Tensor:
+        values = input_ids[:, None].float()
+        values = torch.where(values == NAN, torch.nan, values)
+        return self.attention(values, values, values)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """The likeliest is the sum, then those near it."""
+        return -(torch.arange(VOCAB) - hidden_states % VOCAB).abs()
+
+
+def next_token(tokens: list[int]) -> int:
+    return sum(tokens) % VOCAB
+
+
+def continuation(prompt: list[int], num_tokens: int) -> list[int]:
+    """What a greedy sequence draws."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def make_plugins() -> Any:
+    """What a runner asks of plugins, with nothing in it but the two classes above."""
+    backends = SimpleNamespace(entries=lambda: [SimpleNamespace(key="sum", priority=0)], load=lambda name: SumBackend)
+    return SimpleNamespace(models=SimpleNamespace(load=lambda name: SumModel), attention_backends=backends, logits_processors={})
+
+
+def make_config(**options) -> VllmConfig:
+    defaults = {"load_format": "dummy", "block_size": BLOCK_SIZE, "max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    return VllmConfig.default({"architectures": ["SumModel"]}, **defaults | options)
+
+
+def make_runner(num_blocks: int = 16, num_host_blocks: int = 4, **options) -> ModelRunner:
+    runner = ModelRunner(make_config(**options), make_plugins())
+    runner.load()
+    groups = group_layers(runner.kv_cache_specs(), {"attention": "sum"})
+    runner.init_kv_cache(KVCacheConfig(num_blocks, groups, num_host_blocks))
+    return runner
+
+
+def new(seq_id: int, tokens: list[int], blocks: list[int], *, num_prompt_tokens: int | None = None, **changes) -> NewSequence:
+    """A greedy sequence, unless `changes` say otherwise."""
+    fields = {"params": SamplingParams(temperature=0), "num_computed_tokens": 0, "seed": 0, "stop_token_ids": []}
+    num_prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
+    return NewSequence(seq_id=seq_id, token_ids=tokens, num_prompt_tokens=num_prompt_tokens, block_tables=[blocks], **fields | changes)
+
+
+def row(seq_id: int, num_tokens: int, new_blocks: list[int] | None = None, samples: bool = True) -> ScheduledSequence:
+    return ScheduledSequence(seq_id, num_tokens, [new_blocks or []], samples)

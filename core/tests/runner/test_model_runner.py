@@ -1,0 +1,127 @@
+"""ModelRunner over a model whose results are known: plans in, tokens out."""
+
+from __future__ import annotations
+
+import pytest
+from fake_model import BLOCK_SIZE, NAN, SumBackend, continuation, make_runner, new, next_token, row
+from toolkit_lm.messages import BlockCopy, BlockMove, StepPlan
+from toolkit_lm.params import SamplingParams
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.fixture
+def runner():
+    runner = make_runner()
+    yield runner
+    runner.shutdown()
+
+
+def test_it_says_what_it_loaded(runner):
+    assert runner.selections["attention"].backend is SumBackend
+    [spec] = runner.kv_cache_specs().values()
+    assert (spec.kind, spec.block_size) == ("full", BLOCK_SIZE)
+    assert runner.pooling_rules() == {}
+
+
+def test_a_prompt_and_its_continuation(runner):
+    drawn = runner.execute(StepPlan(new=[new(0, PROMPT, [7, 2])], scheduled=[row(0, 5)])).token_ids
+    for blocks in ([], [], [], [4], []):
+        drawn += runner.execute(StepPlan(scheduled=[row(0, 1, blocks)])).token_ids
+    assert [token for [token] in drawn] == continuation(PROMPT, 6)
+
+
+def test_rows_of_all_kinds_in_one_step(runner):
+    """A decode, a prompt in chunks, and a prompt at once."""
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    plan = StepPlan(new=[new(1, [9, 8, 7], [2]), new(2, [2, 2], [3])], scheduled=[row(0, 1), row(1, 2, samples=False), row(2, 2)])
+    assert runner.execute(plan).token_ids == [[continuation(PROMPT, 2)[-1]], [], [next_token([2, 2])]]
+    assert runner.execute(StepPlan(scheduled=[row(1, 1)])).token_ids == [[next_token([9, 8, 7])]]
+
+
+def test_a_plan_that_computes_nothing(runner):
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    assert runner.execute(StepPlan(dropped=[0])).token_ids == []
+    assert runner._batch.row_of == {}
+
+
+def test_a_block_is_copied_before_it_is_written(runner):
+    """Two sequences share the first tokens; the second writes into a copy of their block."""
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    plan = StepPlan(
+        new=[new(1, [3, 1, 9], [5], num_computed_tokens=2)], scheduled=[row(0, 1), row(1, 1)], copies=[BlockCopy(0, source=0, target=5)]
+    )
+    assert runner.execute(plan).token_ids == [[continuation(PROMPT, 2)[-1]], [next_token([3, 1, 9])]]
+
+
+def test_a_move_comes_with_its_copy(runner):
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    plan = StepPlan(scheduled=[row(0, 1)], copies=[BlockCopy(0, source=1, target=6)], moves=[BlockMove(0, 0, 1, 6)])
+    assert runner.execute(plan).token_ids == [[continuation(PROMPT, 2)[-1]]]
+
+
+def test_to_the_host_and_back(runner):
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    # Another sequence takes the blocks meanwhile.
+    swap_out = [BlockCopy(0, source=0, target=3), BlockCopy(0, source=1, target=2)]
+    runner.execute(StepPlan(dropped=[0], swap_out=swap_out, new=[new(1, [6] * 6, [0, 1])], scheduled=[row(1, 6)]))
+    back = new(0, [*PROMPT, *continuation(PROMPT, 1)], [8, 9], num_prompt_tokens=5, num_computed_tokens=5)
+    swap_in = [BlockCopy(0, source=3, target=8), BlockCopy(0, source=2, target=9)]
+    assert runner.execute(StepPlan(swap_in=swap_in, new=[back], scheduled=[row(0, 1)])).token_ids == [[continuation(PROMPT, 2)[-1]]]
+
+
+def test_beams_get_candidates_and_the_others_tokens(runner):
+    plan = StepPlan(new=[new(0, PROMPT, [0, 1], num_candidates=3), new(1, [2, 2], [2])], scheduled=[row(0, 5), row(1, 2)])
+    result = runner.execute(plan)
+    assert result.token_ids == [[], [next_token([2, 2])]]
+    [candidates] = result.candidates.values()
+    assert list(result.candidates) == [0] and candidates.token_ids[0] == next_token(PROMPT)
+    assert len(candidates.token_ids) == 3 and candidates.logprobs == sorted(candidates.logprobs, reverse=True)
+
+
+def test_a_row_that_is_not_finite_fails_alone(runner):
+    bad, bad_beam = new(0, [NAN, 1], [0]), new(2, [NAN], [3], num_candidates=2)
+    result = runner.execute(StepPlan(new=[bad, new(1, [2, 2], [2]), bad_beam], scheduled=[row(0, 2), row(1, 2), row(2, 1)]))
+    assert result.token_ids[1] == [next_token([2, 2])]
+    assert result.errors == dict.fromkeys((0, 2), "the model's logits are not finite")
+
+
+def test_log_probabilities_of_those_that_ask(runner):
+    asking = new(1, PROMPT, [0, 1], params=SamplingParams(temperature=0, logprobs=2, prompt_logprobs=0))
+    plan = StepPlan(new=[new(0, [2], [2]), asking], scheduled=[row(0, 1), row(1, 3, samples=False)])
+    result = runner.execute(plan)
+    assert result.logprobs == [] and [one.token_ids for one in result.prompt_logprobs[1]] == [[1], [4], [1]]
+    result = runner.execute(StepPlan(scheduled=[row(0, 1), row(1, 2)]))
+    assert [one.token_ids for one in result.prompt_logprobs[1]] == [[5]]
+    none, logprobs = result.logprobs
+    assert none is None and logprobs.token_ids[:2] == [next_token(PROMPT)] * 2 and logprobs.rank == 1 and len(logprobs.token_ids) == 3
+
+
+def test_the_sampler_s_state_survives_a_preemption():
+    params = SamplingParams(temperature=1, mirostat_tau=3.0, mirostat_eta=0.5, allowed_token_ids=list(range(NAN)))
+    runs = []
+    for preempted_after in (None, 3):
+        runner = make_runner()
+        tokens, states = list(PROMPT), []
+        plan = StepPlan(new=[new(0, PROMPT, [0, 1, 2, 3], params=params)], scheduled=[row(0, 5)])
+        for step in range(7):
+            result = runner.execute(plan)
+            tokens += result.token_ids[0]
+            states.append(result.sampler_state[0])
+            plan = StepPlan(scheduled=[row(0, 1)])
+            if step == preempted_after:
+                back = new(0, list(tokens), [4, 5, 6, 7], params=params, num_prompt_tokens=5, sampler_state=states[-1])
+                plan = StepPlan(dropped=[0], new=[back], scheduled=[row(0, len(tokens))])
+        runs.append((tokens, states))
+        runner.shutdown()
+    assert runs[0] == runs[1]
+    assert len({str(state) for state in runs[0][1]}) > 3
+
+
+def test_those_without_a_state_return_none(runner):
+    assert runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).sampler_state == {}
+
+
+def test_after_shutdown_nothing_is_held(runner):
+    runner.shutdown()
+    assert not hasattr(runner, "model") and not runner._caches and not runner._host_caches

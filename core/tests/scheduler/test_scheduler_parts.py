@@ -1,0 +1,198 @@
+"""The objects that the scheduler is made of, one by one."""
+
+from __future__ import annotations
+
+import math
+from itertools import count
+
+import pytest
+from toolkit_lm.messages import Candidates, EngineRequest, StepPlan
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.scheduler import Request
+from toolkit_lm.scheduler.beam_step import BeamStep
+from toolkit_lm.scheduler.deadlines import Deadlines
+from toolkit_lm.scheduler.event_log import EventLog
+from toolkit_lm.scheduler.policy import fcfs
+from toolkit_lm.scheduler.quarantine import Quarantine
+from toolkit_lm.scheduler.roster import Roster
+
+
+def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
+    params = fields.pop("params", SamplingParams())
+    message = EngineRequest(
+        request_id=request_id,
+        prompt_token_ids=list(prompt),
+        params=params,
+        eos_token_ids=list(eos),
+        max_output_tokens=max_output_tokens,
+        **fields,
+    )
+    return Request(message, count(), chunked=chunked)
+
+
+class TestTake:
+    """Sequence.take: what was drawn takes the place of a placeholder, and may end the sequence."""
+
+    @pytest.mark.parametrize(("tokens", "reason"), [([9], None), ([5], "stop"), ([6], "stop"), ([9, 9, 9, 9], "length"), ([9, 5], "stop")])
+    def test_whether_and_why_it_has_ended(self, tokens, reason):
+        seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
+        seq.num_placeholders = 1
+        assert seq.take(tokens) == reason
+        assert (seq.token_ids, seq.num_placeholders, seq.num_tokens) == ([1, 2, 3, *tokens], 0, 3 + len(tokens))
+
+    def test_the_last_token_that_is_allowed_may_be_a_stop(self):
+        seq = make_request(eos=[5], max_output_tokens=1).leader
+        assert seq.take([5]) == "stop"
+
+    def test_only_a_stop_token_is_named(self):
+        seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
+        assert seq.output("stop", [6]).stop_token_id == 6
+        assert seq.output("stop", [5]).stop_token_id is None
+
+    def test_ignore_eos(self):
+        assert make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.take([5]) is None
+
+
+class TestTokenRanges:
+    def test_a_prompt_is_cut_where_it_may_be(self):
+        assert make_request().token_ranges(2) == [(0, 0, 2)]
+        assert make_request(chunkable=False).token_ranges(2) == []
+        assert make_request(chunked=False).token_ranges(2) == []
+        assert make_request(chunkable=False).token_ranges(3) == [(0, 0, 3)]
+
+    def test_the_others_wait_for_the_leader(self):
+        request = make_request(params=SamplingParams(n=3))
+        assert request.token_ranges(99) == [(0, 0, 3)]
+        request.sequences[1].num_computed_tokens = 2
+        assert request.token_ranges(99) == [(0, 0, 3), (1, 2, 3)]
+        assert request.token_ranges(3) == [(0, 0, 3)]
+
+    def test_what_waits_for_its_last_token_computes_nothing(self):
+        request = make_request(max_output_tokens=1)
+        seq = request.leader
+        seq.num_computed_tokens, seq.num_placeholders = 3, 1
+        assert request.token_ranges(99) == []
+
+    def test_what_draws_no_token_computes_its_whole_prompt(self):
+        request = make_request(max_output_tokens=0, draws_tokens=False)
+        assert request.token_ranges(99) == [(0, 0, 3)]
+
+    def test_nobody_has_checked_it(self):
+        with pytest.raises(AssertionError, match="the front has not held"):
+            make_request(max_output_tokens=0)
+
+
+class TestQuarantine:
+    def test_one_after_the_other(self):
+        quarantine = Quarantine()
+        quarantine.isolate(["a", "b", "c"])
+        # One that waits ends; then the first has drawn a token.
+        assert not quarantine.release("b")
+        assert quarantine.release("a")
+        assert quarantine.quarantined == ["c"]
+        assert not quarantine.release("a")
+
+    def test_a_new_failure_takes_the_place_of_the_last(self):
+        quarantine = Quarantine()
+        quarantine.isolate(["a", "b"])
+        quarantine.isolate(["c"])
+        assert quarantine.quarantined == ["c"]
+
+
+class TestEventLog:
+    def test_events_are_given_away_once_and_in_order(self):
+        log, request = EventLog(), make_request(context={"trace": "1"})
+        log.add("queued", request)
+        log.scheduled(request)
+        request.leader.take([7])
+        log.first_token(request)
+        log.add("finished", request, "length")
+        events = log.take()
+        assert [event.kind for event in events] == ["queued", "scheduled", "first_token", "finished"]
+        assert [event.num_output_tokens for event in events] == [0, 0, 1, 1]
+        assert events[0].scheduled_time is None and events[-1].finish_reason == "length"
+        assert request.arrival_time < request.scheduled_time <= request.first_token_time == events[-1].first_token_time
+        assert {event.context["trace"] for event in events} == {"1"}
+        assert log.take() == []
+
+
+class TestDeadlines:
+    def test_each_is_named_once(self):
+        deadlines = Deadlines()
+        assert deadlines.earliest == math.inf
+        for time, name in ((3.0, "c"), (1.0, "a"), (2.0, "b")):
+            deadlines.add(time, name)
+        assert deadlines.earliest == 1.0
+        assert deadlines.passed(0.5) == []
+        assert deadlines.passed(2.0) == ["a", "b"]
+        assert deadlines.earliest == 3.0
+        assert deadlines.passed(9.0) == ["c"]
+        assert deadlines.earliest == math.inf
+
+
+class TestRoster:
+    @pytest.fixture
+    def roster(self):
+        roster, ids = Roster(fcfs), count()
+        for time, name in ((2.0, "later"), (1.0, "sooner")):
+            message = EngineRequest(
+                request_id=name, prompt_token_ids=[1], params=SamplingParams(n=2), arrival_time=time, max_output_tokens=2
+            )
+            roster.add(Request(message, ids))
+        return roster
+
+    def test_both_lists_keep_the_policy_s_order(self, roster):
+        assert [request.request_id for request in roster.waiting] == ["sooner", "later"]
+        for request in list(roster.waiting)[::-1]:
+            roster.start(request)
+        assert [request.request_id for request in roster.running] == ["sooner", "later"]
+        assert (roster.waiting, roster.num_running) == ([], 4)
+        roster.requeue(roster.requests["sooner"])
+        assert [request.request_id for request in roster.waiting] == ["sooner"] and roster.num_running == 2
+
+    def test_the_worker_forgets_only_what_it_holds(self, roster):
+        request = roster.requests["later"]
+        roster.start(request)
+        first, second = request.sequences
+        first.on_worker = True
+        roster.requeue(request)
+        assert roster.dropped == [first.seq_id] and not first.on_worker
+        roster.start(request)
+        second.on_worker = True
+        roster.remove_sequence(second)
+        assert roster.dropped == [first.seq_id, second.seq_id] and second.seq_id not in roster.sequences
+
+    def test_after_a_failure_all_wait_and_all_is_dropped(self, roster):
+        roster.start(roster.requests["sooner"])
+        roster.requeue_all([StepPlan(dropped=[77])])
+        assert [request.request_id for request in roster.waiting] == ["sooner", "later"] and roster.running == []
+        assert sorted(roster.dropped) == [0, 1, 2, 3, 77]
+
+
+class TestBeamStep:
+    @pytest.fixture
+    def request_(self):
+        return make_request(eos=[5], max_output_tokens=2, params=SamplingParams(use_beam_search=True, n=2, beam_width=2))
+
+    def test_the_next_beams_and_then_the_outputs(self, request_):
+        step, ids = BeamStep(request_, request_.search), count(10)
+        assert step.take(request_.leader, Candidates([7, 8, 9, 4], [-0.5, -1.0, -2.0, -3.0]))
+        forks = step.advance(ids)
+        assert [(fork.parent.seq_id, fork.child.seq_id, fork.child.token_ids[-1], fork.child.logprob) for fork in forks] == [
+            (0, 10, 7, -0.5),
+            (0, 11, 8, -1.0),
+        ]
+        request_.sequences = request_.unfinished = [fork.child for fork in forks]
+        first, second = request_.sequences
+        assert not step.take(first, Candidates([1, 2, 3, 4], [-3.0, -4.0, -5.0, -6.0]))
+        assert step.take(second, Candidates([5, 2, 3, 4], [-0.1, -4.0, -5.0, -6.0]))
+        assert step.advance(ids) == []
+        outputs = step.outputs()
+        assert [(one.index, one.token_ids, one.finish_reason) for one in outputs] == [(0, [8, 5], "stop"), (1, [7, 1], "length")]
+        assert [one.cumulative_logprob for one in outputs] == pytest.approx([-1.1, -3.5])
+
+    def test_fewer_than_n_where_no_more_is_left(self, request_):
+        step = BeamStep(request_, request_.search)
+        assert step.take(request_.leader, Candidates([5], [-0.5]))
+        assert step.advance(count(10)) == []
+        assert [one.token_ids for one in step.outputs()] == [[5]]
