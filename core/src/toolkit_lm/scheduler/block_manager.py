@@ -74,10 +74,6 @@ class BlockManager:
         """The blocks of a sequence, in the order of its tokens, NO_BLOCK where a window has passed; empty for one that holds none."""
         return self._tables[seq_id][group] if seq_id in self._tables else []
 
-    def tables_for_worker(self, seq_id: int) -> list[list[int]]:
-        """Per KV group, a sequence's blocks. No query reads what a window has left behind: any block will do for it."""
-        return [[max(block, 0) for block in self.get_block_table(seq_id, group)] for group in range(len(self.specs))]
-
     def get_cross_block_table(self, request_id: str, group: int = 0) -> list[int]:
         """The blocks of a request's encoder tokens; empty for one that holds none."""
         return self._cross_tables[request_id][group] if request_id in self._cross_tables else []
@@ -93,9 +89,7 @@ class BlockManager:
                 table, last = tables[group] if tables else [], -(-end // spec.block_size)
                 needed += max(0, last - len(table))
                 for block in table[start // spec.block_size : last]:
-                    if block not in spare:
-                        spare[block] = self._owners(block) - 1
-                    if spare[block] > 0:
+                    if spare.setdefault(block, self._owners(block) - 1) > 0:
                         spare[block] -= 1
                         needed += 1
         return needed
@@ -111,9 +105,7 @@ class BlockManager:
     def append_slots(self, tokens: TokenRange) -> TableUpdate:
         """Makes the slots of `tokens` exist and be the sequence's own. `blocks_needed` must be free."""
         seq_id, start, end = tokens
-        tables = self._tables.get(seq_id)
-        if tables is None:
-            tables = self._tables[seq_id] = [[] for _ in self.specs]
+        tables = self._tables.setdefault(seq_id, [[] for _ in self.specs])
         update = TableUpdate([[] for _ in self.specs], [], [])
         for group, spec in self._decoder:
             table, last = tables[group], -(-end // spec.block_size)

@@ -60,7 +60,9 @@ class RequestBlocks:
             if seq.on_worker:
                 plan.moves += update.moves
             else:
-                plan.new.append(seq.as_new(self.blocks.tables_for_worker(seq.seq_id)))
+                tables = [self.blocks.get_block_table(seq.seq_id, group) for group in range(len(self.blocks.specs))]
+                # No query reads what a window has left behind: any block will do for it.
+                plan.new.append(seq.as_new([[max(block, 0) for block in table] for table in tables]))
                 seq.on_worker = True
             seq.num_computed_tokens = tokens.end
             # Whoever comes later in this very step may share what it writes: keys and values are written before they are read.
