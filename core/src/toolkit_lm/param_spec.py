@@ -132,11 +132,12 @@ def _check_of_arms(o: Option, arms: list[Any]) -> Check:
 
 
 def _number_check(o: Option, wanted: str, is_kind: Callable[[object], bool]) -> Check:
-    name, spec, bounds = o.name, o.spec, o.spec.range
+    name, bounds, ge, gt, le = o.name, o.spec.range, o.spec.ge, o.spec.gt, o.spec.le
 
     def check(value: Any) -> None:
         require(is_kind(value), name, wanted, value)
-        require(spec.admits(value), name, bounds, value)
+        admitted = (ge is None or value >= ge) and (gt is None or value > gt) and (le is None or value <= le)
+        require(admitted, name, bounds, value)
 
     return check
 

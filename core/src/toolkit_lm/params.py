@@ -188,10 +188,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             require(not blank, name, "texts of which none is blank", words)
 
     def _check_mappings(self) -> None:
-        bias = self.logit_bias or {}
-        require(all(map(is_token_id, bias)), "logit_bias", "a mapping from token id to number", bias)
-        ok = all(is_number(value) and _LOGIT_BIAS.admits(value) for value in bias.values())
-        require(ok, "logit_bias", f"a mapping to numbers {_LOGIT_BIAS.range}", bias)
+        if bias := self.logit_bias:
+            require(all(map(is_token_id, bias)), "logit_bias", "a mapping from token id to number", bias)
+            ok = all(is_number(value) and _LOGIT_BIAS.admits(value) for value in bias.values())
+            require(ok, "logit_bias", f"a mapping to numbers {_LOGIT_BIAS.range}", bias)
         processors = self.logits_processors or {}
         ok = all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in processors.items())
         require(ok, "logits_processors", "a mapping from processor names to mappings of arguments", processors)

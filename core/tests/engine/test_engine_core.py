@@ -245,7 +245,7 @@ class TestRecovery:
 class TestEvents:
     def test_a_request_s_life(self):
         core = make_core()
-        core.news()
+        core.poll_outputs()
         add(core, "a", good_prompts(1)[0], max_tokens=2)
         news = steps(core)
         kinds = [getattr(event, "kind", type(event).__name__) for one in news for event in one.events]
@@ -266,7 +266,7 @@ class TestEvents:
     def test_the_load_after_each_change(self):
         core = make_core()
         add(core, "a", good_prompts(1)[0], max_tokens=2)
-        [waiting] = [event for event in core.news().events if isinstance(event, LoadEvent)]
+        [waiting] = [event for event in core.poll_outputs().events if isinstance(event, LoadEvent)]
         assert (waiting.num_running, waiting.num_waiting, waiting.num_used_blocks, waiting.num_total_blocks) == (0, 1, 0, 40)
         running = core.step().events[-1]
         assert (running.num_running, running.num_waiting, running.num_used_blocks) == (1, 0, 1)
@@ -276,7 +276,7 @@ class TestEvents:
     def test_nobody_listens(self):
         core = make_core()
         core.listening = False
-        core.news()
+        core.poll_outputs()
         add(core, "a", good_prompts(1)[0], max_tokens=2)
         news = steps(core)
         assert [one.events for one in news] == [[], []]

@@ -12,9 +12,8 @@ from toolkit_lm.scheduler import Request
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog
-from toolkit_lm.scheduler.policy import fcfs
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.roster import Roster
+from toolkit_lm.scheduler.roster import POLICIES, Roster
 
 
 def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
@@ -133,7 +132,7 @@ class TestDeadlines:
 class TestRoster:
     @pytest.fixture
     def roster(self):
-        roster, ids = Roster(fcfs), count()
+        roster, ids = Roster(POLICIES["fcfs"]), count()
         for time, name in ((2.0, "later"), (1.0, "sooner")):
             message = EngineRequest(
                 request_id=name, prompt_token_ids=[1], params=SamplingParams(n=2), arrival_time=time, max_output_tokens=2

@@ -1,8 +1,7 @@
 """From logits to tokens."""
 
-from toolkit_lm.sampling.batch import SamplingBatch
+from toolkit_lm.sampling.batch import SamplingBatch, TokenHistory
 from toolkit_lm.sampling.candidates import BeamCandidates, top_candidates
-from toolkit_lm.sampling.history import TokenHistory
 from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow
 from toolkit_lm.sampling.processors import ProcessorTable, load_processor

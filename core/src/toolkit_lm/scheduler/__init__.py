@@ -3,8 +3,8 @@
 from toolkit_lm.scheduler.block_manager import BlockManager, TableUpdate, TokenRange
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.limits import RequestLimits
-from toolkit_lm.scheduler.policy import POLICIES, SchedulingPolicy
 from toolkit_lm.scheduler.request import Request, Sequence
+from toolkit_lm.scheduler.roster import POLICIES, SchedulingPolicy
 from toolkit_lm.scheduler.scheduler import Scheduler
 
 __all__ = [

@@ -28,6 +28,8 @@ class RequestLimits:
         self.max_num_batched_tokens = config.scheduler.token_budget
         self.num_blocks = kv_cache.num_blocks
         self.specs = [group.spec for group in kv_cache.groups]
+        self._one_fits = self._most_blocks(self.max_model_len, 1, 1) <= self.num_blocks
+        """A single sequence of any length fits: nobody need count."""
 
     def check(self, message: EngineRequest) -> int:
         """`max_output_tokens` of a request. Raises RequestError for one that could never be served."""
@@ -47,6 +49,8 @@ class RequestLimits:
         param, width = params.widest
         if width > self.max_num_seqs:
             raise RequestError(f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", param)
+        if width == 1 and self._one_fits:
+            return max_tokens
         needed = self._most_blocks(prompt, max_tokens, width)
         if needed > self.num_blocks:
             raise RequestError(

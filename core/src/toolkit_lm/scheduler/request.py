@@ -21,9 +21,9 @@ class Sequence:
     """
 
     __slots__ = (
+        "_hashes",
         "candidates",
         "finish_reason",
-        "hashes",
         "index",
         "logprob",
         "num_computed_tokens",
@@ -50,7 +50,8 @@ class Sequence:
         self.sampler_state: dict[str, float] = {}
         """What the sampler is to have back when the sequence returns from a preemption."""
         self.finish_reason: FinishReason | None = None
-        self.hashes = PrefixHashes(request.root_hash)
+        self._hashes: PrefixHashes | None = None
+        """None until it has a full block."""
         self.logprob = 0.0
         """Of a beam: the sum over its output."""
         self.candidates: Candidates | None = None
@@ -110,7 +111,7 @@ class Sequence:
         beam = Sequence(self.request, self.index, seq_id, self.seed)
         beam.token_ids = [*self.token_ids, token_id]
         beam.num_computed_tokens = self.num_computed_tokens
-        beam.hashes = self.hashes.fork()
+        beam._hashes = self._hashes.fork() if self._hashes is not None else None
         beam.logprob = logprob
         return beam
 
@@ -120,7 +121,9 @@ class Sequence:
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
         """At least the first `num_blocks` hashes of its full blocks."""
-        return self.hashes.block_hashes(self.token_ids, block_size, num_blocks)
+        if self._hashes is None:
+            self._hashes = PrefixHashes(self.request.root_hash)
+        return self._hashes.block_hashes(self.token_ids, block_size, num_blocks)
 
     @property
     def num_tokens(self) -> int:

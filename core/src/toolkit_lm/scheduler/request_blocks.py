@@ -33,10 +33,14 @@ class RequestBlocks:
 
     def num_to_admit(self, request: Request, budget: int, num_cached: int) -> int:
         """Free blocks that a waiting request takes: for the whole of its prompt, not only the first chunk."""
-        growth = self.blocks.blocks_needed(request.token_ranges(budget))
+        ranges = request.token_ranges(budget)
+        growth = self.blocks.blocks_needed(ranges)
         if request.swapped:
             return self.blocks.num_swapped(request.request_id, request.seq_ids) + growth
         leader = request.leader
+        if not num_cached and ranges[:1] == [(leader.seq_id, 0, leader.num_tokens)]:
+            # The first chunk is the whole.
+            return growth
         whole = self.blocks.blocks_for(leader.num_tokens, self.chunk)
         return whole - self.blocks.num_shared(leader.block_hashes, num_cached) if num_cached else max(whole, growth)
 

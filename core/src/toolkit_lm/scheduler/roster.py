@@ -1,13 +1,28 @@
-"""Roster: the requests that have not ended."""
+"""Roster: the requests that have not ended, and the scheduling policies: in which order they are served."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from toolkit_lm.messages import StepPlan
-from toolkit_lm.scheduler.policy import SchedulingPolicy
 from toolkit_lm.scheduler.request import Request, Sequence
+
+SchedulingPolicy = Callable[[Request], tuple[float, ...]]
+"""Sort key of a request: the smallest is served first, the largest is preempted first. Constant while the request lives."""
+
+
+def fcfs(request: Request) -> tuple[float, ...]:
+    """First come, first served."""
+    return (request.arrival_time, request.number)
+
+
+def priority(request: Request) -> tuple[float, ...]:
+    """The smaller number first; among equals, first come, first served."""
+    return (request.priority, request.arrival_time, request.number)
+
+
+POLICIES: dict[str, SchedulingPolicy] = {"fcfs": fcfs, "priority": priority}
 
 
 class Roster:

@@ -25,13 +25,12 @@ from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog, load_event
-from toolkit_lm.scheduler.policy import POLICIES
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.prefix import root_hash
 from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.request_blocks import RequestBlocks
-from toolkit_lm.scheduler.roster import Roster
+from toolkit_lm.scheduler.roster import POLICIES, Roster
 
 
 class Scheduler:
@@ -69,6 +68,7 @@ class Scheduler:
         self.outputs: list[EngineOutput] = []
         """Of requests that ended between steps, since the engine last took them."""
         self._deadlines = Deadlines()
+        self._root_hash = root_hash(self.salt, None)
         self._seq_ids = count()
 
     # Requests come and go
@@ -80,7 +80,7 @@ class Scheduler:
         request = Request(
             message,
             self._seq_ids,
-            root_hash=root_hash(self.salt, message.cache_salt),
+            root_hash=self._root_hash if message.cache_salt is None else root_hash(self.salt, message.cache_salt),
             default_seed=self.default_seed,
             chunked=self.chunked,
         )

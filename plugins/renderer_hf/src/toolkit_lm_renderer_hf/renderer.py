@@ -66,6 +66,8 @@ class HfRenderer(Renderer):
     ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
         if multi_modal_data or mm_processor_kwargs:
             raise RequestError("this model takes text only, no multi_modal_data or mm_processor_kwargs.", "multi_modal_data")
+        if isinstance(prompt, str):
+            return self._encode(prompt, "prompt", add_special_tokens=add_special_tokens), None
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:

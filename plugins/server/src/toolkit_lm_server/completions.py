@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from toolkit_lm_server.context import request_context
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.generation import Generation, Piece, check_generates, check_model, check_priority
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import CompletionBody
+from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM

@@ -1,9 +1,11 @@
-"""The route class of the server: what holds for each route, in whichever app it is mounted."""
+"""The route class of the server, and what a request's headers say: what holds for each route, in whichever app it is mounted."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import re
+import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -12,11 +14,16 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from toolkit_lm_server.context import REQUEST_ID, request_id
 from toolkit_lm_server.errors import ApiError, as_api_error
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
+
+REQUEST_ID = "x-request-id"
+_KEY = "toolkit_lm.request_id"
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_TRACE = {"traceparent": 128, "tracestate": 4096}
+"""W3C headers, and the most characters that are taken of each; a longer one is dropped."""
 
 Result = TypeVar("Result")
 
@@ -59,6 +66,26 @@ def route_class(options: ServerOptions, readiness: Readiness | None = None, metr
     """The route class of a server with these options. `readiness`: None for routes that work without an engine."""
     fields = {"api_key": options.api_key, "max_body_bytes": options.max_body_bytes, "readiness": readiness, "metrics": metrics}
     return type("ServerRoute", (ServerRoute,), fields)
+
+
+def request_id(request: Request) -> str:
+    """The client's x-request-id where it is a plain word, else one of our own. It is for people: nothing is found by it."""
+    if _KEY not in request.scope:
+        given = request.headers.get(REQUEST_ID, "")
+        request.scope[_KEY] = given if _ID.fullmatch(given) else uuid.uuid4().hex
+    found: str = request.scope[_KEY]
+    return found
+
+
+def request_context(request: Request) -> dict[str, str]:
+    """What plugins that watch the engine are told of an HTTP request."""
+    route = getattr(request.scope.get("route"), "path", request.url.path)
+    context = {"route": route, "request_id": request_id(request)}
+    for name, most in _TRACE.items():
+        value = request.headers.get(name, "")
+        if 0 < len(value) <= most and value.isascii() and value.isprintable():
+            context[name] = value
+    return context
 
 
 def check_key(request: Request, api_key: str | None) -> None:
