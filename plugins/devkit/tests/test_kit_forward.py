@@ -21,9 +21,9 @@ def test_attention_is_the_formula(kind, window, soft_cap):
     )
     (q, k, v), lengths = (torch.randn(9, heads, 16) for heads in (4, 2, 2)), [5, 1, 3]
     out = torch.full_like(q, torch.nan)
-    FormulaAttention(torch.device("cpu")).forward(layer, q, k, v, None, lengths, out)
+    FormulaAttention(torch.device("cpu")).forward(layer.params, q, k, v, None, lengths, out)
     rows = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    asked = {"scale": layer.scale, "kind": kind, "window": window, "soft_cap": soft_cap}
+    asked = {"scale": layer.params.scale, "kind": kind, "window": window, "soft_cap": soft_cap}
     expected = np.concatenate([naive_attention(*(x.numpy() for x in row), **asked) for row in rows])
     np.testing.assert_allclose(out.numpy(), expected, atol=1e-5, rtol=0)
 

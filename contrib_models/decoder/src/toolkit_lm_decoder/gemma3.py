@@ -25,7 +25,7 @@ class Gemma3Model(Gemma2Model):
     def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.local_rotary = self._rotary_of(HFConfig(vllm_config.hf_config), "sliding_attention")
-        self.is_local = [layer.get_submodule("self_attn.attn").window is not None for layer in self.layers.owned]
+        self.is_local = [layer.get_submodule("self_attn.attn").params.window is not None for layer in self.layers.owned]
 
     def _rotary(self, config: HFConfig) -> RotaryEmbedding:
         return self._rotary_of(config, "full_attention")
