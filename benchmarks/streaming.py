@@ -15,7 +15,7 @@ import sys
 import time
 from itertools import cycle, islice
 
-from toolkit_lm import LLM, SamplingParams
+from toolkit_lm import LLM, RequestOutputKind, SamplingParams
 from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.processing.request_state import RequestState
 from toolkit_lm.renderer import Renderer
@@ -27,25 +27,19 @@ MOST = 1.5
 TEXT = "Once upon a time there was a little dog who lived in a red house. One day the dog saw a bird, and they ran to the big tree. "
 
 
-def take_new(state: RequestState, num_characters: int, num_tokens: int) -> tuple[str, list[int]]:
-    """What a streaming caller takes that has so much already."""
-    [one] = state.snapshot().outputs
-    return one.text[num_characters:], one.token_ids[num_tokens:]
-
-
 def stream(token_ids: list[int], renderer: Renderer) -> str:
     """An answer, as it reaches a streaming caller."""
-    params = SamplingParams(max_tokens=len(token_ids))
+    params = SamplingParams(max_tokens=len(token_ids), output_kind=RequestOutputKind.DELTA)
     state = RequestState(EngineRequest(request_id="0", prompt_token_ids=[1], params=params), None, renderer)
     pieces: list[str] = []
-    num_characters = 0
     for index, token in enumerate(token_ids):
         reason = "length" if index == len(token_ids) - 1 else None
         state.apply(EngineOutput(request_id="0", index=0, token_ids=[token], finish_reason=reason))
-        text, new = take_new(state, num_characters, index)
-        assert new == [token], "the caller gets each token once"
-        pieces.append(text)
-        num_characters += len(text)
+        output = state.take()
+        assert output is not None, "there is nothing new"
+        [new] = output.outputs
+        assert list(new.token_ids) == [token], "the caller gets each token once"
+        pieces.append(new.text)
     return "".join(pieces)
 
 

@@ -11,6 +11,6 @@ from .outputs import (
     RerankResult as RerankResult,
     ScoringRequestOutput as ScoringRequestOutput,
 )
-from .params import SamplingParams as SamplingParams
+from .params import RequestOutputKind as RequestOutputKind, SamplingParams as SamplingParams
 from .pooling_params import PoolingParams as PoolingParams
 from .prompts import TextPrompt as TextPrompt, TokensPrompt as TokensPrompt

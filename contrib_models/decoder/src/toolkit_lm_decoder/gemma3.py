@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from toolkit_lm.attention import Attention
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, RopeParameters, RotaryEmbedding, Rotation
 from torch import Tensor
@@ -25,7 +26,8 @@ class Gemma3Model(Gemma2Model):
     def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.local_rotary = self._rotary_of(HFConfig(vllm_config.hf_config), "sliding_attention")
-        self.is_local = [layer.get_submodule("self_attn.attn").params.window is not None for layer in self.layers.owned]
+        attentions = (layer.get_submodule("self_attn.attn") for layer in self.layers.owned)
+        self.is_local = [isinstance(attention, Attention) and attention.params.window is not None for attention in attentions]
 
     def _rotary(self, config: HFConfig) -> RotaryEmbedding:
         return self._rotary_of(config, "full_attention")
