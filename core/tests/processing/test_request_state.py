@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import pytest
 from hypothesis import given, strategies as st
 from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput
@@ -136,3 +137,21 @@ def test_an_end_from_outside_shows_what_was_held_back():
     assert state.take().outputs[0].text == ""
     state.end("abort")
     assert (state.take().outputs[0].text, state.finished) == ("a", True)
+
+
+def test_a_renderer_that_fails_on_the_last_token_ends_the_request():
+    """Nothing would tell its caller otherwise: there is no output to come."""
+    state = make_state(max_tokens=1)
+    state.renderer.decode_stream = lambda *args, **options: Broken()
+    with pytest.raises(ValueError, match="broken"):
+        state.apply(step(0, [0], "length"))
+    assert not state.finished
+    state.end("error", "it is broken")
+    assert state.finished
+    [output] = state.take().outputs
+    assert (output.finish_reason, output.token_ids) == ("error", [0])
+
+
+class Broken(Letters):
+    def push(self, token_ids):
+        raise ValueError("broken")

@@ -86,14 +86,18 @@ class RequestState:
             self._add_logprobs(sequence, logprobs)
         if output.score is not None:
             sequence.cumulative_logprob, sequence.score = output.cumulative_logprob, output.score
-        sequence.finish_reason, sequence.stop_reason = output.finish_reason, output.stop_token_id
-        if params.detokenize:
-            self._add_text(sequence, output)
-        if sequence.finish_reason is not None:
+        reason = output.finish_reason
+        stop_reason: str | int | None = output.stop_token_id
+        if params.detokenize and (stop := self._add_text(sequence, output)) is not None:
+            reason, stop_reason = "stop", stop
+        # Not before the text is there: a renderer may fail on it, and then the sequence ends with an error.
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        if reason is not None:
             self._end(sequence)
-        return sequence.finish_reason is not None and output.finish_reason is None
+        return reason is not None and output.finish_reason is None
 
-    def _add_text(self, sequence: SequenceState, output: EngineOutput) -> None:
+    def _add_text(self, sequence: SequenceState, output: EngineOutput) -> str | None:
+        """Returns the stop text that ends the sequence, None where there is none."""
         text = sequence.text
         if text is None:
             text = sequence.text = SequenceText(self._params, self.renderer, self.request.prompt_token_ids)
@@ -101,10 +105,9 @@ class RequestState:
         ended_by_token = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         new = output.token_ids[:-1] if ended_by_token else output.token_ids
         text.push(new, len(sequence.token_ids) > self._params.min_tokens)
-        if text.stopped_by is not None:
-            sequence.finish_reason, sequence.stop_reason = "stop", text.stopped_by
-        if sequence.finish_reason is not None:
+        if output.finish_reason is not None or text.stopped_by is not None:
             text.finish()
+        return text.stopped_by
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends what is not finished, from outside: "abort", or "error" with what went wrong."""
