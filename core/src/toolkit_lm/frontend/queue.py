@@ -40,8 +40,10 @@ class QueueLimits:
         Prompts that are longer than the bound are let in when none waits.
         """
         tokens = sum(len(request.prompt_token_ids) for request in batch)
-        if self.max_requests is not None and self.num_requests >= max(self.max_requests, 1):
-            limit = f"{self.num_requests} requests wait already (max_queued_requests)"
+        added = len(batch) if batch[0].draws_tokens else 1
+        if self.max_requests is not None and self.num_requests + added > max(self.max_requests, 1):
+            more = f", and these are {added}" if added > 1 else ""
+            limit = f"{self.num_requests} requests wait already{more} (max_queued_requests)"
         elif self.max_tokens is not None and self._waiting and self.num_tokens + tokens > self.max_tokens:
             limit = f"{self.num_tokens} prompt tokens wait already (max_queued_tokens is {self.max_tokens})"
         else:
