@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toolkit_lm import LLM, LLMEngine, SamplingParams
+from toolkit_lm import LLM, LLMEngine, RequestOutputKind, SamplingParams
 from toolkit_lm.errors import (
     CapacityError,
     CheckpointError,
@@ -351,6 +351,13 @@ class TestBadRequests:
         assert aborted.finished and aborted.outputs[0].finish_reason == "abort"
         assert sorted(o.request_id for o in _drain(llm.engine)) == ["0", "2"]
         assert used_blocks(llm) == 0
+
+    def test_the_last_output_of_an_abort_is_a_delta_for_those_who_stream(self, llm):
+        llm.engine.add_request("0", "Once upon", SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA, ignore_eos=True))
+        told = [token for _ in range(3) for output in llm.engine.step() for token in output.outputs[0].token_ids]
+        (aborted,) = llm.engine.abort("0")
+        assert told and aborted.outputs[0].finish_reason == "abort"
+        assert len(told) + len(aborted.outputs[0].token_ids) <= 3
 
     def test_nan_logits_fail_one_request(self, llm, monkeypatch):
         model = llm.engine.client.core.executor.runner.model

@@ -50,8 +50,6 @@ class AsyncLLM:
             config = config.replace(engine_process=True)
         self.engine = LLMEngine(config, plugins=plugins, wait=False)
         self.plugins = self.engine.plugins
-        self.served_model_name = config.served_model_name
-        """What clients call the model."""
         self._ids = count()
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.stop)
@@ -66,6 +64,11 @@ class AsyncLLM:
     def config(self) -> VllmConfig:
         """The resolved config; its device is settled when the engine is ready."""
         return self.engine.config
+
+    @property
+    def served_model_name(self) -> str:
+        """What clients call the model."""
+        return self.config.served_model_name
 
     @property
     def renderer(self) -> Renderer:
@@ -220,7 +223,7 @@ class AsyncLLM:
             # Sequences of equal length that meet in a step are computed together.
             return sorted(all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids))
 
-        if not ids:
+        if not many and not ids:
             return []
         async with self._served(ids, prepare, Batch(len(ids))) as batch:
             results = await batch.results()
@@ -269,6 +272,8 @@ class AsyncLLM:
     async def _outputs(
         self, request_ids: list[str], prepare: Callable[[], list[PreparedRequest]], params: SamplingParams | None
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        if not request_ids:
+            return
         final_only = params is not None and params.output_kind is RequestOutputKind.FINAL_ONLY
         async with self._served(request_ids, prepare, Stream(final_only=final_only)) as stream:
             while not stream.is_over:

@@ -214,7 +214,7 @@ class EngineThread:
         if listener := self._listeners.get(request_id):
             if not listener.states:
                 listener.aborted.add(request_id)
-            elif self.engine.abort(request_id):
+            elif self.engine.end(request_id):
                 del self._listeners[request_id]
                 self._tell([listener] if listener.wants(finished=True) else [])
 
@@ -223,7 +223,7 @@ class EngineThread:
         its = [one for one in dict.fromkeys(request_ids) if self._listeners.get(one) is listener]
         for request_id in its:
             del self._listeners[request_id]
-        self.engine.abort(its)
+        self.engine.end(its)
 
     def _tell(self, listeners: Iterable[Listener], error: BaseException | None = None) -> None:
         """Wakes the listeners' callers: each event loop once, however many of them it has."""

@@ -108,8 +108,8 @@ class LLMEngine:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the model serves; nothing before the engine is ready."""
-        return self.processor.tasks if self._ready else ()
+        """What the model serves; nothing before the engine has been ready."""
+        return self.processor.tasks
 
     # Requests
 
@@ -153,15 +153,19 @@ class LLMEngine:
 
     def abort(self, request_ids: str | Iterable[str]) -> list[AnyRequestOutput]:
         """Ends requests; their blocks are free at once. Returns their last outputs. Unknown ids are no error."""
-        outputs = []
+        return [output for state in self.end(request_ids) if (output := state.take()) is not None]
+
+    def end(self, request_ids: str | Iterable[str]) -> list[AnyState]:
+        """As `abort`, without making outputs."""
+        ended = []
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if state := self._states.pop(request_id, None):
                 self.client.finish(request_id)
                 self._leave_queue(request_id)
                 with state.lock:
                     state.end("abort")
-                outputs.append(state.snapshot())
-        return outputs
+                ended.append(state)
+        return ended
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached of prompts that were seen before. Requests under way go on."""

@@ -62,7 +62,9 @@ class Processor:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """What the model serves."""
+        """What the model serves; nothing before the engine has been ready."""
+        if self._limits is None:
+            return ()
         generates: tuple[Task, ...] = ("generate",) if self.limits.generates else ()
         return (*generates, *self.limits.pooling)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class Completions:
             return EventStream(self._chunks(body, generation), generation)
         choices = []
         for one in await generation.choices():
-            echo: dict[str, Any] = self._echo(body, generation, one.index) if body.echo else {"text": ""}
+            echo: dict[str, Any] = await asyncio.to_thread(self._echo, body, generation, one.index) if body.echo else {"text": ""}
             choice = _choice(one, body.logprobs, len(echo["text"]))
             if body.echo:
                 choice["text"] = echo["text"] + choice["text"]
@@ -60,7 +61,7 @@ class Completions:
             for one in pieces:
                 # The prompt's log probabilities are known when its first token is there.
                 if body.echo and one.index not in echoed:
-                    echo = self._echo(body, generation, one.index)
+                    echo = await asyncio.to_thread(self._echo, body, generation, one.index)
                     echoed[one.index] = len(echo["text"])
                     chunks.append({**head, "choices": [echo]})
                 if one.text or one.logprobs or one.finish_reason is not None:
@@ -77,7 +78,9 @@ class Completions:
         if body.echoes_logprobs:
             assert prompt.prompt_logprobs is not None and body.logprobs is not None
             [first] = renderer.token_texts(prompt.prompt_token_ids[:1])
-            choice["logprobs"] = echo_logprobs(prompt.prompt_token_ids, prompt.prompt_logprobs, body.logprobs, first)
+            # Only the first where the time was over before the prompt was computed.
+            known = prompt.prompt_token_ids[: len(prompt.prompt_logprobs)]
+            choice["logprobs"] = echo_logprobs(known, prompt.prompt_logprobs, body.logprobs, first)
         return choice
 
     def _head(self, generation: Generation) -> dict[str, Any]:

@@ -50,6 +50,7 @@ class Generation:
         self.created = int(time.time())
         self._first = first
         self._rest = rest
+        self._num_prompts = num_prompts
         self._n = n
         self._latest: dict[int, RequestOutput] = {}
         self._num_characters = [0] * (num_prompts * n)
@@ -57,7 +58,9 @@ class Generation:
 
     async def check_time(self) -> None:
         """Raises ApiError (504) where the time was over before there was any token; a partial answer is an answer."""
-        if all(choice.finish_reason == "timeout" and not choice.token_ids for choice in self._first[0][1].outputs):
+        choices = [choice for _, output in self._first for choice in output.outputs]
+        # What is not there yet may still get a token.
+        if len(choices) == self._num_prompts * self._n and all(_is_late(choice) for choice in choices):
             await self.aclose()
             raise _too_late()
 
@@ -79,7 +82,7 @@ class Generation:
         """Every choice, in order, where outputs are final ones only. Aborts the requests when it is cancelled."""
         async with aclosing(self):
             found = [piece async for pieces in self.pieces() for piece in pieces]
-        if all(piece.finish_reason == "timeout" and not piece.token_ids for piece in found):
+        if all(map(_is_late, found)):
             raise _too_late()
         return sorted(found, key=lambda piece: piece.index)
 
@@ -107,6 +110,10 @@ class Generation:
         self._num_characters[index] += len(new.text)
         self._num_tokens += len(new.token_ids)
         return Piece(index, new.text, offset, new.token_ids, new.logprobs or [], new.finish_reason, new.stop_reason)
+
+
+def _is_late(one: CompletionOutput | Piece) -> bool:
+    return one.finish_reason == "timeout" and not one.token_ids
 
 
 def _too_late() -> ApiError:
