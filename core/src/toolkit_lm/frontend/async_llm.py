@@ -50,6 +50,8 @@ class AsyncLLM:
             config = config.replace(engine_process=True)
         self.engine = LLMEngine(config, plugins=plugins, wait=False)
         self.plugins = self.engine.plugins
+        self.served_model_name = self.engine.config.served_model_name
+        """What clients call the model, as plugins left it."""
         self._ids = count()
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.stop)
@@ -64,11 +66,6 @@ class AsyncLLM:
     def config(self) -> VllmConfig:
         """The resolved config; its device is settled when the engine is ready."""
         return self.engine.config
-
-    @property
-    def served_model_name(self) -> str:
-        """What clients call the model."""
-        return self.config.served_model_name
 
     @property
     def renderer(self) -> Renderer:
