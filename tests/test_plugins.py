@@ -86,6 +86,12 @@ def test_a_good_plugin_of_a_third_party(toolkit, installed):
     assert shown["options"] == {"greeting": "str", "times": "int"}
 
 
+def test_a_scheduling_policy_of_a_third_party(toolkit):
+    shown = json.loads(toolkit("plugins", "show", "shortest_first", "--json", plugins=["shortest_first"]).stdout)
+    assert shown["entries"] == {"scheduling_policies": {"shortest_first": "shortest_first_policy:shortest_first"}}
+    assert shown["status"] == "ok" and toolkit("plugins", "check", "shortest-first", plugins=["shortest_first"]).returncode == 0
+
+
 def test_its_command_is_listed_and_runs(toolkit):
     assert "Greet somebody." in toolkit("--help", plugins=["good"]).stdout
     done = toolkit("greet", "you", "--plugin-option", "good.greeting=hi", "--plugin-option", "good.times=2", plugins=["good"])

@@ -6,7 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from fake_engine import NAN, POISON, FakeCore, FakeExecutor, kv_cache, next_token
+from fake_engine import NAN, POISON, POLICIES, FakeCore, FakeExecutor, kv_cache, next_token
 from toolkit_lm.attention import KVCacheSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.core import EngineCore
@@ -309,7 +309,7 @@ class TestStart:
         executor.kv_cache_specs = lambda: {"layer0": spec}
         executor.selections = lambda: {"layer0": SimpleNamespace(name="none")}
         executor.free_memory = lambda: free_memory
-        plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"))
+        plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"), scheduling_policies=POLICIES)
         self.phases: list[str] = []
         return EngineCore(config, plugins, executor, on_phase=self.phases.append)
 

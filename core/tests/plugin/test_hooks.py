@@ -107,6 +107,15 @@ def test_toolkit_register_logits_processors(example):
     assert (entry.target, entry.plugin) == ("toolkit_lm_mine.no_echo:NoEcho", example.__name__)
 
 
+def test_toolkit_register_scheduling_policies(example):
+    policies = load(example).scheduling_policies
+    assert policies.keys() == ["fcfs", "priority", "shortest_first"]
+    assert [entry.reads_priority for entry in policies.entries()] == [False, True, False]
+    shown = types.ModuleType("toolkit_lm_mine.policy")
+    exec(page_example(PAGES / "toolkit_register_scheduling_policies.md", block=3), shown.__dict__)
+    assert shown.shortest_first(types.SimpleNamespace(num_prompt_tokens=3)) == (3,)
+
+
 def test_toolkit_register_pooling(example):
     entry = load(example).converters.get("first_token")
     assert (entry.target, entry.plugin) == ("toolkit_lm_mine.first_token:as_first_token_model", example.__name__)

@@ -7,14 +7,17 @@ from types import SimpleNamespace
 
 import msgspec
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, KVGroup
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineRequest, NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import PersistentBatch
 from toolkit_lm.scheduler import RequestLimits
 
+POLICIES = Plugins.load(PluginsConfig(plugins=[])).scheduling_policies
+"""Core's own."""
 VOCAB = 50
 NAN = VOCAB - 2
 """Who computes this token gets an error for its row."""
@@ -230,7 +233,7 @@ class FakeCore(EngineCore):
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, overlaps: bool = False) -> None:
         self._cache = cache
         self.limits = RequestLimits(config, cache)
-        plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"))
+        plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"), scheduling_policies=POLICIES)
         super().__init__(config, plugins, FakeExecutor(config, cache, overlaps))
 
     def add_request(self, request: EngineRequest) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+import sys
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.messages import Candidates, EngineRequest, StepPlan
 from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.scheduler import Request
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog
+from toolkit_lm.scheduler.policies import fcfs, load_policy, priority
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.roster import POLICIES, Roster
+from toolkit_lm.scheduler.roster import Roster
 
 
 def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
@@ -132,7 +138,7 @@ class TestDeadlines:
 class TestRoster:
     @pytest.fixture
     def roster(self):
-        roster, ids = Roster(POLICIES["fcfs"]), count()
+        roster, ids = Roster(fcfs), count()
         for time, name in ((2.0, "later"), (1.0, "sooner")):
             message = EngineRequest(
                 request_id=name, prompt_token_ids=[1], params=SamplingParams(n=2), arrival_time=time, max_output_tokens=2
@@ -195,3 +201,59 @@ class TestBeamStep:
         assert step.take(request_.leader, Candidates([5], [-0.5]))
         assert step.advance(count(10)) == []
         assert [one.token_ids for one in step.outputs()] == [[5]]
+
+
+class TestPolicies:
+    @pytest.fixture
+    def load(self, monkeypatch):
+        """Loads a policy that a plugin brings."""
+
+        def load(function):
+            monkeypatch.setitem(sys.modules, "policy_under_test", SimpleNamespace(mine=function))
+            plugin = SimpleNamespace(name="brings", toolkit_register_scheduling_policies=register)
+            return load_policy(Plugins.load(PluginsConfig(plugins=[]), extra=[plugin]).scheduling_policies, "mine")
+
+        @hookimpl
+        def register(policies):
+            policies.add("mine", "policy_under_test:mine")
+
+        return load
+
+    def order(self, policy, *requests):
+        roster, ids = Roster(policy), count()
+        for name, fields in zip("abcd", requests, strict=False):
+            roster.add(Request(EngineRequest(request_id=name, params=SamplingParams(), max_output_tokens=2, **fields), ids))
+        return "".join(request.request_id for request in roster.waiting)
+
+    def test_fcfs(self):
+        requests = [{"prompt_token_ids": [1], "arrival_time": time, "priority": p} for time, p in ((3, 0), (1, 5), (3, -1))]
+        assert self.order(fcfs, *requests) == "bac"
+
+    def test_priority(self):
+        # As floats the first two would be equal.
+        numbers = (2**62 + 1, 2**62, -1, -1)
+        requests = [{"prompt_token_ids": [1], "arrival_time": 9 - i, "priority": p} for i, p in enumerate(numbers)]
+        assert self.order(priority, *requests) == "dcba"
+
+    def test_one_of_a_plugin(self, load):
+        requests = [{"prompt_token_ids": [1] * length, "arrival_time": 1} for length in (3, 1, 3, 2)]
+        assert self.order(load(lambda request: (request.num_prompt_tokens,)), *requests) == "bdac"
+
+    @pytest.mark.parametrize(
+        ("policy", "message"),
+        [
+            (lambda request: request.nothing, "AttributeError"),
+            (lambda request: (math.nan,), "its key is"),
+            (lambda request: 3, "not iterable"),
+            (lambda request: ("a",), "TypeError"),
+        ],
+    )
+    def test_what_fails_on_a_request_fails_it_alone(self, load, policy, message):
+        roster = Roster(load(policy))
+        with pytest.raises(RequestError, match=rf"scheduling policy 'mine' of .*brings.* failed: .*{message}"):
+            roster.add(make_request())
+        assert not roster.requests and not roster.waiting and not roster.sequences
+
+    def test_an_unknown_name(self):
+        with pytest.raises(ConfigError, match=r"no scheduling policy 'fcsf' is registered. Did you mean 'fcfs'\?"):
+            load_policy(Plugins.load(PluginsConfig(plugins=[])).scheduling_policies, "fcsf")

@@ -94,8 +94,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         option("Chunked prefill: compute long prompts in several steps.", none="on where text is generated or max_model_len needs it"),
     ] = None
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"],
-        option("Order of admission. fcfs: by arrival. priority: by the request's number, smallest first, then by arrival."),
+        str,
+        option("Order of admission, by name. fcfs: by arrival. priority: by the request's number, smallest first. Or a plugin's."),
     ] = "fcfs"
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],

@@ -18,7 +18,7 @@ from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.scheduler import Scheduler
+from toolkit_lm.scheduler import Scheduler, load_policy
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class EngineCore:
         self._admitted: list[str] = []
         self._events: list[Event] = []
         self._failures = 0
+        policy = load_policy(plugins.scheduling_policies, config.scheduler.scheduling_policy)
         on_phase("loading the model")
         executor.load()
         self.kv_cache = self._plan_kv_cache()
@@ -67,7 +68,7 @@ class EngineCore:
         on_phase("warming up")
         executor.warm_up()
         self.pooling = executor.pooling_rules()
-        self.scheduler = Scheduler(config, self.kv_cache, plugins.fingerprint().digest)
+        self.scheduler = Scheduler(config, self.kv_cache, policy, plugins.fingerprint().digest)
         self.depth = 2 if executor.overlaps else 1
         """Steps that are on their way at a time."""
 

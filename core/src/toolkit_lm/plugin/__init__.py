@@ -38,6 +38,8 @@ from toolkit_lm.plugin.registry import (
     Registry,
     RendererEntry,
     RendererRegistry,
+    SchedulingPolicyEntry,
+    SchedulingPolicyRegistry,
 )
 
 __all__ = [
@@ -71,6 +73,8 @@ __all__ = [
     "RendererRegistry",
     "PairRendererEntry",
     "PairRendererRegistry",
+    "SchedulingPolicyEntry",
+    "SchedulingPolicyRegistry",
     "discover",
     "hookimpl",
     "hookspec",

@@ -1,9 +1,9 @@
-"""What core itself brings, by the same hooks as any plugin: the commands that run no model."""
+"""What core itself brings, by the same hooks as any plugin: the commands that run no model, and the usual scheduling policies."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registry import CommandRegistry
+from toolkit_lm.plugin.registry import CommandRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl
@@ -12,3 +12,9 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("plugins show", "toolkit_lm.cli.plugins:show_plugin", help="Show all that is known of one plugin.")
     commands.add("explain", "toolkit_lm.cli.explain:explain", help="Say what runs a model, and why each other candidate does not.")
     commands.add("env", "toolkit_lm.cli.env:env", help="Print the versions and the machine that a bug report needs.")
+
+
+@hookimpl
+def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
+    policies.add("fcfs", "toolkit_lm.scheduler.policies:fcfs")
+    policies.add("priority", "toolkit_lm.scheduler.policies:priority", reads_priority=True)

@@ -23,6 +23,7 @@ from toolkit_lm.plugin.registry import (
     PairRendererRegistry,
     PoolingProfileRegistry,
     RendererRegistry,
+    SchedulingPolicyRegistry,
 )
 
 
@@ -63,6 +64,14 @@ def toolkit_register_renderers(renderers: RendererRegistry) -> None:
 @hookspec
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
     """Registers logits processors, which requests ask for by name.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
+    """Registers scheduling policies, which the option scheduling_policy asks for by name.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

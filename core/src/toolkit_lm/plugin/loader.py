@@ -33,6 +33,7 @@ REGISTER_HOOKS = {
     "toolkit_register_attention_backends": "attention_backends",
     "toolkit_register_renderers": "renderers",
     "toolkit_register_logits_processors": "logits_processors",
+    "toolkit_register_scheduling_policies": "scheduling_policies",
     "toolkit_register_pooling": "converters",
     "toolkit_register_pooling_profiles": "pooling_profiles",
     "toolkit_register_pair_renderers": "pair_renderers",

@@ -30,6 +30,7 @@ from toolkit_lm.plugin.registry import (
     PoolingProfileRegistry,
     Registry,
     RendererRegistry,
+    SchedulingPolicyRegistry,
 )
 
 RegistryT = TypeVar("RegistryT", bound=Registry[Any])
@@ -42,6 +43,7 @@ class Plugins:
     attention_backends: AttentionBackendRegistry
     renderers: RendererRegistry
     logits_processors: LogitsProcessorRegistry
+    scheduling_policies: SchedulingPolicyRegistry
     converters: ConverterRegistry
     pooling_profiles: PoolingProfileRegistry
     pair_renderers: PairRendererRegistry

@@ -74,6 +74,14 @@ class LogitsProcessorEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingPolicyEntry(Entry):
+    """A scheduling policy: a function."""
+
+    reads_priority: bool = False
+    """True: it looks at the priority that a request gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConverterEntry(Entry):
     """A function that makes a pooling model's class of another model's class."""
 
@@ -277,6 +285,17 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         self.add_entry(LogitsProcessorEntry, name, target, "module:Class", override=override)
 
 
+class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
+    """Scheduling policies, by the name that the option scheduling_policy gives."""
+
+    noun = "scheduling policy"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, reads_priority: bool = False, override: bool = False) -> None:
+        """Registers a function, a toolkit_lm.scheduler.SchedulingPolicy. `reads_priority`: it looks at the priority of requests."""
+        self.add_entry(SchedulingPolicyEntry, name, target, "module:function", reads_priority=reads_priority, override=override)
+
+
 class ConverterRegistry(Registry[ConverterEntry]):
     """Pooling adapters, by the convert type that they are for: "embed", "classify", ..."""
 
@@ -398,6 +417,7 @@ class Registries:
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
+    scheduling_policies: SchedulingPolicyRegistry = field(default_factory=SchedulingPolicyRegistry)
     converters: ConverterRegistry = field(default_factory=ConverterRegistry)
     pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
     pair_renderers: PairRendererRegistry = field(default_factory=PairRendererRegistry)

@@ -3,12 +3,11 @@
 from toolkit_lm.scheduler.block_manager import BlockManager, TableUpdate, TokenRange
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.limits import RequestLimits
+from toolkit_lm.scheduler.policies import SchedulingPolicy, load_policy
 from toolkit_lm.scheduler.request import Request, Sequence
-from toolkit_lm.scheduler.roster import POLICIES, SchedulingPolicy
 from toolkit_lm.scheduler.scheduler import Scheduler
 
 __all__ = [
-    "POLICIES",
     "BlockManager",
     "BlockPool",
     "TableUpdate",
@@ -18,4 +17,5 @@ __all__ = [
     "SchedulingPolicy",
     "Sequence",
     "TokenRange",
+    "load_policy",
 ]

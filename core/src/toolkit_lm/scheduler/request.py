@@ -192,6 +192,8 @@ class Request:
         """Those of them that have not ended. It is replaced, and never changed."""
         self.number = self.sequences[0].seq_id
         """Requests are numbered as they come."""
+        self.sort_key: tuple[float, ...] = ()
+        """Its place in the scheduling policy's order, from when it is queued."""
 
     def _search(self) -> BeamSearch | None:
         params = self.params

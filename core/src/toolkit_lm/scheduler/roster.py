@@ -1,28 +1,16 @@
-"""Roster: the requests that have not ended, and the scheduling policies: in which order they are served."""
+"""Roster: the requests that have not ended."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from operator import attrgetter
 
 from toolkit_lm.messages import StepPlan
+from toolkit_lm.scheduler.policies import SchedulingPolicy
 from toolkit_lm.scheduler.request import Request, Sequence
 
-SchedulingPolicy = Callable[[Request], tuple[float, ...]]
-"""Sort key of a request: the smallest is served first, the largest is preempted first. Constant while the request lives."""
-
-
-def fcfs(request: Request) -> tuple[float, ...]:
-    """First come, first served."""
-    return (request.arrival_time, request.number)
-
-
-def priority(request: Request) -> tuple[float, ...]:
-    """The smaller number first; among equals, first come, first served."""
-    return (request.priority, request.arrival_time, request.number)
-
-
-POLICIES: dict[str, SchedulingPolicy] = {"fcfs": fcfs, "priority": priority}
+_by_sort_key = attrgetter("sort_key")
 
 
 class Roster:
@@ -56,10 +44,11 @@ class Roster:
         return list(request_ids)
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """A new request waits. Raises RequestError where the policy fails on it."""
+        request.sort_key = (*self.policy(request), request.arrival_time, request.number)
         self.requests[request.request_id] = request
         self.add_sequences(request.sequences)
-        insort(self.waiting, request, key=self.policy)
+        insort(self.waiting, request, key=_by_sort_key)
 
     def add_sequences(self, sequences: Iterable[Sequence]) -> None:
         self.sequences.update({seq.seq_id: seq for seq in sequences})
@@ -67,12 +56,12 @@ class Roster:
     def start(self, request: Request) -> None:
         """From the queue to the batch."""
         self.waiting.remove(request)
-        insort(self.running, request, key=self.policy)
+        insort(self.running, request, key=_by_sort_key)
 
     def requeue(self, request: Request) -> None:
         """From the batch back to the queue; the worker forgets it."""
         self.running.remove(request)
-        insort(self.waiting, request, key=self.policy)
+        insort(self.waiting, request, key=_by_sort_key)
         for seq in request.unfinished:
             self._drop(seq)
 
@@ -91,7 +80,7 @@ class Roster:
         for plan in plans:
             self.dropped += plan.dropped
         self.dropped += self.sequences
-        self.running, self.waiting = [], sorted(self.requests.values(), key=self.policy)
+        self.running, self.waiting = [], sorted(self.requests.values(), key=_by_sort_key)
 
     def _drop(self, seq: Sequence) -> None:
         if seq.on_worker:

@@ -25,12 +25,13 @@ from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog, load_event
+from toolkit_lm.scheduler.policies import SchedulingPolicy
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.prefix import root_hash
 from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.request_blocks import RequestBlocks
-from toolkit_lm.scheduler.roster import POLICIES, Roster
+from toolkit_lm.scheduler.roster import Roster
 
 
 class Scheduler:
@@ -44,14 +45,14 @@ class Scheduler:
     Quarantine says whom to compute alone, and EventLog keeps what there is to tell.
     """
 
-    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, salt: str = "") -> None:
+    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, policy: SchedulingPolicy, salt: str = "") -> None:
         """`salt`: goes into all hashes of cached prefixes."""
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
         self.default_seed = config.model.seed
         self.salt = salt
-        self.roster = Roster(POLICIES[config.scheduler.scheduling_policy])
+        self.roster = Roster(policy)
         self.blocks = BlockManager(
             BlockPool(kv_cache.num_blocks), [group.spec for group in kv_cache.groups], BlockPool(kv_cache.num_host_blocks)
         )
@@ -74,7 +75,7 @@ class Scheduler:
     # Requests come and go
 
     def add(self, message: EngineRequest) -> None:
-        """Queues a request, which the front has held to the limits. Raises RequestError where its id is in use."""
+        """Queues a request, which the front has held to the limits. Raises RequestError: its id is in use, or the policy fails on it."""
         if message.request_id in self.roster.requests:
             raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
         request = Request(
