@@ -4,14 +4,22 @@ import sys
 
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.distributed import destroy, initialize, pipeline_parallel_group, tensor_parallel_group
+from toolkit_lm.distributed import pipeline_parallel_group, tensor_parallel_group
 from toolkit_lm.model import Part, RowParallelLinear, ShardedRMSNorm
+from toolkit_lm_devkit import torch_groups
 
 
 def main(rank: int, sync_file: str) -> None:
-    parallel = VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank).parallel
-    initialize(parallel, init_method=f"file://{sync_file}", backend="gloo")
-    tensor, pipeline = tensor_parallel_group(parallel), pipeline_parallel_group(parallel)
+    config = VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank)
+    with torch_groups(config.parallel, init_method=f"file://{sync_file}", backend="gloo"):
+        check_collectives(rank, config)
+        check_messages(rank, config)
+        check_norm(rank % 2, config)
+        check_residual(config)
+
+
+def check_collectives(rank: int, config: VllmConfig) -> None:
+    tensor, pipeline = tensor_parallel_group(config.parallel), pipeline_parallel_group(config.parallel)
     assert (tensor.rank, tensor.size, pipeline.rank, pipeline.size) == (rank % 2, 2, rank // 2, 2)
     mine = torch.full((2, 3), float(rank))
     first = rank // 2 * 2
@@ -19,10 +27,20 @@ def main(rank: int, sync_file: str) -> None:
     assert tensor.all_gather(mine, 1).tolist() == [[first] * 3 + [first + 1] * 3] * 2
     assert tensor.all_gather(mine.t(), 0)[:, 0].tolist() == [first] * 3 + [first + 1] * 3
     assert pipeline.all_reduce(mine.clone())[0, 0] == 2 * (rank % 2) + 2
-    config = VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank)
-    check_norm(rank % 2, config)
-    check_residual(config)
-    destroy()
+
+
+def check_messages(rank: int, config: VllmConfig) -> None:
+    """Tensors of several shapes and dtypes, one of them not contiguous and one empty, arrive by name and in order."""
+    pipeline = pipeline_parallel_group(config.parallel)
+    first = {"hidden": torch.arange(6.0).view(2, 3).t(), "half": torch.full((2,), float(rank % 2), dtype=torch.bfloat16)}
+    for sent in (first, {"none": torch.empty(0, 4, dtype=torch.int64)}):
+        if pipeline.rank == 0:
+            pipeline.send(sent, 1)
+        else:
+            received = pipeline.recv(0)
+            assert list(received) == list(sent)
+            for name, tensor in sent.items():
+                torch.testing.assert_close(received[name], tensor, rtol=0, atol=0)
 
 
 def check_norm(tensor_rank: int, config: VllmConfig) -> None:

@@ -1,95 +1,76 @@
-"""Process groups over torch.distributed.
-
-torch.distributed keeps one default group per process; the groups made here are its companions and live as long as it does. That is why
-they are the state of the process and not of an engine: an engine with several ranks runs each of them in a process of its own.
-"""
+"""Groups of ranks: the contract, and how layers find the groups of the worker that runs them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from toolkit_lm.config import ParallelConfig
 
 
-@dataclass(frozen=True, slots=True)
 class Group:
-    """Some ranks that exchange tensors. All of them must make the same calls in the same order."""
+    """Some ranks that exchange tensors, as one of them sees it. All of them make the same calls in the same order.
 
-    rank: int
-    """This process's place in the group."""
-    size: int
-    process_group: dist.ProcessGroup | None = None
-    """None where the group has one rank, whose collectives do nothing."""
+    This one is the group of a single rank. An executor of several workers brings a subclass, which overrides all.
+    """
+
+    rank: int = 0
+    """This rank's place in the group."""
+    size: int = 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, written into `tensor`, which is returned."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.process_group)
+        """The sum over all ranks, the same to the last bit on each; it may be written into `tensor`."""
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensors of all ranks, of equal shape, joined along `dim` in the order of ranks."""
-        if self.size == 1:
-            return tensor
-        tensor = tensor.contiguous()
-        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(pieces, tensor, group=self.process_group)
-        return torch.cat(pieces, dim)
+        return tensor
+
+    def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Sends tensors, by name, to another rank of the group. They are not changed afterwards."""
+        raise NotImplementedError(f"{type(self).__name__} has no rank {rank} to send to")
+
+    def recv(self, rank: int) -> dict[str, Tensor]:
+        """What another rank of the group has sent; waits for it. What a rank sends comes in order."""
+        raise NotImplementedError(f"{type(self).__name__} has no rank {rank} to receive from")
 
 
-_ALONE = Group(rank=0, size=1)
-_groups: dict[str, Group] = {}
+_ALONE = Group()
+_local = threading.local()
 
 
-def initialize(parallel: ParallelConfig, *, init_method: str, backend: str) -> None:
-    """Joins the other ranks and makes the tensor and pipeline groups of `parallel.rank`.
+@contextmanager
+def parallel_groups(*, tensor: Group = _ALONE, pipeline: Group = _ALONE) -> Iterator[None]:
+    """Makes a worker's groups known to the layers that this thread runs inside. Refuses to nest.
 
-    `init_method` is torch.distributed's ("tcp://host:port", "file:///path"), equal on all ranks; so is `backend` ("gloo", "nccl").
-    Blocks until all ranks have called it. A single rank needs no groups, and then nothing is done.
+    They are the thread's and not the process's, so that ranks can be threads of one process.
     """
-    tensor_size, pipeline_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    if tensor_size * pipeline_size == 1:
-        return
-    assert not dist.is_initialized(), "this process has joined other ranks already"
-    dist.init_process_group(backend, init_method=init_method, world_size=tensor_size * pipeline_size, rank=parallel.rank)
-    # torch.distributed demands that every rank makes every group, its own or not, in the same order.
-    for stage in range(pipeline_size):
-        _join("tensor", [stage * tensor_size + i for i in range(tensor_size)], parallel.rank)
-    for shard in range(tensor_size):
-        _join("pipeline", [i * tensor_size + shard for i in range(pipeline_size)], parallel.rank)
-
-
-def _join(kind: str, ranks: list[int], rank: int) -> None:
-    process_group = dist.new_group(ranks)
-    if rank in ranks:
-        _groups[kind] = Group(ranks.index(rank), len(ranks), process_group)
+    assert not hasattr(_local, "groups"), "a worker runs inside another one on the same thread"
+    _local.groups = {"tensor": tensor, "pipeline": pipeline}
+    try:
+        yield
+    finally:
+        del _local.groups
 
 
 def tensor_parallel_group(parallel: ParallelConfig) -> Group:
-    """The ranks that share each layer with this one. With one rank it needs no `initialize`."""
+    """The ranks that share each layer with this one. A single rank needs no `parallel_groups`."""
     return _group("tensor", parallel.tensor_parallel_size)
 
 
 def pipeline_parallel_group(parallel: ParallelConfig) -> Group:
-    """The ranks that own the other slices of the layers. With one rank it needs no `initialize`."""
+    """The ranks that own the other slices of the layers. A single rank needs no `parallel_groups`."""
     return _group("pipeline", parallel.pipeline_parallel_size)
 
 
 def _group(kind: str, size: int) -> Group:
     if size == 1:
         return _ALONE
-    group = _groups.get(kind)
-    assert group is not None, f"a layer over {size} {kind} parallel ranks runs before toolkit_lm.distributed.initialize"
-    assert group.size == size, f"the {kind} parallel group has {group.size} ranks, and a layer was made for {size}"
+    groups: dict[str, Group] | None = getattr(_local, "groups", None)
+    assert groups is not None, f"a model over {size} {kind} parallel ranks runs outside toolkit_lm.distributed.parallel_groups"
+    group = groups[kind]
+    assert group.size == size, f"the {kind} parallel group has {group.size} ranks, and a model was made for {size}"
     return group
-
-
-def destroy() -> None:
-    """Leaves the other ranks. Does nothing where `initialize` did nothing."""
-    _groups.clear()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.distributed import destroy, initialize
 from toolkit_lm.model import Model
 from torch import Tensor
 
 from toolkit_lm_devkit.forward import hidden_states, load_checkpoint, logits_of
+from toolkit_lm_devkit.torch_group import torch_groups
 
 
 class Computed(NamedTuple):
@@ -66,14 +66,13 @@ def _main(rank: int, folder: Path) -> None:
     work = json.loads((folder / "work.json").read_text())
     sequences, options = [torch.tensor(s) for s in work["sequences"]], {"tensor_parallel_size": work["ranks"], **work["options"]}
     parallel = VllmConfig.default(tensor_parallel_size=work["ranks"]).with_rank(rank).parallel
-    initialize(parallel, init_method=f"file://{folder / 'sync'}", backend="gloo")
     results = {}
-    for index, (module, name, checkpoint) in enumerate(work["models"]):
-        model = load_checkpoint(getattr(importlib.import_module(module), name), Path(checkpoint), rank=rank, **options)
-        out = logits_of([model], sequences[0]) if work["kind"] == "logits" else torch.cat(hidden_states([model], sequences))
-        results[str(index)] = out.contiguous()
+    with torch_groups(parallel, init_method=f"file://{folder / 'sync'}", backend="gloo"):
+        for index, (module, name, checkpoint) in enumerate(work["models"]):
+            model = load_checkpoint(getattr(importlib.import_module(module), name), Path(checkpoint), rank=rank, **options)
+            out = logits_of([model], sequences[0]) if work["kind"] == "logits" else torch.cat(hidden_states([model], sequences))
+            results[str(index)] = out.contiguous()
     save_file(results, folder / f"{rank}.safetensors")
-    destroy()
 
 
 if __name__ == "__main__":
