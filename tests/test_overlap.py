@@ -49,7 +49,7 @@ def values(entries) -> list[float]:
 def pair(make_llama):
     folder = str(make_llama("engine")[0])
     with LLM(folder, overlap=False, **OPTIONS) as plain, LLM(folder, overlap=True, **OPTIONS) as overlapping:
-        assert [llm.engine.client.core.depth for llm in (plain, overlapping)] == [1, 2]
+        assert [llm.engine.client.core.executor.max_in_flight for llm in (plain, overlapping)] == [1, 2]
         yield plain, overlapping
 
 

@@ -18,11 +18,11 @@ from toolkit_lm.params import SamplingParams
 MAX_MODEL_LEN = 24
 
 
-def make_core(overlaps: bool = False, **options) -> FakeCore:
-    return FakeCore(VllmConfig.default(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, **options), kv_cache(40, [(4, None)]), overlaps)
+def make_core(max_in_flight: int = 1, **options) -> FakeCore:
+    return FakeCore(VllmConfig.default(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, **options), kv_cache(40, [(4, None)]), max_in_flight)
 
 
-@pytest.fixture(params=[False, True], ids=["one step", "overlap"])
+@pytest.fixture(params=[1, 2, 3], ids="{} in flight".format)
 def core(request):
     return make_core(request.param)
 
@@ -81,10 +81,10 @@ class TestLoop:
         assert [len(news.outputs) for news in steps(core)] == [1, 1, 1, 1]
 
     def test_with_overlap_the_next_step_is_on_its_way(self):
-        core = make_core(overlaps=True)
+        core = make_core(max_in_flight=2)
         add(core, "a", good_prompts(1)[0], max_tokens=4)
         core.step()
-        assert (core.depth, len(core._in_flight), len(core.executor.plans)) == (2, 1, 2)
+        assert (core.executor.max_in_flight, len(core._in_flight), len(core.executor.plans)) == (2, 1, 2)
 
     def test_a_request_that_comes_meanwhile_joins_the_batch(self, core):
         first, second = good_prompts(2)
@@ -200,6 +200,28 @@ class TestRecovery:
         with pytest.raises(EngineDeadError, match="computes nothing any more: RuntimeError: poisoned"):
             core.step()
 
+    def test_it_dies_with_a_worker_at_once(self):
+        core = make_core(max_in_flight=2)
+        add(core, "a", good_prompts(1)[0])
+        add(core, "b", good_prompts(1)[0])
+        core.executor.death = EngineDeadError("the worker of rank 1 has died: SystemExit")
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="worker of rank 1 has died: SystemExit"):
+                core.step()
+        assert not core.scheduler.quarantine.quarantined
+
+    def test_a_worker_that_dies_of_a_request_is_no_failed_warm_up(self):
+        core = make_core()
+        add(core, "bad", [POISON])
+
+        def dying():
+            raise EngineDeadError("the worker of rank 0 has died")
+
+        core.executor.warm_up = dying
+        core.step()
+        with pytest.raises(EngineDeadError, match=r"^the worker of rank 0 has died"):
+            core.step()
+
     def test_it_dies_after_three_failures_in_a_row_without_a_culprit(self):
         core = make_core()
         good = good_prompts(1)[0]
@@ -304,7 +326,7 @@ class TestEvents:
 class TestStart:
     def make(self, free_memory: int, **options) -> EngineCore:
         config = VllmConfig.default(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, **options)
-        executor = FakeExecutor(config, kv_cache(40, [(4, None)]), overlaps=False)
+        executor = FakeExecutor(config, kv_cache(40, [(4, None)]), max_in_flight=1)
         spec = KVCacheSpec(kind="full", block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
         executor.kv_cache_specs = lambda: {"layer0": spec}
         executor.selections = lambda: {"layer0": SimpleNamespace(name="none")}

@@ -98,6 +98,12 @@ def test_toolkit_register_attention_backends(example):
     assert load(example).attention_backends.get("mine").priority == 50
 
 
+def test_toolkit_register_executors(example):
+    executors = load(example).executors
+    assert executors.get("mine").max_ranks == 8
+    assert executors.keys() == ["in_process", "mine"]
+
+
 def test_toolkit_register_renderers(example):
     assert load(example).renderers.get("mine").reads == ("my_vocab.txt",)
 

@@ -146,16 +146,18 @@ class Flight(Future[StepResult]):
 
 
 class FakeExecutor(Executor):
-    """Runs a step at once; its results are as late as those of an executor that overlaps."""
+    """Runs a step at once; its results are as late as the engine allows: `max_in_flight` steps."""
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, overlaps: bool) -> None:
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, max_in_flight: int) -> None:
         self.runner = FakeRunner(config, cache)
         self.cache = cache
-        self.overlaps = overlaps
+        self.max_in_flight = max_in_flight
         self.transient: str | None = None
         """Where the next step is to fail, once: "before" or "after" it was computed."""
         self.broken = False
         """A step failed, and the engine does not know yet: what is computed now is worth nothing."""
+        self.death: Exception | None = None
+        """A worker has died: every step fails with it."""
         self.plans: list[StepPlan] = []
         self._encoded = b""
 
@@ -166,6 +168,9 @@ class FakeExecutor(Executor):
         future = Flight()
         future.executor = self
         transient, self.transient = self.transient, None
+        if self.death is not None:
+            future.set_exception(self.death)
+            return future
         try:
             if transient == "before":
                 raise RuntimeError("a hiccup")
@@ -220,8 +225,6 @@ class FakeExecutor(Executor):
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None: ...
 
-    def check_health(self) -> None: ...
-
     def shutdown(self) -> None: ...
 
 
@@ -230,11 +233,11 @@ class FakeCore(EngineCore):
 
     executor: FakeExecutor
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, overlaps: bool = False) -> None:
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, max_in_flight: int = 1) -> None:
         self._cache = cache
         self.limits = RequestLimits(config, cache)
         plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"), scheduling_policies=POLICIES)
-        super().__init__(config, plugins, FakeExecutor(config, cache, overlaps))
+        super().__init__(config, plugins, FakeExecutor(config, cache, max_in_flight))
 
     def add_request(self, request: EngineRequest) -> None:
         """As a front does."""

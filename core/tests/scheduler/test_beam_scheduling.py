@@ -48,10 +48,10 @@ class BeamRunner(FakeRunner):
         return result
 
 
-def make_core(groups=((4, None),), num_blocks=80, host_blocks=0, overlaps=False, **options) -> FakeCore:
+def make_core(groups=((4, None),), num_blocks=80, host_blocks=0, max_in_flight=1, **options) -> FakeCore:
     config = VllmConfig.default(max_model_len=MAX_MODEL_LEN, **options)
     cache = kv_cache(num_blocks, list(groups), host_blocks)
-    core = FakeCore(config, cache, overlaps)
+    core = FakeCore(config, cache, max_in_flight)
     core.executor.runner = BeamRunner(config, cache)
     # By a clock, "auto" would not choose the same each time.
     core.scheduler.preemption.observe = lambda num_tokens, seconds: None
@@ -110,7 +110,7 @@ def random_core(rng: random.Random) -> FakeCore:
         groups,
         num_blocks=2 * sum(spec.blocks_for(MAX_MODEL_LEN, max_num_seqs + budget) for spec in specs) + rng.randint(0, 12),
         host_blocks=rng.choice([0, 2, 8, 80]),
-        overlaps=rng.random() < 0.6,
+        max_in_flight=rng.choice([1, 2, 3]),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + budget,
         enable_prefix_caching=rng.random() < 0.6,
@@ -208,7 +208,7 @@ def test_beams_advance_together_or_not_at_all():
 
 
 def test_the_next_step_of_a_search_waits_for_its_results():
-    core = make_core(overlaps=True)
+    core = make_core(max_in_flight=2)
     core.add_request(message("search", [1, 2, 3], use_beam_search=True, n=2, max_tokens=4))
     core.add_request(message("other", [4, 5], max_tokens=9))
     core._launch()
@@ -291,7 +291,7 @@ def test_later_requests_find_what_beams_have_computed():
 
 
 def test_results_that_come_after_a_preemption_are_not_taken():
-    core = make_core(overlaps=True, preemption_mode="recompute", enable_prefix_caching=True)
+    core = make_core(max_in_flight=2, preemption_mode="recompute", enable_prefix_caching=True)
     request = message("a", [1, 2, 3, 4, 5], use_beam_search=True, n=3, max_tokens=9)
     core.add_request(request)
     core.step()

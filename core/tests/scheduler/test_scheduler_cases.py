@@ -13,9 +13,9 @@ from toolkit_lm.params import SamplingParams
 PROMPT = [3, 1, 4, 1, 5, 9]
 
 
-def make_core(num_blocks: int = 40, groups: Groups = ((4, None),), overlaps: bool = False, num_host_blocks: int = 0, **options) -> FakeCore:
+def make_core(num_blocks: int = 40, groups: Groups = ((4, None),), max_in_flight: int = 1, num_host_blocks: int = 0, **options) -> FakeCore:
     defaults = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64, "preemption_mode": "recompute"}
-    return FakeCore(VllmConfig.default(**defaults | options), kv_cache(num_blocks, list(groups), num_host_blocks), overlaps)
+    return FakeCore(VllmConfig.default(**defaults | options), kv_cache(num_blocks, list(groups), num_host_blocks), max_in_flight)
 
 
 def request(request_id: str, prompt: list[int], deadline: float | None = None, **params) -> EngineRequest:
@@ -82,9 +82,9 @@ def test_nobody_finds_what_a_failed_row_has_computed():
     assert core.scheduler.blocks.find_prefix(hashes, 8) == 0
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_deadline_is_not_that_of_the_next_request_of_the_same_id(overlaps):
-    core = make_core(overlaps=overlaps)
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_a_deadline_is_not_that_of_the_next_request_of_the_same_id(max_in_flight):
+    core = make_core(max_in_flight=max_in_flight)
     core.add_request(request("r", PROMPT, deadline=time.monotonic() + 0.05, max_tokens=1))
     finish_all(core)
     time.sleep(0.06)
@@ -92,9 +92,9 @@ def test_a_deadline_is_not_that_of_the_next_request_of_the_same_id(overlaps):
     assert finish_all(core)["r"][-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_deadline_ends_what_waits_and_what_runs(overlaps):
-    core = make_core(overlaps=overlaps, max_num_seqs=1)
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_a_deadline_ends_what_waits_and_what_runs(max_in_flight):
+    core = make_core(max_in_flight=max_in_flight, max_num_seqs=1)
     prompt = lone_good_prompt(4, 20)
     core.add_request(request("runs", prompt, deadline=time.monotonic() + 0.1, max_tokens=20, n=1))
     core.add_request(request("waits", prompt, deadline=time.monotonic() - 1, max_tokens=20))
@@ -108,7 +108,7 @@ def test_a_deadline_ends_what_waits_and_what_runs(overlaps):
 
 
 def test_a_step_that_fails_for_an_aborted_request_is_nobodys_fault():
-    core = make_core(overlaps=True)
+    core = make_core(max_in_flight=2)
     prompt = lone_good_prompt(4, 8)
     core.add_request(request("good", prompt, max_tokens=8))
     core.step()

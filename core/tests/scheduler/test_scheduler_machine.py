@@ -91,9 +91,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         mode=st.sampled_from(["recompute", "swap", "auto"]),
         blocks_per_token=st.floats(0.1, 2),
-        overlaps=st.booleans(),
+        max_in_flight=st.integers(1, 3),
     )
-    def start(self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, overlaps):
+    def start(self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, max_in_flight):
         config = VllmConfig.default(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.clock.start()
-        self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), overlaps)
+        self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), max_in_flight)
         self.scheduler = self.core.scheduler
         self.scheduler.blocks.__class__ = CheckedBlocks
         # By a clock, "auto" would not choose the same each time.
@@ -176,7 +176,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         news = self.core.step()
         self.now += 1
         executor.check_last_plan()
-        assert len(self.core._in_flight) < self.core.depth
+        assert len(self.core._in_flight) < self.core.executor.max_in_flight
         for plan in executor.plans[planned:]:
             assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
             assert len(plan.scheduled) <= self.scheduler.max_num_seqs

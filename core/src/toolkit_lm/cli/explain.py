@@ -33,6 +33,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     table.add_row("model class", escape("\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others])))
     table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
+    table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
     # Layers that were decided alike are shown together.
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer in found.layers:

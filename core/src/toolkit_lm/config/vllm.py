@@ -127,8 +127,13 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: Annotated[int, option("Tensor-parallel ranks, which share each layer.", ge=1)] = 1
     pipeline_parallel_size: Annotated[int, option("Pipeline-parallel ranks, each with a part of the layers.", ge=1)] = 1
+    executor: Annotated[str, option("Executor, by name: how the engine reaches its workers. auto: the first that runs so many.")] = "auto"
     rank: int = 0
     """Global rank of the worker that holds this config; derived, not an option."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def tensor_parallel_rank(self) -> int:

@@ -55,7 +55,7 @@ class EngineCore:
         self.progress_time = time.monotonic()
         """When the last step ended."""
         self._in_flight: deque[InFlightStep] = deque()
-        """In the order of their execution; at most two."""
+        """In the order of their execution."""
         self._outputs: list[EngineOutput] = []
         self._admitted: list[str] = []
         self._events: list[Event] = []
@@ -69,8 +69,6 @@ class EngineCore:
         executor.warm_up()
         self.pooling = executor.pooling_rules()
         self.scheduler = Scheduler(config, self.kv_cache, policy, plugins.fingerprint().digest)
-        self.depth = 2 if executor.overlaps else 1
-        """Steps that are on their way at a time."""
 
     def _plan_kv_cache(self) -> KVCacheConfig:
         """How many blocks. Raises CapacityError when they do not fit, or a single sequence of max_model_len does not fit in them."""
@@ -128,6 +126,9 @@ class EngineCore:
             idle = not self._in_flight
             if not idle:
                 self._collect()
+        except EngineDeadError:
+            # A worker has died: no other request would fare better.
+            raise
         except Exception as error:
             self._recover(error)
         except BaseException:
@@ -151,7 +152,7 @@ class EngineCore:
 
     def _launch(self) -> None:
         """Plans and starts steps, as many as may be on their way."""
-        while len(self._in_flight) < (1 if self.scheduler.quarantine.quarantined else self.depth):
+        while len(self._in_flight) < (1 if self.scheduler.quarantine.quarantined else self.executor.max_in_flight):
             start = time.monotonic()
             plan = self.scheduler.schedule()
             if plan is None:
@@ -189,6 +190,8 @@ class EngineCore:
             try:
                 self.executor.execute(self.scheduler.drop_plan()).result()
                 self.executor.warm_up()
+            except EngineDeadError:
+                raise
             except Exception:
                 raise EngineDeadError(f"the engine computes nothing any more: {what}") from error
             self._failures = 0

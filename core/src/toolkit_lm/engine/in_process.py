@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.client import EngineClient, EngineInfo
 from toolkit_lm.engine.core import EngineCore
-from toolkit_lm.executor import InProcessExecutor
+from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutputs, EngineRequest
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
@@ -22,7 +22,7 @@ class InProcessClient(EngineClient):
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         """Loads the model. `config` is resolved, `resolve_device` included."""
         super().__init__()
-        self.core = EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=plugins.has_event_listeners)
+        self.core = EngineCore(config, plugins, make_executor(config, plugins), listening=plugins.has_event_listeners)
         self._info = EngineInfo(config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling)
         self._wakes: SimpleQueue[None] = SimpleQueue()
 

@@ -6,15 +6,36 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.plugin import Plugins
+
+
+class StepError(Exception):
+    """A step failed on one worker of several, and they all live on."""
+
+    def __init__(self, rank: int, error: str, traceback: str) -> None:
+        """`error`: what was raised on `rank`, in a line; `traceback`: where."""
+        super().__init__(f"rank {rank}: {error}")
+        self.rank = rank
+        self.traceback = traceback
+        self.add_note(f"On rank {rank}:\n{traceback}")
 
 
 class Executor(ABC):
-    """One worker per device, all of them running the same plans. Methods are called from the engine's thread, in the order below."""
+    """One worker per device, all of them running the same plans. Methods are called from the engine's thread, in the order below.
 
-    overlaps: bool = False
-    """`execute` returns before the step is over, so that the next one can be planned meanwhile."""
+    What a worker raises before the first step is raised by the method that asked for it. Where a worker dies, every future that is not
+    done and every later one fails with EngineDeadError, which holds the worker's last words, its traceback for instance.
+    """
+
+    max_in_flight: int = 1
+    """Most steps that are on their way at a time. More than one: `execute` returns before the step is over."""
+
+    @abstractmethod
+    def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
+        """`config` is resolved; that of each worker is `config.with_rank(rank)`. Raises UnsupportedError for what it cannot run."""
 
     @abstractmethod
     def load(self) -> None:
@@ -53,12 +74,14 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Starts a step. Steps run in the order of the calls."""
-
-    @abstractmethod
-    def check_health(self) -> None:
-        """Raises EngineDeadError when a worker is gone."""
+        """Starts a step. Steps run in the order of the calls. What a step raises on a worker is in its future."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the workers and releases their memory. Safe to call twice."""
+
+
+def make_executor(config: VllmConfig, plugins: Plugins) -> Executor:
+    """The executor that a resolved config names. Raises PluginError where it cannot be loaded."""
+    made: Executor = plugins.executors.load(config.parallel.executor)(config, plugins)
+    return made

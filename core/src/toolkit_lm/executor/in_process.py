@@ -26,8 +26,8 @@ class InProcessExecutor(Executor):
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.config = config
         self.runner = ModelRunner(config, plugins)
-        self.overlaps = bool(config.engine.overlap)
-        self._thread = ThreadPoolExecutor(1, "toolkit_lm-runner") if self.overlaps else None
+        self.max_in_flight = 2 if config.engine.overlap else 1
+        self._thread = ThreadPoolExecutor(1, "toolkit_lm-runner") if config.engine.overlap else None
 
     def load(self) -> None:
         self.runner.load()
@@ -87,9 +87,6 @@ class InProcessExecutor(Executor):
         except BaseException as error:
             future.set_exception(error)
         return future
-
-    def check_health(self) -> None:
-        """The worker is a thread of the engine's own process: alive while the engine is."""
 
     def shutdown(self) -> None:
         if self._thread is not None:

@@ -1,9 +1,14 @@
-"""What core itself brings, by the same hooks as any plugin: the commands that run no model, and the usual scheduling policies."""
+"""What core itself brings, by the same hooks as any plugin: an executor, scheduling policies, and the commands that run no model."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registry import CommandRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registry import CommandRegistry, ExecutorRegistry, SchedulingPolicyRegistry
+
+
+@hookimpl
+def toolkit_register_executors(executors: ExecutorRegistry) -> None:
+    executors.add("in_process", "toolkit_lm.executor.in_process:InProcessExecutor", max_ranks=1)
 
 
 @hookimpl

@@ -18,6 +18,7 @@ from toolkit_lm.plugin.registry import (
     CheckpointRegistry,
     CommandRegistry,
     ConverterRegistry,
+    ExecutorRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
     PairRendererRegistry,
@@ -48,6 +49,14 @@ def toolkit_register_models(models: ModelRegistry) -> None:
 @hookspec
 def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
     """Registers attention backends.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_executors(executors: ExecutorRegistry) -> None:
+    """Registers executors: how an engine reaches its workers.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

@@ -31,6 +31,7 @@ HEAVY_PACKAGES = ("torch", "transformers")
 REGISTER_HOOKS = {
     "toolkit_register_models": "models",
     "toolkit_register_attention_backends": "attention_backends",
+    "toolkit_register_executors": "executors",
     "toolkit_register_renderers": "renderers",
     "toolkit_register_logits_processors": "logits_processors",
     "toolkit_register_scheduling_policies": "scheduling_policies",

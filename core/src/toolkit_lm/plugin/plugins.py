@@ -24,6 +24,7 @@ from toolkit_lm.plugin.registry import (
     CheckpointRegistry,
     CommandRegistry,
     ConverterRegistry,
+    ExecutorRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
     PairRendererRegistry,
@@ -45,6 +46,7 @@ class Plugins:
     logits_processors: LogitsProcessorRegistry
     scheduling_policies: SchedulingPolicyRegistry
     converters: ConverterRegistry
+    executors: ExecutorRegistry
     pooling_profiles: PoolingProfileRegistry
     pair_renderers: PairRendererRegistry
     checkpoints: CheckpointRegistry

@@ -61,6 +61,14 @@ class AttentionBackendEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorEntry(Entry):
+    """An executor class."""
+
+    max_ranks: int | None = None
+    """Most workers that it runs; None: any number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RendererEntry(Entry):
     """A renderer class."""
 
@@ -263,6 +271,17 @@ class AttentionBackendRegistry(Registry[AttentionBackendEntry]):
         self.add_entry(AttentionBackendEntry, name, target, "module:Class", priority=priority, override=override)
 
 
+class ExecutorRegistry(Registry[ExecutorEntry]):
+    """Executors, by name."""
+
+    noun = "executor"
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, max_ranks: int | None = None, override: bool = False) -> None:
+        """Registers a subclass of toolkit_lm.executor.Executor. `max_ranks`: most workers that it runs; None: any number."""
+        self.add_entry(ExecutorEntry, name, target, "module:Class", max_ranks=max_ranks, override=override)
+
+
 class RendererRegistry(Registry[RendererEntry]):
     """Renderers, by name."""
 
@@ -415,6 +434,7 @@ class Registries:
 
     models: ModelRegistry = field(default_factory=ModelRegistry)
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
+    executors: ExecutorRegistry = field(default_factory=ExecutorRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
     scheduling_policies: SchedulingPolicyRegistry = field(default_factory=SchedulingPolicyRegistry)

@@ -11,7 +11,7 @@ from toolkit_lm.attention import Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.checkpoint import choose_model
-from toolkit_lm.resolution.resolution import choose_renderer, resolve_configured, resolve_device
+from toolkit_lm.resolution.resolution import choose_executor, choose_renderer, resolve_configured, resolve_device
 from toolkit_lm.runner import load_model_class, select_backends
 
 
@@ -44,6 +44,9 @@ class Explanation:
     renderer: str
     renderers: list[tuple[str, str | None]]
     """Each renderer that was considered, with its reason to refuse (None: able)."""
+    executor: str
+    executors: list[tuple[str, str | None]]
+    """Each executor that was considered, with its reason to refuse (None: able)."""
     layers: list[LayerChoice]
 
 
@@ -72,6 +75,8 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         convert=resolved.model.convert,
         renderer=resolved.renderer.renderer,
         renderers=renderers,
+        executor=resolved.parallel.executor,
+        executors=choose_executor(open_config, plugins)[1],
         layers=[_layer_choice(layer, selection) for layer, selection in selections.items()],
     )
 

@@ -39,6 +39,7 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
             config.model.max_model_len, checkpoint, plugins.models.get(checkpoint.architecture).reserved_positions
         ),
         renderer=choose_renderer(config, plugins)[0],
+        executor=choose_executor(config, plugins)[0],
     )
     choice = choose_runner(config, plugins)
     if choice.runner == "generate" and not config.model.extra_tasks:
@@ -161,12 +162,27 @@ def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
     return able[0], candidates
 
 
+def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
+    """The name of the executor, and each candidate with the reason it was refused (None: able). Raises ConfigError."""
+    parallel, wanted = config.parallel, config.parallel.executor
+    if wanted != "auto":
+        plugins.executors.get(wanted)
+    candidates: list[tuple[str, str | None]] = []
+    for entry in plugins.executors.entries():
+        fits = entry.max_ranks is None or parallel.num_ranks <= entry.max_ranks
+        candidates.append((entry.key, None if fits else f"it runs {entry.max_ranks} of {parallel.num_ranks} workers"))
+    able = [name for name, refusal in candidates if refusal is None]
+    chosen = wanted if wanted != "auto" or not able else able[0]
+    if chosen not in able:
+        sizes = f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
+        refused = "; ".join(f"{name}: {refusal}" for name, refusal in candidates if refusal and wanted in (name, "auto"))
+        raise ConfigError(f"{sizes} needs an executor of {parallel.num_ranks} workers. {refused}. Able: {', '.join(able) or 'none'}.")
+    return chosen, candidates
+
+
 def _check(config: VllmConfig, asked_budget: int | None) -> None:
     """Options that are fine each, but not together. `asked_budget`: max_num_batched_tokens as it was given."""
-    parallel, scheduler = config.parallel, config.scheduler
-    if parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1:
-        sizes = f"{parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
-        raise ConfigError(f"tensor_parallel_size {sizes} needs an executor of several workers, and none is installed. Able: 1 x 1.")
+    scheduler = config.scheduler
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
         raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
     # Where prompts are only pooled, and whole, none of them waits for a token in each step.

@@ -27,9 +27,8 @@ _LOOK = 1.0
 """Seconds between two looks at whether the process lives, should a fork of it hold its lifeline open."""
 _LAST_WORDS = 200
 """Milliseconds to wait for a dead process's last report, which may be on its way still."""
-_ENGINE_HOOKS = tuple(
-    f"toolkit_register_{what}" for what in ("models", "attention_backends", "logits_processors", "pooling", "scheduling_policies")
-)
+_ENGINE_REGISTRIES = ("models", "attention_backends", "executors", "logits_processors", "pooling", "scheduling_policies")
+_ENGINE_HOOKS = tuple(f"toolkit_register_{what}" for what in _ENGINE_REGISTRIES)
 
 
 class ProcessClient(EngineClient):

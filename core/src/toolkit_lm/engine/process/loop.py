@@ -14,7 +14,7 @@ from toolkit_lm.engine.client import EngineInfo
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.engine.process import wire
 from toolkit_lm.errors import PluginError, ToolkitError
-from toolkit_lm.executor import InProcessExecutor
+from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.resolution.resolution import resolve_device
@@ -52,7 +52,7 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
     if difference := start.fingerprint.difference(plugins.fingerprint()):
         raise PluginError(f"the engine process has other plugins than its front ('here': the front; 'there': the process):\n{difference}")
     config = resolve_device(start.config)
-    return EngineCore(config, plugins, InProcessExecutor(config, plugins), listening=start.listening, on_phase=on_phase)
+    return EngineCore(config, plugins, make_executor(config, plugins), listening=start.listening, on_phase=on_phase)
 
 
 class _Loop:

@@ -1,0 +1,58 @@
+"""Which executor runs an engine: the first whose number of workers suffices, or the one asked for."""
+
+from __future__ import annotations
+
+import pytest
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.resolution.resolution import choose_executor
+
+
+class Registers:
+    name = "executors"
+
+    @hookimpl
+    def toolkit_register_executors(self, executors):
+        executors.add("two", "nowhere:Two", max_ranks=2)
+        executors.add("any", "nowhere:Any")
+
+
+PLUGINS = Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()])
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, "in_process"),
+        ({"tensor_parallel_size": 2}, "two"),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "any"),
+        ({"executor": "two"}, "two"),
+        ({"executor": "any", "pipeline_parallel_size": 2}, "any"),
+    ],
+)
+def test_the_first_that_suffices_or_the_one_asked_for(options, chosen):
+    assert choose_executor(VllmConfig.make(**options), PLUGINS)[0] == chosen
+
+
+def test_each_candidate_has_its_reason():
+    _, candidates = choose_executor(VllmConfig.make(pipeline_parallel_size=3), PLUGINS)
+    assert candidates == [("in_process", "it runs 1 of 3 workers"), ("two", "it runs 2 of 3 workers"), ("any", None)]
+
+
+def test_the_one_asked_for_is_refused_with_those_that_are_able():
+    config = VllmConfig.make(tensor_parallel_size=2, pipeline_parallel_size=2, executor="two")
+    expected = "tensor_parallel_size 2 x pipeline_parallel_size 2 needs an executor of 4 workers. two: it runs 2 of 4 workers. Able: any."
+    with pytest.raises(ConfigError) as caught:
+        choose_executor(config, PLUGINS)
+    assert str(caught.value) == expected
+
+
+def test_none_is_able():
+    with pytest.raises(ConfigError, match=r"in_process: it runs 1 of 2 workers\. Able: none\."):
+        choose_executor(VllmConfig.make(tensor_parallel_size=2), Plugins.load(PluginsConfig(plugins=[])))
+
+
+def test_an_unknown_name():
+    with pytest.raises(ConfigError, match=r"no executor 'tow' is registered\. Did you mean 'two'\?"):
+        choose_executor(VllmConfig.make(executor="tow"), PLUGINS)
