@@ -2,11 +2,13 @@
 
 import sys
 import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, Candidate, select_backend
-from toolkit_lm.errors import ConfigError, UnsupportedError
-from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
+from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
+from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo, PluginWarning
 
 MODULE = "backends_for_test_selector"
 SPEC = AttentionSpec(
@@ -21,20 +23,23 @@ SPEC = AttentionSpec(
 )
 
 
-def backend_class(refusal: str | None) -> type[AttentionBackend]:
-    return type("Backend", (AttentionBackend,), {"refuses": classmethod(lambda cls, spec: refusal)})
+def backend_class(refuses: Callable[..., object]) -> type[AttentionBackend]:
+    """A whole backend, as far as the selector can see."""
+    members = dict.fromkeys(AttentionBackend.__abstractmethods__) | {"refuses": classmethod(lambda cls, spec: refuses())}
+    return type("Backend", (AttentionBackend,), members)
 
 
 @pytest.fixture
 def registry(monkeypatch):
-    """Makes a registry of backends: name -> (priority, refusal)."""
+    """Makes a registry of backends: name -> (priority, refusal, or a function that gives one, or a class)."""
 
-    def make(**backends: tuple[int, str | None]) -> AttentionBackendRegistry:
+    def make(**backends: tuple[int, Any]) -> AttentionBackendRegistry:
         module = types.ModuleType(MODULE)
         monkeypatch.setitem(sys.modules, MODULE, module)
-        registry = AttentionBackendRegistry(owner=PluginInfo("test"))
+        registry = AttentionBackendRegistry(owner=PluginInfo("test", "toolkit-lm-test", "1.0", "/somewhere.py"))
         for name, (priority, refusal) in backends.items():
-            setattr(module, name, backend_class(refusal))
+            refuses = refusal if isinstance(refusal, types.FunctionType) else lambda refusal=refusal: refusal
+            setattr(module, name, refusal if isinstance(refusal, type) else backend_class(refuses))
             registry.add(name, f"{MODULE}:{name}", priority=priority)
         return registry
 
@@ -93,3 +98,63 @@ def test_all_refusing_is_an_error_with_each_reason(registry) -> None:
 def test_no_backend_at_all_is_an_error(registry) -> None:
     with pytest.raises(UnsupportedError, match="on cpu: none is installed"):
         select_backend(SPEC, registry())
+
+
+def boom() -> str | None:
+    raise RuntimeError("boom")
+
+
+def test_a_backend_that_raises_is_refused_with_that_reason(registry) -> None:
+    failure = r"plugin 'test' \(toolkit-lm-test 1.0, .*\) failed in refuses\(\) of attention backend 'bad': RuntimeError: boom"
+    with pytest.warns(PluginWarning, match=failure):
+        selection = select_backend(SPEC, registry(sdpa=(0, None), bad=(20, boom)))
+    assert selection.name == "sdpa"
+    assert "RuntimeError: boom" in selection.candidates[0].refusal
+    with pytest.raises(PluginError, match=failure) as caught:
+        select_backend(SPEC, registry(sdpa=(0, None), bad=(20, boom)), wanted="bad")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_the_error_names_the_line(registry, tmp_path, monkeypatch) -> None:
+    """Of the plugin's own code, whatever the code is that it calls."""
+    (tmp_path / "boom_backend.py").write_text("import json\n\ndef refuses():\n    json.loads('{')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import boom_backend
+
+    backends = registry(bad=(0, boom_backend.refuses))
+    backends.get("bad").owner.add_package("boom_backend")
+    with pytest.raises(PluginError, match=rf"\(toolkit-lm-test 1.0, {tmp_path}/boom_backend.py:4\) failed in .*JSONDecodeError"):
+        select_backend(SPEC, backends, wanted="bad")
+
+
+@pytest.mark.parametrize("answer", [False, True, 0, ["no"]])
+@pytest.mark.parametrize("wanted", ["auto", "bad"])
+def test_an_answer_that_is_neither_text_nor_none_is_an_error(registry, answer, wanted) -> None:
+    with pytest.raises(PluginError, match=r"plugin 'test' .*refuses\(\) of attention backend 'bad' must return a text or None, not"):
+        select_backend(SPEC, registry(sdpa=(0, None), bad=(20, lambda: answer)), wanted=wanted)
+
+
+class Unfinished(AttentionBackend):
+    @classmethod
+    def refuses(cls, spec: AttentionSpec) -> str | None:
+        return None
+
+    def build(self, batch: object) -> object:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        (
+            Unfinished,
+            "does not define forward, kv_cache_shape, write_kv, which toolkit_lm.attention.AttentionBackend leaves to its subclasses",
+        ),
+        (int, "must be a subclass of toolkit_lm.attention.AttentionBackend"),
+    ],
+)
+def test_a_class_that_is_no_whole_backend_is_refused(registry, kind, error) -> None:
+    with pytest.warns(PluginWarning, match=rf"plugin 'test' .*attention backend 'bad': '.*:bad' {error}"):
+        assert select_backend(SPEC, registry(sdpa=(0, None), bad=(20, kind))).name == "sdpa"
+    with pytest.raises(PluginError, match=error):
+        select_backend(SPEC, registry(sdpa=(0, None), bad=(20, kind)), wanted="bad")

@@ -80,7 +80,7 @@ def test_only_what_is_invoked_is_imported(group, install):
     assert group("tool", "two", "--count", "3").out == "ran 3\n"
     done = group("tool", "one")
     assert done.code == 1
-    assert "command 'tool one' cannot be loaded from 'tool_one:run'" in done.err
+    assert "failed in loading command 'tool one' from 'tool_one:run': ModuleNotFoundError" in done.err
 
 
 def test_groups_nest_and_end_in_a_typer_app(group, install):

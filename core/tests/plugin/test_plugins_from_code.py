@@ -184,7 +184,7 @@ def test_configure_goes_from_plugin_to_plugin():
     ("change", "error"),
     [
         (lambda config: 3, "must return a VllmConfig or None, not a int"),
-        (lambda config: config.replace(block_size=0), "ConfigError: .*'block_size'"),
+        (lambda config: config.replace(block_size=0), "failed in toolkit_configure: .*'block_size'"),
         (lambda config: config.replace(disable_plugins=["x"]), "loaded already"),
     ],
 )

@@ -11,6 +11,8 @@ from toolkit_lm.plugin import (
     AttentionBackendRegistry,
     CheckpointRegistry,
     CommandRegistry,
+    ConverterRegistry,
+    LogitsProcessorRegistry,
     ModelRegistry,
     PluginInfo,
     RendererRegistry,
@@ -117,10 +119,10 @@ def test_an_unknown_key_names_the_nearest():
 def test_load_imports_now_and_not_before(tmp_path, monkeypatch):
     (tmp_path / "late_target.py").write_text("class Outer:\n    class Inner: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    models = ModelRegistry(owner=ONE)
-    models.add("X", "late_target:Outer.Inner")
+    commands = CommandRegistry(owner=ONE)
+    commands.add("x", "late_target:Outer.Inner", help="X.")
     assert "late_target" not in sys.modules
-    assert models.load("X").__name__ == "Inner"
+    assert commands.load("x").__name__ == "Inner"
     monkeypatch.delitem(sys.modules, "late_target")
 
 
@@ -137,7 +139,9 @@ def test_a_target_that_fails_names_its_plugin(tmp_path, monkeypatch, target, cau
     monkeypatch.syspath_prepend(tmp_path)
     models = ModelRegistry(owner=ONE)
     models.add("X", target)
-    with pytest.raises(PluginError, match=rf"'one' \(dist-one 1.0, /somewhere/one.py\).*'X' cannot be loaded from '{target}'") as caught:
+    place = f"{tmp_path}/raising_target.py:1" if target.startswith("raising") else "/somewhere/one.py"
+    failure = rf"'one' \(dist-one 1.0, {place}\) failed in loading model architecture 'X' from '{target}': {cause.__name__}"
+    with pytest.raises(PluginError, match=failure) as caught:
         models.load("X")
     assert isinstance(caught.value.__cause__, cause)
     assert caught.value.__cause__.__traceback__ is not None
@@ -188,3 +192,44 @@ def test_a_command_and_a_group_do_not_share_a_name(first, second, override):
 def test_a_malformed_name_of_a_command_is_refused(name):
     with pytest.raises(PluginError, match=r"'one' .*a command needs a name"):
         CommandRegistry(owner=ONE).add(name, "a:b", help="One.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (ModelRegistry, "toolkit_lm.model.Model"),
+        (AttentionBackendRegistry, "toolkit_lm.attention.AttentionBackend"),
+        (RendererRegistry, "toolkit_lm.renderer.Renderer"),
+        (LogitsProcessorRegistry, "toolkit_lm.sampling.LogitsProcessor"),
+    ],
+)
+def test_a_target_must_be_what_its_registry_is_for(tmp_path, monkeypatch, kind, base):
+    module = base.rpartition(".")[0]
+    (tmp_path / "wrong_target.py").write_text(f"import {module}\nclass Other: ...\nclass Unfinished({base}): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wrong_target", raising=False)
+    registry = kind(owner=ONE)
+    registry.add("other", "wrong_target:Other")
+    registry.add("unfinished", "wrong_target:Unfinished")
+    with pytest.raises(PluginError, match=rf"plugin 'one' .* 'other': 'wrong_target:Other' must be a subclass of {base}"):
+        registry.load("other")
+    # A model's methods depend on what it does.
+    if kind is ModelRegistry:
+        return
+    with pytest.raises(PluginError, match=rf"plugin 'one' .* 'unfinished': .* does not define .*, which {base} leaves to its subclasses"):
+        registry.load("unfinished")
+
+
+def test_a_target_that_is_no_function_is_refused():
+    commands = CommandRegistry(owner=ONE)
+    commands.add("x", "toolkit_lm.plugin:API_VERSION", help="X.")
+    with pytest.raises(PluginError, match=r"plugin 'one' .*command 'x': 'toolkit_lm.plugin:API_VERSION' is no function, but a str"):
+        commands.load("x")
+
+
+def test_making_a_target_names_its_plugin():
+    converters = ConverterRegistry(owner=ONE)
+    converters.add("x", "json:loads")
+    failure = r"plugin 'one' \(dist-one 1.0, .*json/decoder.py:\d+\) failed in convert type 'x': JSONDecodeError"
+    with pytest.raises(PluginError, match=failure):
+        converters.make("x", "{")

@@ -9,19 +9,20 @@ import types
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
+from toolkit_lm.model import FallbackModel
 from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
 from toolkit_lm.resolution.checkpoint import choose_model, read_checkpoint
 
 KNOWN, UNKNOWN = {"architectures": ["KnownForCausalLM"]}, {"architectures": ["KnowmForCausalLM"]}
 
 
-class Takes:
+class Takes(FallbackModel):
     @classmethod
     def refuses(cls, vllm_config):
         assert vllm_config.checkpoint.architecture == vllm_config.hf_config["architectures"][0]
 
 
-class Refuses:
+class Refuses(FallbackModel):
     @classmethod
     def refuses(cls, vllm_config):
         return "it is too new"
@@ -75,9 +76,10 @@ def test_the_first_fallback_that_does_not_refuse_is_taken():
 
 
 def test_a_broken_fallback_is_passed_over_unless_asked_for():
-    key, candidates = choose(UNKNOWN, one="Absent", two="Takes")
-    assert key == "two" and "cannot be loaded" in candidates[1][1]
-    with pytest.raises(PluginError, match=r"'one' cannot be loaded"):
+    with pytest.warns(PluginWarning, match="Absent"):
+        key, candidates = choose(UNKNOWN, one="Absent", two="Takes")
+    assert key == "two" and "failed in loading model architecture 'one'" in candidates[1][1]
+    with pytest.raises(PluginError, match=r"failed in loading model architecture 'one'"):
         choose(UNKNOWN, "one", one="Absent", two="Takes")
 
 

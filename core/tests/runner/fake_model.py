@@ -11,6 +11,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import NewSequence, ScheduledSequence
 from toolkit_lm.model import Model
 from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm.runner import ModelRunner
 from torch import Tensor
 
@@ -73,7 +74,8 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 
 def make_plugins() -> Any:
     """What a runner asks of plugins, with nothing in it but the two classes above."""
-    backends = SimpleNamespace(entries=lambda: [SimpleNamespace(key="sum", priority=0)], load=lambda name: SumBackend)
+    backends = AttentionBackendRegistry(owner=PluginInfo("test"))
+    backends.add("sum", f"{__name__}:SumBackend")
     return SimpleNamespace(models=SimpleNamespace(load=lambda name: SumModel), attention_backends=backends, logits_processors={})
 
 

@@ -125,12 +125,22 @@ def test_a_target_that_is_not_of_its_kind(install, check):
     entry = RIGHT.replace("commands", "renderers").replace(', help="Nothing."', "")
     code, report = check(install("unkind", entry))
     assert (code, len(report["problems"])) == (1, 1)
-    assert report["problems"][0].endswith("unkind_target:run is no subclass of toolkit_lm.renderer.contract.Renderer")
+    assert report["problems"][0].endswith("'unkind_target:run' must be a subclass of toolkit_lm.renderer.Renderer.")
+
+
+def test_a_backend_without_its_methods(install, check):
+    entry = (
+        RIGHT.replace("register_commands", "register_attention_backends").replace("commands", "backends").replace(', help="Nothing."', "")
+    )
+    target = "from toolkit_lm.attention import AttentionBackend\n\nclass run(AttentionBackend):\n    def build(self, batch): ...\n"
+    code, report = check(install("unfinished", entry, target))
+    assert (code, len(report["problems"])) == (1, 1)
+    assert "'unfinished_target:run' does not define forward, kv_cache_shape, refuses, write_kv, which" in report["problems"][0]
 
 
 def test_a_model_with_another_constructor(install, check):
     entry = RIGHT.replace("commands", "models").replace(', help="Nothing."', "")
-    target = "from torch import nn\n\nclass run(nn.Module):\n    def __init__(self, config): ...\n"
+    target = "from toolkit_lm.model import Model\n\nclass run(Model):\n    def __init__(self, config): ...\n"
     code, report = check(install("positional", entry, target))
     assert code == 1
     assert "cannot be made as run(vllm_config=..., prefix=...)" in report["problems"][0]

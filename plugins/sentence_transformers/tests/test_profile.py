@@ -176,7 +176,7 @@ def test_third_parties_are_asked_first(readers, tmp_path):
 
 
 def test_readers_that_fail(readers, tmp_path):
-    with pytest.raises(PluginError, match=r"'fails'.*: reader of pooling profiles 'fails' failed: KeyError: 'longest'"):
+    with pytest.raises(PluginError, match=r"'fails' .*failed in reader of pooling profiles 'fails': KeyError: 'longest'"):
         readers("fails").read(tmp_path, {}, tmp_path)
     with pytest.raises(PluginError, match=r"'wrong' must return a PoolingProfile or None, not a dict"):
         readers("wrong").read(tmp_path, {}, tmp_path)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import NamedTuple
 
 from toolkit_lm.attention.backend import AttentionBackend
 from toolkit_lm.attention.spec import AttentionSpec
-from toolkit_lm.errors import PluginError, UnsupportedError
-from toolkit_lm.plugin import AttentionBackendRegistry, PluginWarning
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.plugin import AttentionBackendRegistry
 
 
 class Candidate(NamedTuple):
@@ -30,22 +29,13 @@ class Selection(NamedTuple):
 def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, wanted: str = "auto") -> Selection:
     """The registered backend of highest priority that does not refuse `spec`; or `wanted`, by name.
 
-    Raises UnsupportedError when `wanted` refuses (naming those that are able), is unknown, or when all refuse.
+    Raises UnsupportedError when `wanted` refuses (naming those that are able) or when all refuse, ConfigError when it is unknown, and
+    PluginError when it cannot be asked.
     """
     entries = sorted(registry.entries(), key=lambda e: (-e.priority, e.key))
-    if wanted != "auto":
-        backend = registry.load(wanted)
-        if (refusal := backend.refuses(spec)) is None:
-            return Selection(wanted, backend, [Candidate(wanted, None)])
-    candidates, classes = [], {}
-    for entry in entries:
-        try:
-            classes[entry.key] = registry.load(entry.key)
-            candidates.append(Candidate(entry.key, classes[entry.key].refuses(spec)))
-        except PluginError as error:
-            # Nobody asked for it by name: it is passed over, and said to be.
-            candidates.append(Candidate(entry.key, str(error)))
-            warnings.warn(str(error), PluginWarning, stacklevel=2)
+    if wanted != "auto" and (refusal := registry.ask(wanted, spec, by_name=True)) is None:
+        return Selection(wanted, registry.load(wanted), [Candidate(wanted, None)])
+    candidates = [Candidate(entry.key, registry.ask(entry.key, spec)) for entry in entries]
     able = [c.name for c in candidates if c.refusal is None]
     what = f"{spec.type} layer {spec.layer!r} on {spec.device}"
     if wanted != "auto":
@@ -53,4 +43,4 @@ def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, want
     if not able:
         reasons = "; ".join(f"{c.name}: {c.refusal}" for c in candidates) or "none is installed"
         raise UnsupportedError(f"no attention backend can run {what}: {reasons}.")
-    return Selection(able[0], classes[able[0]], candidates)
+    return Selection(able[0], registry.load(able[0]), candidates)

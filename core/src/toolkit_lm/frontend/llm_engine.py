@@ -58,7 +58,7 @@ class LLMEngine:
             raise
         self._closed = False
         try:
-            self.renderer: Renderer = self.plugins.renderers.load(self.config.renderer.renderer)(self.config)
+            self.renderer: Renderer = self.plugins.renderers.make(self.config.renderer.renderer, self.config)
             self.processor = Processor(self.config, self.renderer, self.plugins)
             self.queue: QueueLimits | None = None
             """Told of what waits, where somebody bounds it."""

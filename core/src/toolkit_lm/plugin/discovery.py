@@ -93,6 +93,7 @@ def from_objects(objects: Sequence[object]) -> list[Candidate]:
         name = plugin.__name__ if isinstance(plugin, ModuleType) else getattr(plugin, "name", type(plugin).__name__)
         file = getattr(plugin, "__file__", None)
         found.append(Candidate(PluginInfo(str(name), file=file), plugin=plugin, required=True))
+        found[-1].info.add_package(plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__module__)
     return found
 
 
@@ -114,6 +115,7 @@ def _installed() -> Iterator[Candidate]:
             continue
         for entry in distribution.entry_points.select(group=PROJECT):
             info = PluginInfo(entry.name, canonicalize_name(distribution.name), distribution.version, _file(entry.module))
+            info.add_package(entry.module)
             yield Candidate(info, entry, _core_requirement(distribution.requires or ()))
 
 

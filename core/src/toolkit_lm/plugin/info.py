@@ -1,9 +1,16 @@
-"""PluginInfo: what is known of one plugin, whether it works or not."""
+"""PluginInfo: what is known of one plugin, whether it works or not; and the boundary that errors of its code do not pass unnamed."""
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Literal
+
+from toolkit_lm.errors import PluginError, ToolkitError
+from toolkit_lm.plugin.markers import PROJECT
 
 
 class PluginWarning(UserWarning):
@@ -21,6 +28,8 @@ class PluginInfo:
     version: str | None = None
     file: str | None = None
     """Its entry module; None before it is found."""
+    packages: list[str] = field(default_factory=list)
+    """Top-level packages of its entry module and of its targets."""
     status: Literal["ok", "broken", "disabled"] = "ok"
     error: str | None = None
     """Why it is broken."""
@@ -33,5 +42,44 @@ class PluginInfo:
     """Remarks that stop nothing."""
 
     def __str__(self) -> str:
+        return self._named(self.file)
+
+    def add_package(self, module: str) -> None:
+        """Its code is also in this module's top-level package. Core's is nobody's."""
+        if (package := module.partition(".")[0]) not in (PROJECT, *self.packages):
+            self.packages.append(package)
+
+    @contextmanager
+    def boundary(self, what: str, passes: type[Exception] | tuple[()] = ToolkitError) -> Iterator[None]:
+        """For a block that calls the plugin's code. Raises PluginError with the cause: "plugin X (..., file:line) failed in `what`".
+
+        `passes`: errors that are meant for the user as they are.
+        """
+        try:
+            yield
+        except passes:
+            raise
+        except (Exception, SystemExit) as error:
+            raise PluginError(self.failure(error, what)) from error
+
+    def failure(self, error: BaseException, what: str) -> str:
+        """One sentence that says that the plugin's code raised `error` in `what`, and at which line."""
+        own = [f"{f.f_code.co_filename}:{line}" for f, line in traceback.walk_tb(error.__traceback__) if package_of(f) in self.packages]
+        return f"{self._named(own[-1] if own else self.file)} failed in {what}: {reason(error)}"
+
+    def _named(self, place: str | None) -> str:
         source = " ".join(part for part in (self.distribution, self.version) if part) or "given from code"
-        return f"plugin {self.name!r} ({source}{', ' + self.file if self.file else ''})"
+        return f"plugin {self.name!r} ({source}{', ' + place if place else ''})"
+
+
+def package_of(frame: FrameType) -> str:
+    """The top-level package of the code that a frame runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def reason(error: BaseException) -> str:
+    """What an error says; the type of one that is not meant for users, and its notes."""
+    if isinstance(error, ToolkitError):
+        return str(error)
+    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"

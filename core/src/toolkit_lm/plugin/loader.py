@@ -11,15 +11,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pluggy
 
-from toolkit_lm.errors import PluginError, ToolkitError, nearest
+from toolkit_lm.errors import PluginError, nearest
 from toolkit_lm.plugin import hookspecs
 from toolkit_lm.plugin.discovery import Candidate, check_api_version
-from toolkit_lm.plugin.info import PluginInfo, PluginWarning
+from toolkit_lm.plugin.info import PluginInfo, PluginWarning, reason
 from toolkit_lm.plugin.markers import HOOK_PREFIX, PROJECT
 from toolkit_lm.plugin.registry import Registries
 
@@ -65,19 +64,20 @@ class Loader:
 
     @contextmanager
     def _boundary(self, candidate: Candidate) -> Iterator[None]:
+        info = candidate.info
         try:
-            yield
-        except (Exception, SystemExit) as error:
-            info = candidate.info
-            what = str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
-            message = f"{info}: {what}{_place(error, info)}"
+            with info.boundary("loading", passes=()):
+                yield
+        except PluginError as error:
             if candidate.required:
-                raise PluginError(message) from error
-            info.status, info.error, info.traceback = "broken", what, "".join(traceback.format_exception(error))
+                raise
+            cause = error.__cause__
+            assert cause is not None, "the boundary chains it"
+            info.status, info.error, info.traceback = "broken", reason(cause), "".join(traceback.format_exception(cause))
             if candidate.plugin is not None and self.manager.is_registered(candidate.plugin):
                 self.manager.unregister(candidate.plugin)
             warnings.warn(
-                f"{message.rstrip('.')}. It is left out. `toolkit plugins show {info.name}` prints the traceback; "
+                f"{str(error).rstrip('.')}. It is left out. `toolkit plugins show {info.name}` prints the traceback; "
                 f"`--disable-plugins {info.name}` silences this.",
                 PluginWarning,
                 stacklevel=5,
@@ -182,15 +182,6 @@ def _hook_names(plugin: object) -> list[str]:
 
 def _is_marked(function: object, kind: str) -> bool:
     return isinstance(getattr(function, f"{PROJECT}_{kind}", None), dict)
-
-
-def _place(error: BaseException, info: PluginInfo) -> str:
-    """Where in the plugin's own package the error came up."""
-    if info.file is None:
-        return ""
-    home = str(Path(info.file).parent)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == info.file or f.filename.startswith(home)]
-    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _warn_of_cost(info: PluginInfo, heavy: list[str]) -> None:

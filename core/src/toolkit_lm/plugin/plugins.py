@@ -10,7 +10,7 @@ import pluggy
 
 from toolkit_lm._version import __version__
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import ConfigError, PluginError, ToolkitError, nearest
+from toolkit_lm.errors import ConfigError, PluginError, nearest
 from toolkit_lm.events import Event
 from toolkit_lm.plugin import core
 from toolkit_lm.plugin.discovery import CORE_DISTRIBUTION, Candidate, discover, from_objects
@@ -113,10 +113,8 @@ class Plugins:
     def configure(self, config: VllmConfig) -> VllmConfig:
         """`config` after every plugin's `toolkit_configure`. Raises PluginError when one raises or returns something else."""
         for info, call in self.implementations("toolkit_configure"):
-            try:
+            with info.boundary("toolkit_configure", passes=()):
                 changed = call(config=config)
-            except Exception as error:
-                raise PluginError(f"{info} failed in toolkit_configure: {type(error).__name__}: {error}") from error
             if changed is None:
                 continue
             if not isinstance(changed, VllmConfig):
@@ -131,16 +129,16 @@ class Plugins:
 
         Raises PluginError when one raises.
         """
-        for info, call in self.implementations("toolkit_watch"):
-            try:
-                watcher: EventListener | None = call(config=config, options=self.options(info.name))
-                if watcher is not None:
-                    self._watchers.append((info, watcher))
-                    self._listeners += ((info, watcher.on_event),)
-            except Exception as error:
-                self.close()
-                what = str(error) if isinstance(error, ToolkitError) else f"{type(error).__name__}: {error}"
-                raise PluginError(f"{info} failed in toolkit_watch: {what}") from error
+        try:
+            for info, call in self.implementations("toolkit_watch"):
+                with info.boundary("toolkit_watch", passes=()):
+                    watcher: EventListener | None = call(config=config, options=self.options(info.name))
+                    if watcher is not None:
+                        self._watchers.append((info, watcher))
+                        self._listeners += ((info, watcher.on_event),)
+        except PluginError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Ends what `watch` has begun. Never raises: a plugin that does is warned about. Safe to call twice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from toolkit_lm.config import PoolingProfile
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, ToolkitError, UnsupportedError, nearest
-from toolkit_lm.plugin.info import PluginInfo
+from toolkit_lm.plugin.info import PluginInfo, PluginWarning
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _FOLDER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[\w-]+(/[\w-]+)*")
@@ -130,6 +131,8 @@ class Registry(Generic[EntryT]):
 
     noun: ClassVar[str] = "entry"
     missing: ClassVar[type[ToolkitError]] = UnsupportedError
+    base: ClassVar[str] = ""
+    """"module:Class", of which targets are subclasses; empty: they are functions."""
 
     owner: PluginInfo | None = None
     """The plugin whose hook is being called; None: the registry is closed."""
@@ -148,18 +151,45 @@ class Registry(Generic[EntryT]):
         return self._entries[key]
 
     def load(self, key: str) -> Any:
-        """Imports what is registered under `key`. Raises PluginError, naming the plugin and chaining the cause, when that fails."""
+        """Imports what is registered under `key`. Raises PluginError where that fails, or it is not what the registry is for."""
         entry = self.get(key)
-        module, _, attributes = entry.target.partition(":")
-        try:
-            loaded: Any = importlib.import_module(module)
-            for attribute in attributes.split("."):
-                loaded = getattr(loaded, attribute)
-        except Exception as error:
-            raise PluginError(
-                f"{entry.owner}: {self.noun} {key!r} cannot be loaded from {entry.target!r}: {type(error).__name__}: {error}"
-            ) from error
+        with entry.owner.boundary(f"loading {self.noun} {key!r} from {entry.target!r}"):
+            loaded = _import(entry.target)
+        what = f"{entry.owner}: {self.noun} {key!r}: {entry.target!r}"
+        if not self.base:
+            if not callable(loaded):
+                raise PluginError(f"{what} is no function, but a {type(loaded).__name__}.")
+        elif not (isinstance(loaded, type) and issubclass(loaded, _import(self.base))):
+            raise PluginError(f"{what} must be a subclass of {self.base.replace(':', '.')}.")
+        elif missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+            raise PluginError(f"{what} does not define {', '.join(missing)}, which {self.base.replace(':', '.')} leaves to its subclasses.")
         return loaded
+
+    def make(self, key: str, *arguments: Any) -> Any:
+        """Calls what is registered under `key`. Raises PluginError, naming the plugin, where that fails; a ToolkitError passes."""
+        target = self.load(key)
+        with self.get(key).owner.boundary(f"{self.noun} {key!r}"):
+            return target(*arguments)
+
+    def ask(self, key: str, *arguments: Any, by_name: bool = False) -> str | None:
+        """Why the class that is registered under `key` refuses `arguments`; None when it can take them.
+
+        One that cannot be asked refuses with that reason, and is warned about. `by_name`: the user wants this one and no other, so that it
+        is a PluginError. So it always is where the answer is neither a text nor None: nobody knows what is meant.
+        """
+        entry = self.get(key)
+        try:
+            target = self.load(key)
+            with entry.owner.boundary(f"refuses() of {self.noun} {key!r}", passes=()):
+                answer = target.refuses(*arguments)
+        except PluginError as error:
+            if by_name:
+                raise
+            warnings.warn(str(error), PluginWarning, stacklevel=2)
+            return str(error)
+        if answer is None or isinstance(answer, str):
+            return answer
+        raise PluginError(f"{entry.owner}: refuses() of {self.noun} {key!r} must return a text or None, not {answer!r}.")
 
     def keys(self) -> list[str]:
         return list(self._entries)
@@ -179,16 +209,11 @@ class Registry(Generic[EntryT]):
     def first_result(self, kind: type[ResultT], *arguments: Any) -> ResultT | None:
         """What the registered functions make of `arguments`: the first result that is not None. Those that came last are asked first.
 
-        The order makes third parties win over the distributions of this repository. Raises PluginError for a function that fails, or that
-        returns something else than `kind`; a ToolkitError passes.
+        The order makes third parties win over the distributions of this repository. Raises as `make` does, and PluginError for a function
+        that returns something else than `kind`.
         """
         for entry in reversed(self.entries()):
-            try:
-                result = self.load(entry.key)(*arguments)
-            except ToolkitError:
-                raise
-            except Exception as error:
-                raise PluginError(f"{entry.owner}: {self.noun} {entry.key!r} failed: {type(error).__name__}: {error}") from error
+            result = self.make(entry.key, *arguments)
             if isinstance(result, kind):
                 return result
             if result is not None:
@@ -210,6 +235,7 @@ class Registry(Generic[EntryT]):
             raise PluginError(f"{self.owner}: a {self.noun} needs a name, not {key!r}.")
         if not isinstance(target, str) or not pattern.fullmatch(target):
             raise PluginError(f"{self.owner}: the target of {self.noun} {key!r} must be a text {shape!r}, not {target!r}.")
+        self.owner.add_package(target.partition(":")[0])
         new, old = kind(key=key, target=target, owner=self.owner, **fields), self._entries.get(key)
         if old is None:
             self._entries[key] = new
@@ -226,6 +252,7 @@ class ModelRegistry(Registry[ModelEntry]):
 
     noun = "model architecture"
     missing = UnsupportedError
+    base = "toolkit_lm.model:Model"
 
     def add(
         self,
@@ -265,6 +292,7 @@ class AttentionBackendRegistry(Registry[AttentionBackendEntry]):
 
     noun = "attention backend"
     missing = ConfigError
+    base = "toolkit_lm.attention:AttentionBackend"
 
     def add(self, name: str, target: str, *, priority: int = 0, override: bool = False) -> None:
         """Registers a backend class. Of those that do not refuse a layer, the one of the highest priority is chosen."""
@@ -287,6 +315,7 @@ class RendererRegistry(Registry[RendererEntry]):
 
     noun = "renderer"
     missing = ConfigError
+    base = "toolkit_lm.renderer:Renderer"
 
     def add(self, name: str, target: str, *, reads: tuple[str, ...] = ("tokenizer.json",), override: bool = False) -> None:
         """Registers a renderer class. `reads`: file names, any of which in a checkpoint folder says that it can read it."""
@@ -298,6 +327,7 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
 
     noun = "logits processor"
     missing = RequestError
+    base = "toolkit_lm.sampling:LogitsProcessor"
 
     def add(self, name: str, target: str, *, override: bool = False) -> None:
         """Registers a subclass of toolkit_lm.sampling.LogitsProcessor."""
@@ -422,6 +452,14 @@ class CommandRegistry(Registry[CommandEntry]):
                     f"{self.noun} {name!r} of {self.owner} and {self.noun} {other.key!r} of {other.owner}: "
                     f"{min(name, other.key, key=len)!r} cannot be both a command and a group."
                 )
+
+
+def _import(target: str) -> Any:
+    module, _, attributes = target.partition(":")
+    loaded: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        loaded = getattr(loaded, attribute)
+    return loaded
 
 
 def _is_below(name: str, group: str) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from toolkit_lm.config import Checkpoint, ModelConfig, VllmConfig
 from toolkit_lm.config.tasks import CONVERTIBLE_SUFFIXES, default_runner
-from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError, nearest
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, nearest
 from toolkit_lm.plugin import Plugins, PluginWarning
 
 _POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
@@ -141,7 +141,10 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
     architectures = _architectures(checkpoint.hf_config, Path(checkpoint.path))
     registered = [name for name in architectures if name in plugins.models.architectures()]
     if wanted != "auto":
-        refusal = _ask(wanted, config, plugins)
+        if wanted not in plugins.models.fallbacks():
+            known = nearest(wanted, ["auto", *plugins.models.fallbacks()])
+            raise ConfigError(f"no model implementation {wanted!r} is registered. {known}")
+        refusal = plugins.models.ask(wanted, config, by_name=True)
         if refusal is not None:
             able = f" Able: {registered[0]} (--model-impl auto)." if registered else ""
             raise UnsupportedError(
@@ -154,11 +157,7 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
         return registered[0], [(registered[0], None)]
     candidates: list[tuple[str, str | None]] = [(architectures[0], "no installed plugin registers it")]
     for name in plugins.models.fallbacks():
-        try:
-            candidates.append((name, _ask(name, config, plugins)))
-        except PluginError as error:
-            # Nobody asked for it by name: it is passed over, and said to be.
-            candidates.append((name, str(error)))
+        candidates.append((name, plugins.models.ask(name, config)))
         if candidates[-1][1] is None:
             return name, candidates
     raise _nothing_runs(architectures[0], checkpoint.path, candidates[1:], plugins)
@@ -170,14 +169,6 @@ def _to_convert(architecture: str, plugins: Plugins) -> str | None:
         return None
     stem = _POOLING_SUFFIX.sub("", architecture)
     return next((f"{stem}{suffix}" for suffix in CONVERTIBLE_SUFFIXES if f"{stem}{suffix}" in plugins.models.architectures()), None)
-
-
-def _ask(fallback: str, config: VllmConfig, plugins: Plugins) -> str | None:
-    """Why a fallback refuses the checkpoint; None when it can run it. Raises ConfigError when there is no such fallback."""
-    if fallback not in plugins.models.fallbacks():
-        raise ConfigError(f"no model implementation {fallback!r} is registered. {nearest(fallback, ['auto', *plugins.models.fallbacks()])}")
-    refusal: str | None = plugins.models.load(fallback).refuses(config)
-    return refusal
 
 
 def _architectures(hf_config: dict[str, Any], folder: Path) -> list[str]:

@@ -168,20 +168,7 @@ def _target_problem(registry: Registry[Any], entry: Entry) -> str | None:
             check_constructor(target)
     except ToolkitError as error:
         return str(error)
-    base = _base(registry.noun)
-    if base is not None and not (isinstance(target, type) and issubclass(target, base)):
-        return f"{registry.noun} {entry.key!r}: {entry.target} is no subclass of {base.__module__}.{base.__name__}"
     return None
-
-
-def _base(noun: str) -> type | None:
-    """The contract that a target must implement. Imported here: most of them need torch."""
-    from toolkit_lm.attention import AttentionBackend
-    from toolkit_lm.renderer import Renderer
-    from torch import nn
-
-    bases: dict[str, type] = {"model architecture": nn.Module, "attention backend": AttentionBackend, "renderer": Renderer}
-    return bases.get(noun)
 
 
 def _sources(packages: set[str]) -> Iterator[Path]:
