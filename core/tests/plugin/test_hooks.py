@@ -123,7 +123,7 @@ def test_toolkit_register_scheduling_policies(example):
 
 
 def test_toolkit_register_pooling(example):
-    entry = load(example).converters.get("first_token")
+    entry = load(example).pooling.get("first_token")
     assert (entry.target, entry.plugin) == ("toolkit_lm_mine.first_token:as_first_token_model", example.__name__)
 
 

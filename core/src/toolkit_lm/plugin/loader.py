@@ -20,27 +20,12 @@ from toolkit_lm.plugin import hookspecs
 from toolkit_lm.plugin.discovery import Candidate, check_api_version
 from toolkit_lm.plugin.info import PluginInfo, PluginWarning, reason
 from toolkit_lm.plugin.markers import HOOK_PREFIX, PROJECT
-from toolkit_lm.plugin.registry import Registries
+from toolkit_lm.plugin.registries import Registries, by_hook, copied
 
 SLOW_IMPORT = 0.1
 """Seconds of CPU time above which importing an entry module is warned about."""
 HEAVY_PACKAGES = ("torch", "transformers")
 """Packages that an entry module must not import."""
-
-REGISTER_HOOKS = {
-    "toolkit_register_models": "models",
-    "toolkit_register_attention_backends": "attention_backends",
-    "toolkit_register_executors": "executors",
-    "toolkit_register_renderers": "renderers",
-    "toolkit_register_logits_processors": "logits_processors",
-    "toolkit_register_scheduling_policies": "scheduling_policies",
-    "toolkit_register_pooling": "converters",
-    "toolkit_register_pooling_profiles": "pooling_profiles",
-    "toolkit_register_pair_renderers": "pair_renderers",
-    "toolkit_register_checkpoints": "checkpoints",
-    "toolkit_register_commands": "commands",
-}
-"""Hook -> the field of Registries that it fills."""
 
 
 @dataclass
@@ -60,7 +45,7 @@ class Loader:
                         step(candidate)
         absent = [info.name for info in (c.info for c in candidates) if info.status != "ok"]
         hint = f"Plugins that are not in use, and might add it: {', '.join(absent)}." if absent else ""
-        self.registries = self.registries.copy(None, hint)
+        self.registries = copied(self.registries, None, hint)
 
     @contextmanager
     def _boundary(self, candidate: Candidate) -> Iterator[None]:
@@ -144,9 +129,8 @@ class Loader:
                 raise PluginError(f"hook {hook!r} has no argument {argument.name!r}. {nearest(argument.name, known)}")
 
     def _collect(self, candidate: Candidate) -> None:
-        staged = self.registries.copy(candidate.info)
-        fills = {hook: getattr(staged, name) for hook, name in REGISTER_HOOKS.items()} | staged.brought
-        for hook, registry in fills.items():
+        staged = copied(self.registries, candidate.info)
+        for hook, registry in by_hook(staged).items():
             (argument,) = getattr(self.manager.hook, hook).spec.argnames
             for call in implementations(self.manager, hook, candidate.info.name):
                 call(**{argument: registry})

@@ -19,40 +19,15 @@ from toolkit_lm.plugin.info import PluginInfo, PluginWarning
 from toolkit_lm.plugin.listener import EventListener
 from toolkit_lm.plugin.loader import Loader, implementations
 from toolkit_lm.plugin.options import make_options, option_fields
-from toolkit_lm.plugin.registry import (
-    AttentionBackendRegistry,
-    CheckpointRegistry,
-    CommandRegistry,
-    ConverterRegistry,
-    ExecutorRegistry,
-    LogitsProcessorRegistry,
-    ModelRegistry,
-    PairRendererRegistry,
-    PoolingProfileRegistry,
-    Registry,
-    RendererRegistry,
-    SchedulingPolicyRegistry,
-)
+from toolkit_lm.plugin.registries import Registries
+from toolkit_lm.plugin.registry import Registry
 
 RegistryT = TypeVar("RegistryT", bound=Registry[Any])
 
 
-class Plugins:
+class Plugins(Registries):
     """A loaded set of plugins: their registries, and typed methods around their hooks. `Plugins.load(config)` makes one."""
 
-    models: ModelRegistry
-    attention_backends: AttentionBackendRegistry
-    renderers: RendererRegistry
-    logits_processors: LogitsProcessorRegistry
-    scheduling_policies: SchedulingPolicyRegistry
-    converters: ConverterRegistry
-    executors: ExecutorRegistry
-    pooling_profiles: PoolingProfileRegistry
-    pair_renderers: PairRendererRegistry
-    checkpoints: CheckpointRegistry
-    commands: CommandRegistry
-    brought: dict[str, Registry[Any]]
-    """Registries that plugins bring together with a hook, by the hook that fills them."""
     infos: list[PluginInfo]
     """Every installed plugin in load order, with what became of it."""
 
@@ -62,8 +37,7 @@ class Plugins:
         self.infos = [candidate.info for candidate in candidates]
         self._loaded = [(c.info, c.plugin) for c in candidates if c.info.status == "ok"]
         self._manager = loader.manager
-        for name, registry in vars(loader.registries).items():
-            setattr(self, name, registry)
+        vars(self).update(vars(loader.registries))
         self._check_option_names()
         self._options = {name: self._make_options(name, values) for name, values in config.plugin_option.items()}
         self._fingerprints: dict[bool, Fingerprint] = {}

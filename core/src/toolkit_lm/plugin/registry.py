@@ -91,26 +91,6 @@ class SchedulingPolicyEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConverterEntry(Entry):
-    """A function that makes a pooling model's class of another model's class."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingProfileEntry(Entry):
-    """A function that reads what a checkpoint's files say of pooling."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairRendererEntry(Entry):
-    """A function that makes what reads a query and a document as one text."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointEntry(Entry):
-    """A checkpoint folder that ships inside a package; `target` is "package:folder"."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CommandEntry(Entry):
     """A sub-command of `toolkit`: a function or a Typer app."""
 
@@ -345,7 +325,7 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
         self.add_entry(SchedulingPolicyEntry, name, target, "module:function", reads_priority=reads_priority, override=override)
 
 
-class ConverterRegistry(Registry[ConverterEntry]):
+class ConverterRegistry(Registry[Entry]):
     """Pooling adapters, by the convert type that they are for: "embed", "classify", ..."""
 
     noun = "convert type"
@@ -353,10 +333,10 @@ class ConverterRegistry(Registry[ConverterEntry]):
 
     def add(self, convert: str, target: str, *, override: bool = False) -> None:
         """Registers a function (model class, vllm_config) -> pooling model class. It raises UnsupportedError for what it cannot convert."""
-        self.add_entry(ConverterEntry, convert, target, "module:function", override=override)
+        self.add_entry(Entry, convert, target, "module:function", override=override)
 
 
-class PoolingProfileRegistry(Registry[PoolingProfileEntry]):
+class PoolingProfileRegistry(Registry[Entry]):
     """Readers of what checkpoints' files say of pooling, by name."""
 
     noun = "reader of pooling profiles"
@@ -368,7 +348,7 @@ class PoolingProfileRegistry(Registry[PoolingProfileEntry]):
         `hf_config` is the folder's config.json, `tokenizer` the folder of the tokenizer. It returns None for a folder without files of its
         kind, and raises CheckpointError for files that it does not understand.
         """
-        self.add_entry(PoolingProfileEntry, name, target, "module:function", override=override)
+        self.add_entry(Entry, name, target, "module:function", override=override)
 
     def read(self, folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
         """What the files of a checkpoint say; None: no reader knows its files.
@@ -378,7 +358,7 @@ class PoolingProfileRegistry(Registry[PoolingProfileEntry]):
         return self.first_result(PoolingProfile, folder, hf_config, tokenizer)
 
 
-class PairRendererRegistry(Registry[PairRendererEntry]):
+class PairRendererRegistry(Registry[Entry]):
     """What reads a query and a document as one text, by name."""
 
     noun = "pair renderer"
@@ -389,10 +369,10 @@ class PairRendererRegistry(Registry[PairRendererEntry]):
 
         `config` is that of an engine that pools, resolved; `plugins` is the loaded set. None: queries and documents stay pairs of texts.
         """
-        self.add_entry(PairRendererEntry, name, target, "module:function", override=override)
+        self.add_entry(Entry, name, target, "module:function", override=override)
 
 
-class CheckpointRegistry(Registry[CheckpointEntry]):
+class CheckpointRegistry(Registry[Entry]):
     """Checkpoint folders that ship inside packages, by the name that MODEL may give."""
 
     noun = "checkpoint"
@@ -400,7 +380,7 @@ class CheckpointRegistry(Registry[CheckpointEntry]):
 
     def add(self, name: str, folder: str, *, override: bool = False) -> None:
         """Registers a folder, as "package:folder/inside/it"."""
-        self._add(CheckpointEntry, name, folder, _FOLDER, "package:folder", override=override)
+        self._add(Entry, name, folder, _FOLDER, "package:folder", override=override)
 
     def path(self, name: str) -> Path:
         """The folder of a registered checkpoint. Raises CheckpointError when it is not there."""
@@ -464,27 +444,3 @@ def _import(target: str) -> Any:
 
 def _is_below(name: str, group: str) -> bool:
     return not group or name.startswith(f"{group} ")
-
-
-@dataclass
-class Registries:
-    """All registries of one plugin set."""
-
-    models: ModelRegistry = field(default_factory=ModelRegistry)
-    attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
-    executors: ExecutorRegistry = field(default_factory=ExecutorRegistry)
-    renderers: RendererRegistry = field(default_factory=RendererRegistry)
-    logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
-    scheduling_policies: SchedulingPolicyRegistry = field(default_factory=SchedulingPolicyRegistry)
-    converters: ConverterRegistry = field(default_factory=ConverterRegistry)
-    pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
-    pair_renderers: PairRendererRegistry = field(default_factory=PairRendererRegistry)
-    checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
-    commands: CommandRegistry = field(default_factory=CommandRegistry)
-    brought: dict[str, Registry[Any]] = field(default_factory=dict)
-    """Those that plugins bring together with a hook, by the hook that fills them."""
-
-    def copy(self, owner: PluginInfo | None, hint: str = "") -> Registries:
-        """A copy that takes the entries of `owner`."""
-        own: dict[str, Any] = {name: one.copy(owner, hint) for name, one in vars(self).items() if isinstance(one, Registry)}
-        return Registries(**own, brought={hook: one.copy(owner, hint) for hook, one in self.brought.items()})

@@ -44,7 +44,7 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     if native:
         return RunnerChoice("pooling", "none")
     if convert == "none":
-        raise ConfigError(f"runner 'pooling' cannot run {name!r} as it is. Able: --convert {' or '.join(plugins.converters)}.")
+        raise ConfigError(f"runner 'pooling' cannot run {name!r} as it is. Able: --convert {' or '.join(plugins.pooling)}.")
     return RunnerChoice("pooling", convert if convert != "auto" else by_name_convert if by_name_convert != "none" else "embed")
 
 
@@ -55,7 +55,7 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
             f"convert 'reward' is for native reward models, and {name!r} is none: no other model can be made into one. "
             f"Able: --convert {able}."
         )
-    known = ["auto", "none", "reward", *plugins.converters]
+    known = ["auto", "none", "reward", *plugins.pooling]
     if convert not in known:
         raise ConfigError(f"there is no convert type {convert!r}. {nearest(convert, known)}")
     # The table calls reward models embedders, which is how those that are not native are taken.

@@ -39,7 +39,7 @@ def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
     model_class: type[Model] = plugins.models.load(config.checkpoint.architecture)
     if config.model.convert in ("auto", "none"):
         return model_class
-    converted: type[Model] = plugins.converters.make(config.model.convert, model_class, config)
+    converted: type[Model] = plugins.pooling.make(config.model.convert, model_class, config)
     return converted
 
 
