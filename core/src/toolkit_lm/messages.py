@@ -210,6 +210,9 @@ class StepPlan(Struct, kw_only=True):
     """From the host's pool (source) to the device's (target), next."""
     copies: list[BlockCopy] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """By seq_id, of rows that the workers hold already: the tokens to compute now, where they were drawn. Only with pipeline stages: the
+    last one alone has drawn them."""
 
     @property
     def num_tokens(self) -> int:

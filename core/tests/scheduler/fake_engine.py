@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, KVGroup
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine.core import EngineCore
@@ -53,6 +54,8 @@ class FakeRunner:
         self.tokens: dict[int, list[int]] = {}
         self.salts: dict[int, int | None] = {}
         self.num_computed = 0
+        self.last_inputs: list[list[int]] = []
+        """Per row of the last step, the tokens that it computed."""
 
     @staticmethod
     def _memory(sizes: list[int], num_blocks: int) -> list[list[list[object]]]:
@@ -75,8 +78,10 @@ class FakeRunner:
             self.tokens[new.seq_id] = list(new.token_ids)
             self.salts[new.seq_id] = new.params.seed
         if not plan.scheduled:
+            self.last_inputs = []
             return StepResult(token_ids=[])
         inputs = self.batch.inputs(plan)
+        self.last_inputs = [tokens.tolist() for tokens in np.split(inputs.input_ids, inputs.query_start[1:-1])]
         self.num_computed += int(inputs.query_start[-1])
         self._write(plan, inputs)
         if POISON in inputs.input_ids:
@@ -116,7 +121,7 @@ class FakeRunner:
         for r, scheduled in enumerate(plan.scheduled):
             for t in range(inputs.query_start[r], inputs.query_start[r + 1]):
                 position = int(inputs.positions[t])
-                assert inputs.input_ids[t] == self.tokens[scheduled.seq_id][position]
+                assert [inputs.input_ids[t]] == self.tokens[scheduled.seq_id][position : position + 1], "a token that it does not have"
                 for group, size in enumerate(self.batch.block_sizes):
                     block, offset = divmod(int(inputs.slot_mappings[group][t]), size)
                     self.caches[group][block][offset] = self._key(group, scheduled.seq_id, position)
@@ -134,6 +139,30 @@ class FakeRunner:
                     )
 
 
+class FirstStage:
+    """A pipeline stage that draws nothing: it has all tokens from the plans."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.num_computed: dict[int, int] = {}
+
+    def run(self, plan: StepPlan) -> list[list[int]]:
+        """The tokens that each row of the plan computes."""
+        for seq_id in plan.dropped:
+            self.tokens.pop(seq_id, None)
+        for new in plan.new:
+            self.tokens[new.seq_id], self.num_computed[new.seq_id] = list(new.token_ids), new.num_computed_tokens
+        for seq_id, tokens in plan.tokens.items():
+            self.tokens[seq_id][self.num_computed[seq_id] :] = tokens
+        inputs = []
+        for row in plan.scheduled:
+            start = self.num_computed[row.seq_id]
+            self.num_computed[row.seq_id] += row.num_tokens
+            inputs.append(self.tokens[row.seq_id][start : start + row.num_tokens])
+        assert [len(tokens) for tokens in inputs] == [row.num_tokens for row in plan.scheduled], "a token that only the last stage has"
+        return inputs
+
+
 class Flight(Future[StepResult]):
     """A step's result; whoever takes in a failure has the runner forget that it is broken."""
 
@@ -146,10 +175,14 @@ class Flight(Future[StepResult]):
 
 
 class FakeExecutor(Executor):
-    """Runs a step at once; its results are as late as the engine allows: `max_in_flight` steps."""
+    """Runs a step at once; its results are as late as the engine allows: `max_in_flight` steps.
+
+    With pipeline stages, what the first one would compute is compared with what is computed.
+    """
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, max_in_flight: int) -> None:
         self.runner = FakeRunner(config, cache)
+        self.first_stage = FirstStage() if config.parallel.pipeline_parallel_size > 1 else None
         self.cache = cache
         self.max_in_flight = max_in_flight
         self.transient: str | None = None
@@ -174,7 +207,9 @@ class FakeExecutor(Executor):
         try:
             if transient == "before":
                 raise RuntimeError("a hiccup")
+            first = self.first_stage.run(plan) if self.first_stage is not None else None
             result = self.runner.execute(plan)
+            assert first is None or first == self.runner.last_inputs, "the first stage has other tokens than the last"
             if transient == "after" or self.broken:
                 raise RuntimeError("a hiccup")
         except Exception as error:

@@ -111,6 +111,7 @@ def random_core(rng: random.Random) -> FakeCore:
         num_blocks=2 * sum(spec.blocks_for(MAX_MODEL_LEN, max_num_seqs + budget) for spec in specs) + rng.randint(0, 12),
         host_blocks=rng.choice([0, 2, 8, 80]),
         max_in_flight=rng.choice([1, 2, 3]),
+        pipeline_parallel_size=rng.choice([1, 2]),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + budget,
         enable_prefix_caching=rng.random() < 0.6,

@@ -131,3 +131,39 @@ def test_a_swapped_request_that_holds_shared_blocks_does_not_block_the_queue():
     for name in ("a", "b", "c"):
         assert [token for o in outputs[name] for token in o.token_ids] == continuation(prompt, 10)
     assert (core.scheduler.blocks.pool.num_used, core.scheduler.blocks.host_pool.num_used) == (0, 0)
+
+
+def test_a_preempted_request_waits_for_the_tokens_that_are_on_their_way():
+    """Its sequences share a prompt: once they are preempted, their leader fits at once, while steps before that still run."""
+    core = make_core(12, [(2, None)], max_in_flight=3, max_num_seqs=8, enable_prefix_caching=False, max_model_len=10)
+    prompt = lone_good_prompt(3, 6)
+    for name in ("a", "b"):
+        core.add_request(request(name, prompt, n=3, max_tokens=6))
+    outputs = finish_all(core)
+    assert max(len([new for plan in core.executor.plans for new in plan.new if new.seq_id == seq_id]) for seq_id in range(6)) > 1
+    for name in ("a", "b"):
+        tokens = [[token for o in outputs[name] if o.index == index for token in o.token_ids] for index in range(3)]
+        assert tokens == [continuation(prompt, 6)] * 3
+
+
+def test_pipeline_stages_work_on_different_sequences():
+    core = make_core(max_in_flight=2, pipeline_parallel_size=2, max_num_batched_tokens=6)
+    prompt = lone_good_prompt(6, 5)
+    for name in ("a", "b"):
+        core.add_request(request(name, prompt, max_tokens=5))
+    outputs = finish_all(core)
+    for name in ("a", "b"):
+        assert [o.token_ids[0] for o in outputs[name]] == continuation(prompt, 5)
+    # Each computes its prompt in a step of its own, and from then on they take turns.
+    assert [[row.seq_id for row in plan.scheduled] for plan in core.executor.plans] == [[0], [1]] * 5
+    assert [list(plan.tokens) for plan in core.executor.plans[2:]] == [[0], [1]] * 4
+
+
+def test_a_sequence_alone_has_one_step_in_the_pipeline():
+    core = make_core(max_in_flight=2, pipeline_parallel_size=2)
+    prompt = lone_good_prompt(6, 5)
+    core.add_request(request("a", prompt, max_tokens=5))
+    for drawn in range(5):
+        core.step()
+        assert len(core.executor.plans) == drawn + 1
+    assert [plan.tokens for plan in core.executor.plans] == [{}, *({0: [token]} for token in continuation(prompt, 4))]

@@ -92,8 +92,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         mode=st.sampled_from(["recompute", "swap", "auto"]),
         blocks_per_token=st.floats(0.1, 2),
         max_in_flight=st.integers(1, 3),
+        stages=st.integers(1, 2),
     )
-    def start(self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, max_in_flight):
+    def start(self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, max_in_flight, stages):
         config = VllmConfig.default(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
@@ -101,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             enable_prefix_caching=caching,
             preemption_mode=mode,
+            pipeline_parallel_size=stages,
         )
         specs = [group.spec for group in kv_cache(0, groups).groups]
         num_blocks = sum(spec.blocks_for(MAX_MODEL_LEN, max_num_seqs + budget) for spec in specs) + spare

@@ -151,8 +151,12 @@ class Request:
         root_hash: bytes = b"",
         default_seed: int | None = None,
         chunked: bool = True,
+        pipelined: bool = False,
     ) -> None:
-        """`ids`: of its sequences, and of beams to come. `chunked`: prompts may be computed in several steps."""
+        """`ids`: of its sequences, and of beams to come. `chunked`: prompts may be computed in several steps.
+
+        `pipelined`: a drawn token is computed once it is known, and not before.
+        """
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
         self.num_prompt_tokens = len(message.prompt_token_ids)
@@ -185,6 +189,8 @@ class Request:
         base = secrets.randbits(63) if seed is None else seed
         self.search = self._search()
         """Set for a beam search: its sequences are then the beams, which a step replaces; there is one at first."""
+        self.needs_tokens = pipelined or self.search is not None
+        """A sequence whose last token is a placeholder cannot compute it."""
         num_sequences = 1 if self.search else message.params.num_sequences
         # Each sequence draws from its own stream; the same seed gives the same continuations.
         self.sequences = [Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64) for i in range(num_sequences)]
@@ -232,7 +238,7 @@ class Request:
         for seq in self.unfinished:
             forked = seq is leader or seq.num_computed_tokens > 0 or self.num_prompt_tokens == 1
             drawn = len(seq.token_ids) + seq.num_placeholders >= self.most_tokens
-            if forked and not drawn and not (self.search and seq.num_placeholders):
+            if forked and not drawn and not (self.needs_tokens and seq.num_placeholders):
                 ready.append(seq)
         return ready
 
@@ -254,6 +260,11 @@ class Request:
     def seq_ids(self) -> list[int]:
         """Of the unfinished sequences."""
         return [seq.seq_id for seq in self.unfinished]
+
+    @property
+    def awaits_tokens(self) -> bool:
+        """It was preempted, and tokens of it are on their way, which a worker that does not hold it would not have."""
+        return self.search is None and any(seq.num_placeholders for seq in self.unfinished)
 
     @property
     def num_rows(self) -> int:

@@ -63,6 +63,8 @@ class RequestBlocks:
             plan.copies += update.copies
             if seq.on_worker:
                 plan.moves += update.moves
+                if request.needs_tokens and tokens.end > request.num_prompt_tokens:
+                    plan.tokens[seq.seq_id] = seq.token_ids[tokens.start : tokens.end]
             else:
                 tables = [self.blocks.get_block_table(seq.seq_id, group) for group in range(len(self.blocks.specs))]
                 # No query reads what a window has left behind: any block will do for it.

@@ -50,6 +50,8 @@ class Scheduler:
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
+        self.pipelined = config.parallel.pipeline_parallel_size > 1
+        """A token that is not known yet cannot be computed: only the last pipeline stage has it."""
         self.default_seed = config.model.seed
         self.salt = salt
         self.roster = Roster(policy)
@@ -84,6 +86,7 @@ class Scheduler:
             root_hash=self._root_hash if message.cache_salt is None else root_hash(self.salt, message.cache_salt),
             default_seed=self.default_seed,
             chunked=self.chunked,
+            pipelined=self.pipelined,
         )
         self.roster.add(request)
         if request.deadline is not None:
@@ -206,7 +209,7 @@ class Scheduler:
             request = self.roster.waiting[0]
             if num_running + request.num_rows > self.max_num_seqs:
                 break
-            if not request.chunkable and request.leader.num_pending_tokens > budget:
+            if request.awaits_tokens or (not request.chunkable and request.leader.num_pending_tokens > budget):
                 break
             num_cached = self.request_blocks.num_cached(request)
             # Leave each running sequence a block to grow into: admitting one that is preempted at once would waste its prefill.
