@@ -4,6 +4,7 @@ import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
+from toolkit_lm.model import LinearBase
 from toolkit_lm_moe.experts import RoutedExperts, route_top_k, split_experts
 from torch.nn import functional as F
 
@@ -11,9 +12,14 @@ EXPERTS, HIDDEN, INNER = 6, 16, 32
 GATE_UP, DOWN = torch.randn(EXPERTS, 2 * INNER, HIDDEN) / 4, torch.randn(EXPERTS, HIDDEN, INNER) / 4
 
 
-def make(*, rank=0, ranks=1, dtype="float32", inner=INNER, **kwargs):
+def make(*, rank=0, ranks=1, dtype="float32", inner=INNER, grouped=False, **kwargs):
+    """`grouped`: as on other devices than the CPU."""
     config = VllmConfig.default(tensor_parallel_size=ranks, dtype=dtype).with_rank(rank)
-    return RoutedExperts(EXPERTS, HIDDEN, inner, vllm_config=config, prefix="mlp.experts", **kwargs)
+    layer = RoutedExperts(EXPERTS, HIDDEN, inner, vllm_config=config, prefix="mlp.experts", **kwargs)
+    assert layer.stacked is None
+    if grouped:
+        layer.stacked = layer.stack()
+    return layer
 
 
 def fill(layer, gate_up=GATE_UP, down=DOWN):
@@ -23,10 +29,16 @@ def fill(layer, gate_up=GATE_UP, down=DOWN):
     return layer
 
 
+def ready(*weights, grouped, **kwargs):
+    """A layer whose weights are loaded."""
+    layer = fill(make(grouped=grouped, **kwargs), *weights)
+    return layer if grouped else process(layer)
+
+
 def process(layer):
     for module in layer.modules():
-        if hasattr(module, "process_weights_after_loading"):
-            module.process_weights_after_loading()
+        if isinstance(module, LinearBase):
+            module.method.process(module)
     return layer
 
 
@@ -55,24 +67,24 @@ ROUTINGS = {
 }
 
 
-@pytest.mark.parametrize("prepare", [lambda layer: layer, process], ids=["grouped", "one by one"])
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "one by one"])
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_the_product_is_the_weighted_sum_over_experts(routing, prepare):
+def test_the_product_is_the_weighted_sum_over_experts(routing, grouped):
     experts, weights = ROUTINGS[routing]
     x = torch.randn(len(experts), HIDDEN)
-    layer = prepare(fill(make()))
-    assert (layer.stacked is None) == (prepare is process)
+    layer = ready(grouped=grouped)
+    assert (layer.stacked is not None) == grouped
     out = layer(x, experts, weights)
     assert out.shape == x.shape
     torch.testing.assert_close(out.double(), naive(x, experts, weights), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("prepare", [lambda layer: layer, process], ids=["grouped", "one by one"])
-def test_bfloat16_sums_experts_in_float32(prepare):
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "one by one"])
+def test_bfloat16_sums_experts_in_float32(grouped):
     experts, weights = random_routing(40, 4)
     x = torch.randn(40, HIDDEN).bfloat16()
     gate_up, down = GATE_UP.bfloat16(), DOWN.bfloat16()
-    out = prepare(fill(make(dtype="bfloat16")))(x, experts, weights)
+    out = ready(grouped=grouped, dtype="bfloat16")(x, experts, weights)
     assert out.dtype == torch.bfloat16
     exact = naive(x, experts, weights, gate_up, down)
     # As transformers computes it: the products of the experts are summed in bfloat16.
@@ -87,7 +99,7 @@ def test_bfloat16_sums_experts_in_float32(prepare):
 def test_the_activation_is_the_one_asked_for(hidden_act):
     experts, weights = random_routing(5, 2)
     x = torch.randn(5, HIDDEN)
-    outs = [prepare(fill(make(activation=hidden_act)))(x, experts, weights) for prepare in (lambda layer: layer, process)]
+    outs = [ready(grouped=grouped, activation=hidden_act)(x, experts, weights) for grouped in (True, False)]
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=0)
     assert (outs[0] - naive(x, experts, weights)).abs().max() > 1e-2
     with pytest.raises(UnsupportedError, match="unknown activation 'silo'"):
@@ -105,7 +117,7 @@ def test_sizes_that_no_grouped_product_takes_are_computed_one_by_one():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_shards_make_the_full_weights(ranks):
-    layers = [fill(make(rank=rank, ranks=ranks)) for rank in range(ranks)]
+    layers = [fill(make(rank=rank, ranks=ranks, grouped=True)) for rank in range(ranks)]
     for expert in range(EXPERTS):
         parts = [layer.get_submodule(str(expert)) for layer in layers]
         for half, full in enumerate(GATE_UP[expert].chunk(2)):
@@ -117,7 +129,7 @@ def test_shards_make_the_full_weights(ranks):
 
 
 def test_gate_and_up_can_be_loaded_apart():
-    layer = make(rank=1, ranks=2)
+    layer = make(rank=1, ranks=2, grouped=True)
     weight = layer.get_parameter("3.gate_up_proj.weight")
     gate, up = GATE_UP[3].chunk(2)
     weight.weight_loader(weight, up, 1)
@@ -138,7 +150,7 @@ def test_a_weight_of_another_shape_is_refused():
 
 
 def test_weights_are_held_once():
-    layer = make()
+    layer = make(grouped=True)
     assert {param.untyped_storage().data_ptr() for param in layer.parameters()} == {
         weight.untyped_storage().data_ptr() for weight in layer.stacked
     }

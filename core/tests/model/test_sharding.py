@@ -151,7 +151,7 @@ def test_a_packed_weight_gives_the_same_product(rows, dtype):
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     plain = layer(x)
-    layer.process_weights_after_loading()
+    layer.method.process(layer)
     torch.testing.assert_close(layer(x), plain)
 
 
@@ -164,7 +164,7 @@ def test_an_activation_belongs_to_the_product(activation, dtype):
     fill(layer.bias, bias)
     expected = get_activation(activation)(torch.nn.functional.linear(x, layer.weight, layer.bias))
     torch.testing.assert_close(layer(x), expected)
-    layer.process_weights_after_loading()
+    layer.method.process(layer)
     # bfloat16: the product is not rounded before the activation.
     rounding = {"atol": 0.03, "rtol": 0.016} if dtype == "bfloat16" else {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(layer(x), expected, **rounding)
@@ -182,7 +182,7 @@ def test_a_residual_is_added_once(packed):
     fill(layer.weight, weight)
     fill(layer.bias, bias)
     if packed:
-        layer.process_weights_after_loading()
+        layer.method.process(layer)
     before = residual.clone()
     torch.testing.assert_close(layer(x, residual), torch.nn.functional.linear(x, weight, bias) + residual)
     assert torch.equal(residual, before)
@@ -193,6 +193,6 @@ def test_packing_a_tied_head_leaves_the_embedding():
     weight = torch.randn(10, 8)
     fill(embedding.weight, weight)
     head = make(ParallelLMHead, 10, 8, tied_to=embedding)
-    head.process_weights_after_loading()
+    head.method.process(head)
     assert torch.equal(embedding(torch.arange(10)), weight)
     torch.testing.assert_close(head(torch.eye(8)), weight.T)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, PluginError
 from toolkit_lm.model import (
     CheckpointWeights,
@@ -17,6 +17,7 @@ from toolkit_lm.model import (
     check_constructor,
     load_model,
 )
+from toolkit_lm.plugin import Plugins
 from torch import nn
 
 
@@ -48,7 +49,7 @@ def config_for(folder, **options):
 
 
 def load(folder, **options):
-    return load_model(TwoLayers, config_for(folder, **options), torch.device("cpu"))
+    return load_model(TwoLayers, config_for(folder, **options), torch.device("cpu"), Plugins.load(PluginsConfig(plugins=[])))
 
 
 def write_sharded(folder):

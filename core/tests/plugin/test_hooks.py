@@ -6,10 +6,13 @@ import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import PluginError
+from toolkit_lm.errors import CheckpointError, PluginError
 from toolkit_lm.events import RequestEvent, StepEvent
+from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, UnquantizedMethod, linear_methods
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.renderer import PairRenderer, RenderedText
 
@@ -160,6 +163,39 @@ def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):
     (folder.parent / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert load(example).checkpoints.path("mine") == folder
+
+
+def test_toolkit_register_loaders(example, tmp_path):
+    loaders = load(example).loaders
+    assert loaders.keys() == ["safetensors", "dummy", "npz"]
+    shown = types.ModuleType("toolkit_lm_mine.npz")
+    exec(page_example(PAGES / "toolkit_register_loaders.md", block=3), shown.__dict__)
+    assert loaders.reading(tmp_path) is None
+    weights = {"a": torch.randn(2, 3), "b": torch.arange(4)}
+    np.savez(tmp_path / "weights.npz", **{name: tensor.numpy() for name, tensor in weights.items()})
+    assert loaders.reading(tmp_path) == loaders.reading(tmp_path / "weights.npz") == "npz"
+    found = dict(shown.NpzLoader(tmp_path))
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    (tmp_path / "weights.npz").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match=r"weights\.npz cannot be read"):
+        dict(shown.NpzLoader(tmp_path))
+
+
+def test_toolkit_register_quantization(example):
+    assert load(example).quantization.get("halved").target == "toolkit_lm_mine.halved:Halved"
+    shown = types.ModuleType("toolkit_lm_mine.halved")
+    exec(page_example(PAGES / "toolkit_register_quantization.md", block=3), shown.__dict__)
+    config = VllmConfig.default()
+    assert shown.Halved.refuses(config) is None
+    assert "16 bits already" in shown.Halved.refuses(VllmConfig.default(dtype="bfloat16"))
+    with linear_methods(shown.Halved(config)):
+        layer = ReplicatedLinear(8, 4, vllm_config=config, prefix="layer")
+        head = ParallelLMHead(10, 8, vllm_config=config, prefix="lm_head")
+    assert isinstance(head.method, UnquantizedMethod)
+    weight, x = torch.randn(4, 8), torch.randn(3, 8)
+    layer.weight.weight_loader(layer.weight, weight)
+    assert layer.weight.dtype == torch.float16
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, weight.half().float()))
 
 
 def test_toolkit_register_commands(example):

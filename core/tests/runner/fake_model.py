@@ -10,6 +10,7 @@ from toolkit_lm.attention import Attention, AttentionBackend, BatchView, KVCache
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import NewSequence, ScheduledSequence
 from toolkit_lm.model import Model
+from toolkit_lm.model.loader import DummyLoader
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm.runner import ModelRunner
@@ -73,10 +74,13 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 
 
 def make_plugins() -> Any:
-    """What a runner asks of plugins, with nothing in it but the two classes above."""
+    """What a runner asks of plugins, with nothing in it but the two classes above and random weights."""
     backends = AttentionBackendRegistry(owner=PluginInfo("test"))
     backends.add("sum", f"{__name__}:SumBackend")
-    return SimpleNamespace(models=SimpleNamespace(load=lambda name: SumModel), attention_backends=backends, logits_processors={})
+    loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
+    return SimpleNamespace(
+        models=SimpleNamespace(load=lambda name: SumModel), attention_backends=backends, loaders=loaders, logits_processors={}
+    )
 
 
 def make_config(**options) -> VllmConfig:

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from toolkit_lm.model import load_model
+from toolkit_lm.plugin import Plugins
 from toolkit_lm_devkit import checkpoint_config, forward
 
 SMALL = {
@@ -29,7 +30,7 @@ def config_of(folder: Path, **options):
 def load(convert, model_class, folder: Path, **options):
     """The converted model of a checkpoint folder, as one rank holds it."""
     config = config_of(folder, **options)
-    return load_model(convert(model_class, config), config, torch.device("cpu"))
+    return load_model(convert(model_class, config), config, torch.device("cpu"), Plugins.load())
 
 
 def pooled(*stages, **params):

@@ -14,15 +14,17 @@ from torch.nn import functional as F
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel, layer_window
 
 
+def _load_plus_one(param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
+    ShardLoader((Part.whole(len(param)),))(param, loaded, shard_id)
+    param.data += 1
+
+
 class GemmaRMSNorm(RMSNorm):
     """RMSNorm by 1 + weight, all in float32: next to 1, bfloat16 would round the weight away."""
 
     def __init__(self, size: int, *, eps: float, vllm_config: VllmConfig) -> None:
         super().__init__(size, eps=eps, vllm_config=vllm_config)
-        self.weight = new_parameter(self.shape, torch.float32, ShardLoader((Part.whole(size),)))
-
-    def process_weights_after_loading(self) -> None:
-        self.weight.data += 1
+        self.weight = new_parameter(self.shape, torch.float32, _load_plus_one)
 
     def normalize(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)

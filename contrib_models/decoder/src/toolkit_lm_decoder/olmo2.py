@@ -13,7 +13,7 @@ class Olmo2Attention(LlamaAttention):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         eps = eps_of(HFConfig(vllm_config.hf_config))
-        q, k, _ = self.qkv_proj.outputs
+        q, k, _ = self.qkv_proj.spec.outputs
         self.q_norm = ShardedRMSNorm(q, eps=eps, vllm_config=vllm_config)
         self.k_norm = ShardedRMSNorm(k, eps=eps, vllm_config=vllm_config)
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import GatedActivation, Part, Projection, ShardLoader, torch_dtype
+from toolkit_lm.model import GatedActivation, LinearBase, LinearSpec, Part, UnquantizedMethod, join, torch_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 _FUSED = re.compile(r"^(.*\.experts)\.(gate_up_proj|down_proj)$")
+PROJECTIONS = ("gate_up_proj", "down_proj")
 _ALIGNMENT = 16
 """Bytes. The grouped product takes only rows whose length is a multiple of it."""
 
@@ -40,22 +41,10 @@ def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
             yield name, tensor
 
 
-class _ExpertProjection(Projection):
-    """A projection of one expert. Its weight is a slice of the tensor that holds those of all experts."""
-
-    def __init__(self, weight: Tensor, loader: ShardLoader) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.weight.weight_loader = loader  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.project(x, None)
-
-
 class _Expert(nn.Module):
     """Gated feed-forward: [rows, H] -> [rows, H], of which the ranks' results are to be summed."""
 
-    def __init__(self, gate_up_proj: _ExpertProjection, act_fn: GatedActivation, down_proj: _ExpertProjection) -> None:
+    def __init__(self, gate_up_proj: LinearBase, act_fn: GatedActivation, down_proj: LinearBase) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
         self.act_fn = act_fn
@@ -94,20 +83,32 @@ class RoutedExperts(nn.Module):
         self.parallel = vllm_config.parallel
         self.act_fn = GatedActivation(activation)
         inner = Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
-        dtype = torch_dtype(vllm_config.model.dtype)
-        gate_up = torch.empty(num_experts, 2 * inner.size, hidden_size, dtype=dtype)
-        down = torch.empty(num_experts, hidden_size, inner.size, dtype=dtype)
-        gate_up_loader, down_loader = ShardLoader((inner, inner)), ShardLoader((inner,), dim=1)
-        for i in range(num_experts):
-            projections = _ExpertProjection(gate_up[i], gate_up_loader), _ExpertProjection(down[i], down_loader)
-            self.add_module(str(i), _Expert(projections[0], self.act_fn, projections[1]))
-        is_aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size))
-        self.stacked = (gate_up, down) if is_aligned else None
+        hidden, dtype = Part.whole(hidden_size), torch_dtype(vllm_config.model.dtype)
 
-    def process_weights_after_loading(self) -> None:
-        # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed weights. The experts pack theirs next.
-        if self.stacked is not None and self.stacked[0].device.type == "cpu":
-            self.stacked = None
+        def project(name: str, inputs: Part, outputs: tuple[Part, ...]) -> LinearBase:
+            return LinearBase(LinearSpec(kind="experts", prefix=join(prefix, name), inputs=inputs, outputs=outputs, dtype=dtype))
+
+        for i in range(num_experts):
+            gate_up, down = project(f"{i}.gate_up_proj", hidden, (inner, inner)), project(f"{i}.down_proj", inner, (hidden,))
+            self.add_module(str(i), _Expert(gate_up, self.act_fn, down))
+        is_aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size))
+        # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed weights.
+        on_cpu = torch.get_default_device().type == "cpu"
+        self.stacked = None if on_cpu or not is_aligned else self.stack()
+
+    def stack(self) -> tuple[Tensor, Tensor] | None:
+        """Makes the weights of all experts slices of two tensors, as in `stacked`, before they are loaded. None: they are quantized."""
+        gate_up, down = (self._stack([self.get_submodule(f"{i}.{name}") for i in range(self.num_experts)]) for name in PROJECTIONS)
+        return None if gate_up is None or down is None else (gate_up, down)
+
+    def _stack(self, projections: Sequence[nn.Module]) -> Tensor | None:
+        if not all(isinstance(projection.method, UnquantizedMethod) for projection in projections):
+            return None
+        weights = [projection.get_parameter("weight") for projection in projections]
+        stacked = torch.empty(len(weights), *weights[0].shape, dtype=weights[0].dtype, device=weights[0].device)
+        for weight, own in zip(weights, stacked, strict=True):
+            weight.data = own
+        return stacked
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Tokens x [T, H], the experts of each [T, K] (int64) and their weights [T, K] (float32) -> [T, H], summed over experts."""

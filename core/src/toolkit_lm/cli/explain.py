@@ -32,6 +32,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     taken, *others = _verdicts(found.architecture, found.models)
     table.add_row("model class", escape("\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others])))
     table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
+    table.add_row("weights", f"{resolved.load.load_format}, quantization: {resolved.load.quantization}")
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
     table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
     # Layers that were decided alike are shown together.

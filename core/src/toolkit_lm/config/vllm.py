@@ -16,7 +16,7 @@ from toolkit_lm.errors import ConfigError, nearest
 class ModelConfig(Struct, frozen=True, kw_only=True):
     """Which model, and how long and in what precision it runs."""
 
-    model: Annotated[str, option("Model folder in Hugging Face layout, hub id, or name that a plugin registers ('tiny').")] = "tiny"
+    model: Annotated[str, option("Model folder in Hugging Face layout, hub id, or file or name that a plugin knows ('tiny').")] = "tiny"
     revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
     served_model_name: Annotated[str | None, option("Model name in the HTTP API.", none="MODEL as given")] = None
     dtype: Annotated[
@@ -44,12 +44,14 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
 
 class LoadConfig(Struct, frozen=True, kw_only=True):
-    """Where weights come from."""
+    """Where weights come from, and how they are held."""
 
     load_format: Annotated[
-        Literal["safetensors", "dummy"],
-        option("Source of the weights. safetensors: the checkpoint's files. dummy: random numbers, for measurements."),
-    ] = "safetensors"
+        str, option("Load format of the weights, by name. dummy: random numbers, for measurements. auto: the first that reads MODEL.")
+    ] = "auto"
+    quantization: Annotated[
+        str, option("Quantization of the weights, by name: the checkpoint's, or one that is made at load. auto: the checkpoint's, or none.")
+    ] = "auto"
 
 
 class CacheConfig(Struct, frozen=True, kw_only=True):
@@ -225,10 +227,13 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     """What was read from a checkpoint folder; derived, not options."""
 
     path: str
+    """The folder of config.json, tokenizer and the like."""
     architecture: str
     """The model class's key in the registry: the entry of config.json's `architectures` that has a class, or a fallback's name."""
     hf_config: dict[str, Any]
     """config.json; for a multimodal checkpoint the whole of it."""
+    source: str = ""
+    """What holds the weights, where it is not that folder: a file."""
     generation_config: dict[str, Any] = field(default_factory=dict)
     pooling_profile: PoolingProfile | None = None
     """What the files beside it say of pooling; None: there are none that do."""
@@ -265,7 +270,8 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     @classmethod
     def default(cls, hf_config: dict[str, Any] | None = None, **options: Any) -> VllmConfig:
         """A resolved config for unit tests of single components: cpu, float32, and `hf_config` as the checkpoint's config.json."""
-        options = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "attention_backend": "auto", **options}
+        plain = {"device": "cpu", "dtype": "float32", "max_model_len": 512, "load_format": "safetensors", "quantization": "none"}
+        options = {**plain, **options}
         hf_config = hf_config or {}
         architecture = (hf_config.get("architectures") or ["none"])[0]
         return cls.make(**options).with_checkpoint(Checkpoint(path="", architecture=architecture, hf_config=hf_config))

@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
-from toolkit_lm.model.projection import Projection
+from toolkit_lm.model.linear import LinearBase
+from toolkit_lm.model.linear_method import LayerKind, LinearMethod, LinearSpec
+from toolkit_lm.model.parameters import Part, torch_dtype
 
 
-def _vocab_part(vocab_size: int, vllm_config: VllmConfig) -> Part:
-    """This rank's tokens; the vocabulary is padded to a multiple of the ranks."""
-    size = -(-vocab_size // vllm_config.parallel.tensor_parallel_size)
-    return Part(vocab_size, vllm_config.parallel.tensor_parallel_rank * size, size)
+class _VocabParallel(LinearBase):
+    """Each rank holds the rows of its share of the vocabulary, which is padded to a multiple of the ranks."""
+
+    def __init__(
+        self,
+        kind: LayerKind,
+        vocab_size: int,
+        size: int,
+        *,
+        bias: bool = False,
+        tied_to: LinearMethod | None = None,
+        vllm_config: VllmConfig,
+        prefix: str,
+    ) -> None:
+        parallel, dtype = vllm_config.parallel, torch_dtype(vllm_config.model.dtype)
+        share = -(-vocab_size // parallel.tensor_parallel_size)
+        part = Part(vocab_size, parallel.tensor_parallel_rank * share, share)
+        super().__init__(
+            LinearSpec(kind=kind, prefix=prefix, inputs=Part.whole(size), outputs=(part,), dtype=dtype, tied_to=tied_to), bias=bias
+        )
+        self.vocab_size, self.part, self.parallel = vocab_size, part, parallel
+        self.is_sharded = parallel.tensor_parallel_size > 1
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Token ids [T] -> [T, embedding_size], times `scale`. Each rank holds the rows of its share of the vocabulary."""
+class VocabParallelEmbedding(_VocabParallel):
+    """Token ids [T] -> [T, embedding_size], times `scale`."""
 
     def __init__(self, vocab_size: int, embedding_size: int, *, scale: float = 1.0, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
-        self.prefix = prefix
+        super().__init__("embedding", vocab_size, embedding_size, vllm_config=vllm_config, prefix=prefix)
         self.scale = scale
-        self.vocab_size = vocab_size
-        self.parallel = vllm_config.parallel
-        self.is_sharded = self.parallel.tensor_parallel_size > 1
-        self.part = _vocab_part(vocab_size, vllm_config)
-        self.weight = new_parameter((self.part.size, embedding_size), torch_dtype(vllm_config.model.dtype), ShardLoader((self.part,)))
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        embedded = self._embed(input_ids)
+        embedded = self._of_all_ranks(input_ids) if self.is_sharded else self.method.embed(input_ids)
         return embedded if self.scale == 1 else embedded.mul_(self.scale)
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        if not self.is_sharded:
-            return F.embedding(input_ids, self.weight)
+    def _of_all_ranks(self, input_ids: Tensor) -> Tensor:
         local = input_ids - self.part.start
         elsewhere = (local < 0) | (local >= self.part.size)
-        embedded = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        embedded = self.method.embed(local.masked_fill(elsewhere, 0))
         return tensor_parallel_group(self.parallel).all_reduce(embedded.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
 
-class ParallelLMHead(Projection):
+class ParallelLMHead(_VocabParallel):
     """Hidden states [R, hidden_size] -> logits [R, vocab_size], gathered from all ranks.
 
     With `tied_to` the weight is the embedding's own.
@@ -59,18 +69,11 @@ class ParallelLMHead(Projection):
         vllm_config: VllmConfig,
         prefix: str,
     ) -> None:
-        super().__init__()
-        self.prefix = prefix
-        self.vocab_size = vocab_size
-        self.parallel = vllm_config.parallel
-        self.is_sharded = self.parallel.tensor_parallel_size > 1
-        part = _vocab_part(vocab_size, vllm_config)
-        dtype, loader = torch_dtype(vllm_config.model.dtype), ShardLoader((part,))
-        self.weight = tied_to.weight if tied_to is not None else new_parameter((part.size, hidden_size), dtype, loader)
-        self.bias = new_parameter((part.size,), dtype, loader) if bias else None
+        method = None if tied_to is None else tied_to.method
+        super().__init__("lm_head", vocab_size, hidden_size, bias=bias, tied_to=method, vllm_config=vllm_config, prefix=prefix)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = self.project(hidden_states, self.bias)
+        logits = self.method.apply(hidden_states, self.bias)
         if not self.is_sharded:
             return logits
         return tensor_parallel_group(self.parallel).all_gather(logits, -1)[..., : self.vocab_size]

@@ -4,35 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model.activation import get_activation
+from toolkit_lm.model.linear_method import LinearSpec, choose_method
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
-from toolkit_lm.model.projection import Projection
 
 
-class _Linear(Projection):
-    """y = x W^T + b with this rank's rows of W: `outputs`, one after the other."""
+class LinearBase(nn.Module):
+    """Base of layers with a weight W [outputs, inputs], which a linear method holds: x [T, input_size] -> x W^T + b [T, output_size].
 
-    def __init__(self, input_size: int, outputs: Sequence[Part], *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
+    The sizes are this rank's. The weight's parameters, `weight` where it is not quantized, are the method's to name.
+    """
+
+    def __init__(self, spec: LinearSpec, *, bias: bool = False) -> None:
         super().__init__()
-        self.prefix = prefix
-        self.input_size = input_size
-        self.output_size = sum(part.size for part in outputs)
-        self.outputs = tuple(outputs)
-        dtype = torch_dtype(vllm_config.model.dtype)
-        loader = ShardLoader(self.outputs)
-        self.weight = new_parameter((self.output_size, input_size), dtype, loader)
-        self.bias = new_parameter((self.output_size,), dtype, loader) if bias else None
+        self.spec, self.prefix = spec, spec.prefix
+        self.output_size, self.input_size = spec.shape
+        self.method = choose_method(spec)
+        self.method.create(self, spec)
+        self.bias = new_parameter((self.output_size,), spec.dtype, ShardLoader(spec.outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(x, self.bias)
+        return self.method.apply(x, self.bias)
 
     def extra_repr(self) -> str:
-        return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}"
+        method = type(self.method).__name__
+        return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, method={method}"
+
+
+class _Linear(LinearBase):
+    """All inputs, and this rank's share of the outputs."""
+
+    def __init__(self, input_size: int, outputs: Sequence[Part], *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
+        dtype = torch_dtype(vllm_config.model.dtype)
+        spec = LinearSpec(kind="linear", prefix=prefix, inputs=Part.whole(input_size), outputs=tuple(outputs), dtype=dtype)
+        super().__init__(spec, bias=bias)
 
 
 class ReplicatedLinear(_Linear):
@@ -73,7 +83,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.project(x, self.bias, activation=self.activation)
+        return self.method.apply(x, self.bias, activation=self.activation)
 
 
 class QKVParallelLinear(_Linear):
@@ -96,10 +106,10 @@ class QKVParallelLinear(_Linear):
         parallel = vllm_config.parallel
         heads = Part.even(num_heads, parallel, f"attention heads of {prefix}")
         kv_heads = _kv_heads(num_kv_heads, parallel, prefix)
-        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
-        self.q_size, self.kv_size = heads.size * head_size, kv_heads.size * head_size
         q, kv = (Part(p.full * head_size, p.start * head_size, p.size * head_size) for p in (heads, kv_heads))
         super().__init__(hidden_size, [q, kv, kv], bias=bias, vllm_config=vllm_config, prefix=prefix)
+        self.num_heads, self.num_kv_heads = heads.size, kv_heads.size
+        self.q_size, self.kv_size = q.size, kv.size
 
 
 def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Part:
@@ -111,28 +121,22 @@ def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Part:
     return Part(num_kv_heads, parallel.tensor_parallel_rank // (ranks // num_kv_heads), 1)
 
 
-class RowParallelLinear(Projection):
+class RowParallelLinear(LinearBase):
     """Split by its inputs; the ranks' results are summed: x [T, input_size / ranks] -> [T, output_size]."""
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
-        super().__init__()
-        self.prefix = prefix
+        inputs, dtype = Part.even(input_size, vllm_config.parallel, f"inputs of {prefix}"), torch_dtype(vllm_config.model.dtype)
+        super().__init__(
+            LinearSpec(kind="linear", prefix=prefix, inputs=inputs, outputs=(Part.whole(output_size),), dtype=dtype), bias=bias
+        )
         self.parallel = vllm_config.parallel
         self.is_sharded = self.parallel.tensor_parallel_size > 1
-        inputs = Part.even(input_size, self.parallel, f"inputs of {prefix}")
-        self.input_size, self.output_size = inputs.size, output_size
-        dtype = torch_dtype(vllm_config.model.dtype)
-        self.weight = new_parameter((output_size, inputs.size), dtype, ShardLoader((inputs,), dim=1))
-        self.bias = new_parameter((output_size,), dtype, ShardLoader((Part.whole(output_size),))) if bias else None
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`residual` [T, output_size], the same on all ranks, is added to the sum."""
         if not self.is_sharded:
-            return self.project(x, self.bias, residual=residual)
+            return self.method.apply(x, self.bias, residual=residual)
         # One rank adds them, so that the sum holds them once.
         first = self.parallel.tensor_parallel_rank == 0
-        out = self.project(x, self.bias if first else None, residual=residual if first else None)
+        out = self.method.apply(x, self.bias if first else None, residual=residual if first else None)
         return tensor_parallel_group(self.parallel).all_reduce(out)
-
-    def extra_repr(self) -> str:
-        return f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}"

@@ -3,55 +3,80 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, ToolkitError
+from toolkit_lm.errors import CheckpointError, ToolkitError, UnsupportedError
+from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 from toolkit_lm.model.contract import Model, check_constructor
-from toolkit_lm.model.weights import CheckpointWeights
+from toolkit_lm.model.linear import LinearBase
+from toolkit_lm.model.linear_method import Quantization, UnquantizedMethod, linear_methods
+from toolkit_lm.plugin import Plugins
 
 DUMMY_STD = 0.02
 
 
-def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device) -> Model:
-    """Makes the shard of `vllm_config.parallel.rank` on `device` and fills it: from the checkpoint, or at random (load_format "dummy").
+def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins) -> Model:
+    """Makes the shard of `vllm_config.parallel.rank` on `device`, and has the config's load format fill it.
 
-    Then every module that has a method `process_weights_after_loading` is given the chance to rearrange its weights.
-    Raises CheckpointError for files or weights that are missing or do not fit.
+    Then each layer's linear method may rearrange its weights. Raises CheckpointError for files or weights that are missing or do not fit,
+    and as `construct` does.
     """
     check_constructor(model_cls)
-    assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    weights = CheckpointWeights(vllm_config.checkpoint.path) if vllm_config.load.load_format == "safetensors" else None
-    model = construct(model_cls, vllm_config, device)
+    checkpoint = vllm_config.checkpoint
+    assert checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    loader: CheckpointLoader = plugins.loaders.make(vllm_config.load.load_format, checkpoint.source or checkpoint.path)
+    model = construct(model_cls, vllm_config, device, plugins)
     model.requires_grad_(False).eval()
-    if weights is None:
-        fill_randomly(model)
-    else:
-        try:
-            model.load_weights(weights)
-        except CheckpointError as error:
-            raise CheckpointError(f"{model_cls.__name__} cannot take the weights of {weights}: {error}") from error
+    try:
+        loader.load(model)
+    except CheckpointError as error:
+        raise CheckpointError(f"{model_cls.__name__} cannot take the weights of {loader}: {error}") from error
     for module in model.modules():
-        if process := getattr(module, "process_weights_after_loading", None):
-            process()
+        if isinstance(module, LinearBase):
+            module.method.process(module)
     return model
 
 
-def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device) -> Model:
-    """The model without its weights. Raises CheckpointError where config.json describes something that cannot be made."""
+def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins) -> Model:
+    """The model without its weights, its layers held by the methods of the config's quantization.
+
+    Raises CheckpointError where config.json describes something that cannot be made, and UnsupportedError for a quantization that refuses
+    the checkpoint, or that has a method for none of the layers.
+    """
+    name = vllm_config.load.quantization
+    quantization: Quantization | None = None
+    if name != "none":
+        if refusal := plugins.quantization.ask(name, vllm_config, by_name=True):
+            raise UnsupportedError(f"quantization {name!r} cannot run {vllm_config.model.model!r}: {refusal}.")
+        quantization = plugins.quantization.make(name, vllm_config)
     try:
-        with torch.device(device):
-            return model_cls(vllm_config=vllm_config)
+        with torch.device(device), linear_methods(quantization):
+            model = model_cls(vllm_config=vllm_config)
     except (ToolkitError, ImportError):
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise CheckpointError(f"{model_cls.__name__} cannot be made from this config.json: {reason}") from error
+    methods = [module.method for module in model.modules() if isinstance(module, LinearBase)]
+    if quantization is not None and all(isinstance(method, UnquantizedMethod) for method in methods):
+        raise UnsupportedError(f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Able: --quantization none.")
+    return model
 
 
-def fill_randomly(model: Model) -> None:
-    """Small normal weights. Each depends on its name and shape only, so that ranks agree on what they share."""
-    for name, param in model.named_parameters():
-        generator = torch.Generator(device=param.device).manual_seed(zlib.crc32(name.encode()))
-        torch.nn.init.normal_(param, std=DUMMY_STD, generator=generator)
+class DummyLoader(CheckpointLoader):
+    """Random weights, for measurements. Each depends on its name and shape only, so that ranks agree on what they share."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(())
+
+    def load(self, model: Model) -> None:
+        for name, param in model.named_parameters():
+            generator = torch.Generator(device=param.device).manual_seed(zlib.crc32(name.encode()))
+            if param.is_floating_point():
+                torch.nn.init.normal_(param, std=DUMMY_STD, generator=generator)
+            else:
+                param.random_(generator=generator)

@@ -49,6 +49,18 @@ class Part:
         size = full // ranks
         return cls(full, parallel.tensor_parallel_rank * size, size)
 
+    def stored(self, what: str, *, pack: int = 1, group: int = 1) -> Part:
+        """The same share, counted in stored elements: of which one holds `pack` entries, or is for a `group` of them, as a scale is.
+
+        A share may lie within a group, but not within a pack. Raises ConfigError, naming `what`, for one that cuts an element.
+        """
+        unit, end = pack * group, self.start + self.size
+        first, last = self.start // unit, -(-end // unit)
+        is_cut = self.start % unit or (end % unit and end < self.full)
+        if is_cut and (pack > 1 or last - first > 1):
+            raise ConfigError(f"{what}: the share of {self.size} from {self.start} on cuts what is stored for {unit} together.")
+        return Part(-(-self.full // unit), first, last - first)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardLoader:

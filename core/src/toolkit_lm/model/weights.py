@@ -10,27 +10,28 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-class CheckpointWeights:
+class CheckpointWeights(CheckpointLoader):
     """Iterates over (name, tensor) of a folder with model.safetensors, or with model.safetensors.index.json and the files it names.
 
     Tensors are mapped: only what is read of them is read from disk. Raises CheckpointError that names a missing or broken file.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+    def __init__(self, source: str | Path) -> None:
+        super().__init__(source)
         self.files = self._find()
 
     def __str__(self) -> str:
-        return str(self.folder / (SINGLE if self.files == [SINGLE] else INDEX))
+        return str(self.source / (SINGLE if self.files == [SINGLE] else INDEX))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files:
-            with safe_open(self.folder / file, framework="pt", device="cpu") as tensors:
+            with safe_open(self.source / file, framework="pt", device="cpu") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - it is no mapping
                     yield name, tensors.get_tensor(name)
 
@@ -42,20 +43,20 @@ class CheckpointWeights:
             raise CheckpointError(f"{path} is no readable safetensors file; it may be truncated: {error}") from error
 
     def _find(self) -> list[str]:
-        if (self.folder / INDEX).is_file():
+        if (self.source / INDEX).is_file():
             files = self._indexed()
-        elif (self.folder / SINGLE).is_file():
+        elif (self.source / SINGLE).is_file():
             files = [SINGLE]
         else:
             raise CheckpointError(self._nothing())
-        if missing := [file for file in files if not (self.folder / file).is_file()]:
-            raise CheckpointError(f"{self.folder / INDEX} names files that are missing: {', '.join(missing)}.")
+        if missing := [file for file in files if not (self.source / file).is_file()]:
+            raise CheckpointError(f"{self.source / INDEX} names files that are missing: {', '.join(missing)}.")
         for file in files:
-            self._check(self.folder / file)
+            self._check(self.source / file)
         return files
 
     def _indexed(self) -> list[str]:
-        path = self.folder / INDEX
+        path = self.source / INDEX
         try:
             files = set(json.loads(path.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -66,12 +67,12 @@ class CheckpointWeights:
         return sorted(files)
 
     def _nothing(self) -> str:
-        if not self.folder.is_dir():
-            return f"there is no checkpoint folder {self.folder}."
-        names = sorted(entry.name for entry in self.folder.iterdir())
+        if not self.source.is_dir():
+            return f"there is no checkpoint folder {self.source}."
+        names = sorted(entry.name for entry in self.source.iterdir())
         if pickled := [name for name in names if name.endswith((".bin", ".pt", ".pth"))]:
             return (
-                f"{self.folder} holds weights as pickles only ({', '.join(pickled[:3])}), which can run code and are not read. "
+                f"{self.source} holds weights as pickles only ({', '.join(pickled[:3])}), which can run code and are not read. "
                 "Convert to safetensors: load it with transformers and call save_pretrained."
             )
-        return f"{self.folder} holds neither {SINGLE} nor {INDEX}. It holds: {', '.join(names[:20]) or 'nothing'}."
+        return f"{self.source} holds neither {SINGLE} nor {INDEX}. It holds: {', '.join(names[:20]) or 'nothing'}."

@@ -10,68 +10,7 @@ names what it brings as text, "module:attribute", which is imported only when it
         models.add("MyForCausalLM", "toolkit_lm_mine.model:MyForCausalLM")
 """
 
-from toolkit_lm.plugin.discovery import CORE_DISTRIBUTION, Candidate, discover
-from toolkit_lm.plugin.fingerprint import Fingerprint
-from toolkit_lm.plugin.info import PluginInfo, PluginWarning
-from toolkit_lm.plugin.listener import EventListener
-from toolkit_lm.plugin.loader import HEAVY_PACKAGES, SLOW_IMPORT
-from toolkit_lm.plugin.markers import API_VERSION, hookimpl, hookspec
-from toolkit_lm.plugin.plugins import Plugins
-from toolkit_lm.plugin.registry import (
-    AttentionBackendEntry,
-    AttentionBackendRegistry,
-    CheckpointRegistry,
-    CommandEntry,
-    CommandRegistry,
-    ConverterRegistry,
-    Entry,
-    ExecutorEntry,
-    ExecutorRegistry,
-    LogitsProcessorEntry,
-    LogitsProcessorRegistry,
-    ModelEntry,
-    ModelRegistry,
-    PairRendererRegistry,
-    PoolingProfileRegistry,
-    Registry,
-    RendererEntry,
-    RendererRegistry,
-    SchedulingPolicyEntry,
-    SchedulingPolicyRegistry,
-)
+import lazy_loader
 
-__all__ = [
-    "API_VERSION",
-    "CORE_DISTRIBUTION",
-    "HEAVY_PACKAGES",
-    "SLOW_IMPORT",
-    "AttentionBackendEntry",
-    "AttentionBackendRegistry",
-    "Candidate",
-    "CheckpointRegistry",
-    "CommandEntry",
-    "CommandRegistry",
-    "ConverterRegistry",
-    "Entry",
-    "EventListener",
-    "ExecutorEntry",
-    "ExecutorRegistry",
-    "Fingerprint",
-    "LogitsProcessorEntry",
-    "LogitsProcessorRegistry",
-    "ModelEntry",
-    "ModelRegistry",
-    "PluginInfo",
-    "PluginWarning",
-    "Plugins",
-    "PoolingProfileRegistry",
-    "Registry",
-    "RendererEntry",
-    "RendererRegistry",
-    "PairRendererRegistry",
-    "SchedulingPolicyEntry",
-    "SchedulingPolicyRegistry",
-    "discover",
-    "hookimpl",
-    "hookspec",
-]
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

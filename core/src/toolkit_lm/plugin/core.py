@@ -1,9 +1,10 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, scheduling policies, and the commands that run no model."""
+"""What core itself brings, by the same hooks as any plugin: an executor, scheduling policies, load formats, and the commands that run no
+model."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registry import CommandRegistry, ExecutorRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registry import CommandRegistry, ExecutorRegistry, LoaderRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl
@@ -23,3 +24,9 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
 def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
     policies.add("fcfs", "toolkit_lm.scheduler.policies:fcfs")
     policies.add("priority", "toolkit_lm.scheduler.policies:priority", reads_priority=True)
+
+
+@hookimpl
+def toolkit_register_loaders(loaders: LoaderRegistry) -> None:
+    loaders.add("safetensors", "toolkit_lm.model.weights:CheckpointWeights", reads=("model.safetensors", "model.safetensors.index.json"))
+    loaders.add("dummy", "toolkit_lm.model.loader:DummyLoader")

@@ -19,10 +19,12 @@ from toolkit_lm.plugin.registry import (
     CommandRegistry,
     ConverterRegistry,
     ExecutorRegistry,
+    LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
     PairRendererRegistry,
     PoolingProfileRegistry,
+    QuantizationRegistry,
     RendererRegistry,
     SchedulingPolicyRegistry,
 )
@@ -114,6 +116,23 @@ def toolkit_register_pair_renderers(renderers: PairRendererRegistry) -> None:
 @hookspec
 def toolkit_register_checkpoints(checkpoints: CheckpointRegistry) -> None:
     """Registers checkpoint folders that ship inside the plugin's package, under names that MODEL may give.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_loaders(loaders: LoaderRegistry) -> None:
+    """Registers checkpoint loaders, which read weights in formats of their own, under names that the option `load_format` may give.
+
+    Caller: the loader. Process: every one; the front has checkpoints unpacked that are one file. Thread: main. Return: nothing; all
+    implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_quantization(quantization: QuantizationRegistry) -> None:
+    """Registers what chooses the linear methods of layers, under the names that checkpoints' `quant_method` and `--quantization` give.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

@@ -12,10 +12,12 @@ from toolkit_lm.plugin.registry import (
     CommandRegistry,
     ConverterRegistry,
     ExecutorRegistry,
+    LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
     PairRendererRegistry,
     PoolingProfileRegistry,
+    QuantizationRegistry,
     Registry,
     RendererRegistry,
     SchedulingPolicyRegistry,
@@ -36,6 +38,8 @@ class Registries:
     pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
     pair_renderers: PairRendererRegistry = field(default_factory=PairRendererRegistry)
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
+    loaders: LoaderRegistry = field(default_factory=LoaderRegistry)
+    quantization: QuantizationRegistry = field(default_factory=QuantizationRegistry)
     commands: CommandRegistry = field(default_factory=CommandRegistry)
     brought: dict[str, Registry[Any]] = field(default_factory=dict)
     """Those that plugins bring together with a hook, by the hook that fills them."""

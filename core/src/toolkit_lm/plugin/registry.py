@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from fnmatch import filter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -75,6 +76,14 @@ class RendererEntry(Entry):
 
     reads: tuple[str, ...] = ()
     """File names; it can read a checkpoint folder that holds any of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderEntry(Entry):
+    """A class that loads checkpoints."""
+
+    reads: tuple[str, ...] = ()
+    """Patterns of file names ("*.gguf"): it can load such a file, and a folder that holds one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,6 +236,16 @@ class Registry(Generic[EntryT]):
         self._entries[key] = replace(winner, replaced=loser)
 
 
+class PlainRegistry(Registry[Entry]):
+    """Entries of which there is nothing to say but name and target."""
+
+    missing = ConfigError
+
+    def add(self, name: str, target: str, *, override: bool = False) -> None:
+        """Registers a target. Raises PluginError for a malformed one, or a name that another plugin has."""
+        self.add_entry(Entry, name, target, "module:Class" if self.base else "module:function", override=override)
+
+
 class ModelRegistry(Registry[ModelEntry]):
     """Model classes, by the architecture that a checkpoint's config.json names; and fallbacks, by their own names."""
 
@@ -325,30 +344,24 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
         self.add_entry(SchedulingPolicyEntry, name, target, "module:function", reads_priority=reads_priority, override=override)
 
 
-class ConverterRegistry(Registry[Entry]):
-    """Pooling adapters, by the convert type that they are for: "embed", "classify", ..."""
+class ConverterRegistry(PlainRegistry):
+    """Pooling adapters, by the convert type that they are for: "embed", "classify", ...
+
+    A target is a function (model class, vllm_config) -> pooling model class. It raises UnsupportedError for what it cannot convert.
+    """
 
     noun = "convert type"
-    missing = ConfigError
-
-    def add(self, convert: str, target: str, *, override: bool = False) -> None:
-        """Registers a function (model class, vllm_config) -> pooling model class. It raises UnsupportedError for what it cannot convert."""
-        self.add_entry(Entry, convert, target, "module:function", override=override)
 
 
-class PoolingProfileRegistry(Registry[Entry]):
-    """Readers of what checkpoints' files say of pooling, by name."""
+class PoolingProfileRegistry(PlainRegistry):
+    """Readers of what checkpoints' files say of pooling, by name.
+
+    A target is a function (folder: Path, hf_config: dict, tokenizer: Path) -> PoolingProfile | None. Its module imports no torch.
+    `hf_config` is the folder's config.json, `tokenizer` the folder of the tokenizer. It returns None for a folder without files of its
+    kind, and raises CheckpointError for files that it does not understand.
+    """
 
     noun = "reader of pooling profiles"
-    missing = ConfigError
-
-    def add(self, name: str, target: str, *, override: bool = False) -> None:
-        """Registers a function (folder: Path, hf_config: dict, tokenizer: Path) -> PoolingProfile | None. Its module imports no torch.
-
-        `hf_config` is the folder's config.json, `tokenizer` the folder of the tokenizer. It returns None for a folder without files of its
-        kind, and raises CheckpointError for files that it does not understand.
-        """
-        self.add_entry(Entry, name, target, "module:function", override=override)
 
     def read(self, folder: Path, hf_config: dict[str, Any], tokenizer: Path) -> PoolingProfile | None:
         """What the files of a checkpoint say; None: no reader knows its files.
@@ -358,18 +371,14 @@ class PoolingProfileRegistry(Registry[Entry]):
         return self.first_result(PoolingProfile, folder, hf_config, tokenizer)
 
 
-class PairRendererRegistry(Registry[Entry]):
-    """What reads a query and a document as one text, by name."""
+class PairRendererRegistry(PlainRegistry):
+    """What reads a query and a document as one text, by name.
+
+    A target is a function (config, renderer, plugins) -> toolkit_lm.renderer.PairRenderer | None. Its module imports no torch. `config` is
+    that of an engine that pools, resolved; `plugins` is the loaded set. None: queries and documents stay pairs of texts.
+    """
 
     noun = "pair renderer"
-    missing = ConfigError
-
-    def add(self, name: str, target: str, *, override: bool = False) -> None:
-        """Registers a function (config, renderer, plugins) -> toolkit_lm.renderer.PairRenderer | None. Its module imports no torch.
-
-        `config` is that of an engine that pools, resolved; `plugins` is the loaded set. None: queries and documents stay pairs of texts.
-        """
-        self.add_entry(Entry, name, target, "module:function", override=override)
 
 
 class CheckpointRegistry(Registry[Entry]):
@@ -391,6 +400,30 @@ class CheckpointRegistry(Registry[Entry]):
             if (path := Path(root, folder)).is_dir():
                 return path
         raise CheckpointError(f"{entry.owner}: checkpoint {name!r} is registered, but there is no folder {entry.target!r}.")
+
+
+class LoaderRegistry(Registry[LoaderEntry]):
+    """Checkpoint loaders, by load format."""
+
+    noun = "load format"
+    missing = ConfigError
+    base = "toolkit_lm.model:CheckpointLoader"
+
+    def add(self, load_format: str, target: str, *, reads: tuple[str, ...] = (), override: bool = False) -> None:
+        """Registers a subclass of toolkit_lm.model.CheckpointLoader. `reads`: patterns of names; none: it is never chosen by itself."""
+        self.add_entry(LoaderEntry, load_format, target, "module:Class", reads=tuple(reads), override=override)
+
+    def reading(self, source: Path) -> str | None:
+        """The first load format that reads a file, or a file of a folder."""
+        names = [path.name for path in source.iterdir()] if source.is_dir() else [source.name]
+        return next((e.key for e in self.entries() if any(filter(names, pattern) for pattern in e.reads)), None)
+
+
+class QuantizationRegistry(PlainRegistry):
+    """Subclasses of toolkit_lm.model.Quantization, by the `quant_method` of checkpoints, or a name for those that quantize at load."""
+
+    noun = "quantization"
+    base = "toolkit_lm.model:Quantization"
 
 
 class CommandRegistry(Registry[CommandEntry]):

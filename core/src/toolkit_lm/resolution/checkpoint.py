@@ -21,22 +21,18 @@ _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "artifact
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def find_folder(config: ModelConfig, plugins: Plugins) -> Path:
-    """The folder of MODEL: a name that a plugin registers, a local folder, or a hub id. Raises CheckpointError."""
+def find_source(config: ModelConfig, plugins: Plugins) -> Path:
+    """Where MODEL is: a name that a plugin registers, a local folder or file, or a hub id. Raises CheckpointError."""
     model = config.model
     if model in plugins.checkpoints:
         return Path(plugins.checkpoints.path(model))
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise CheckpointError(
-            f"model {model!r} is a file; it must be a folder in Hugging Face layout (config.json, *.safetensors, tokenizer.json)."
-        )
+    source = Path(model).expanduser()
+    if source.exists():
+        return source
     if _HUB_ID.fullmatch(model):
         return _download(config)
     raise CheckpointError(
-        f"model {model!r} is no folder, no hub id of the form owner/name, and no name that a plugin registers. "
+        f"model {model!r} is no folder or file, no hub id of the form owner/name, and no name that a plugin registers. "
         f"{nearest(model, plugins.checkpoints.keys())}"
     )
 
@@ -70,12 +66,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     """What the checkpoint's folder says of the model. Raises CheckpointError, naming the file or the architecture."""
-    folder = find_folder(config.model, plugins)
+    source = find_source(config.model, plugins)
+    folder = source if source.is_dir() else _unpack(source, plugins)
     hf_config = read_json(folder / "config.json")
     _check_config(hf_config, folder / "config.json")
     generation = folder / "generation_config.json"
     checkpoint = Checkpoint(
         path=str(folder),
+        source=str(source),
         architecture=_architectures(hf_config, folder)[0],
         hf_config=hf_config,
         generation_config=read_json(generation) if generation.exists() else {},
@@ -93,6 +91,44 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     if profile is None:
         _check_nothing_unread(folder, plugins)
     return msgspec.structs.replace(checkpoint, architecture=key, pooling_profile=profile)
+
+
+def _unpack(file: Path, plugins: Plugins) -> Path:
+    """The folder that stands for a checkpoint of one file."""
+    reader = plugins.loaders.reading(file)
+    if reader is None:
+        known = [pattern for entry in plugins.loaders.entries() for pattern in entry.reads]
+        raise CheckpointError(
+            f"model {str(file)!r} is a file that no load format reads. Able: a folder in Hugging Face layout (config.json, *.safetensors, "
+            f"tokenizer.json), or {', '.join(known)}. {plugins.loaders.hint}".rstrip()
+        )
+    loader = plugins.loaders.load(reader)
+    with plugins.loaders.get(reader).owner.boundary(f"unpacking {str(file)!r}"):
+        return Path(loader.unpack(file))
+
+
+def choose_load_format(config: VllmConfig, plugins: Plugins) -> str:
+    """The option's, else the first that reads the checkpoint. Raises ConfigError for an unknown one."""
+    assert config.checkpoint is not None
+    if config.load.load_format != "auto":
+        return plugins.loaders.get(config.load.load_format).key
+    # What is missing where nothing can be read, safetensors says best.
+    return plugins.loaders.reading(Path(config.checkpoint.source)) or "safetensors"
+
+
+def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
+    """The option's, else the checkpoint's own, else "none". Raises UnsupportedError for one that no plugin has."""
+    stated, wanted = config.hf_config.get("quantization_config"), config.load.quantization
+    method = stated.get("quant_method") if isinstance(stated, dict) else stated
+    if wanted == "auto":
+        wanted = method or "none"
+    if wanted not in plugins.quantization and (stated or wanted != "none"):
+        weights = f"quantized weights ({method!r})" if stated else "weights"
+        raise UnsupportedError(
+            f"no loaded plugin has a quantization {wanted!r} for the {weights} of {config.model.model!r}. "
+            f"Registered: {', '.join(plugins.quantization) or 'none'}. {plugins.quantization.hint}".rstrip()
+        )
+    return wanted
 
 
 def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
@@ -123,11 +159,6 @@ def _check_config(hf_config: dict[str, Any], path: Path) -> None:
         value = hf_config.get(key)
         if value is not None and (type(value) is not int or value < 1):
             raise CheckpointError(f"{str(path)!r}: {key} must be an integer of at least 1, not {value!r}.")
-    if quantization := hf_config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedError(
-            f"{str(path)!r}: the weights are quantized ({method!r}), and no installed plugin can run that. Able: float weights."
-        )
 
 
 def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:

@@ -9,6 +9,7 @@ import torch
 
 from toolkit_lm.attention import Selection
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import construct
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.checkpoint import choose_model
 from toolkit_lm.resolution.resolution import choose_executor, choose_renderer, resolve_configured, resolve_device
@@ -61,8 +62,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     _, models = choose_model(open_config, plugins)
     _, renderers = choose_renderer(open_config, plugins)
     # Without storage: only the layers' shapes count.
-    with torch.device("meta"):
-        model = load_model_class(resolved, plugins)(vllm_config=resolved)
+    model = construct(load_model_class(resolved, plugins), resolved, torch.device("meta"), plugins)
     device = torch.device(resolved.device.device)
     selections = select_backends(model, device, resolved, plugins.attention_backends)
     return Explanation(

@@ -12,7 +12,7 @@ from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
-from toolkit_lm.resolution.checkpoint import read_checkpoint
+from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, read_checkpoint
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 
 _MOST_UNCUT = 8192
@@ -40,6 +40,8 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
         ),
         renderer=choose_renderer(config, plugins)[0],
         executor=choose_executor(config, plugins)[0],
+        load_format=choose_load_format(config, plugins),
+        quantization=choose_quantization(config, plugins),
     )
     choice = choose_runner(config, plugins)
     if choice.runner == "generate" and not config.model.extra_tasks:

@@ -59,7 +59,7 @@ class ModelRunner:
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each attention layer's backend."""
-        self.model = load_model(load_model_class(self.config, self.plugins), self.config, self.device)
+        self.model = load_model(load_model_class(self.config, self.plugins), self.config, self.device, self.plugins)
         if "embed" in self.config.model.extra_tasks:
             from toolkit_lm.pooling import embedding_pooler
 

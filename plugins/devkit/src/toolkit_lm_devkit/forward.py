@@ -77,7 +77,7 @@ def checkpoint_config(folder: Path, *, rank: int = 0, **options: Any) -> VllmCon
 
 def load_checkpoint(model_class: type[Model], folder: Path, *, rank: int = 0, **options: Any) -> Model:
     """The model of a checkpoint folder on the CPU, as rank `rank` holds it; `options` are those of VllmConfig."""
-    return load_model(model_class, checkpoint_config(folder, rank=rank, **options), torch.device("cpu"))
+    return load_model(model_class, checkpoint_config(folder, rank=rank, **options), torch.device("cpu"), Plugins.load())
 
 
 @torch.inference_mode()

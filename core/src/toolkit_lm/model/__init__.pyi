@@ -1,0 +1,47 @@
+from .activation import GatedActivation as GatedActivation, SiluAndMul as SiluAndMul, get_activation as get_activation
+from .checkpoint_loader import CheckpointLoader as CheckpointLoader
+from .contract import (
+    FallbackModel as FallbackModel,
+    IntermediateTensors as IntermediateTensors,
+    Model as Model,
+    check_constructor as check_constructor,
+)
+from .embedding import ParallelLMHead as ParallelLMHead, VocabParallelEmbedding as VocabParallelEmbedding
+from .hf_config import HFConfig as HFConfig
+from .layers import (
+    Absent as Absent,
+    Layers as Layers,
+    is_first_stage as is_first_stage,
+    is_last_stage as is_last_stage,
+    join as join,
+    layer_index as layer_index,
+    make_layers as make_layers,
+)
+from .linear import (
+    ColumnParallelLinear as ColumnParallelLinear,
+    LinearBase as LinearBase,
+    MergedColumnParallelLinear as MergedColumnParallelLinear,
+    QKVParallelLinear as QKVParallelLinear,
+    ReplicatedLinear as ReplicatedLinear,
+    RowParallelLinear as RowParallelLinear,
+)
+from .linear_method import (
+    LayerKind as LayerKind,
+    LinearMethod as LinearMethod,
+    LinearSpec as LinearSpec,
+    Quantization as Quantization,
+    UnquantizedMethod as UnquantizedMethod,
+    linear_methods as linear_methods,
+)
+from .loader import construct as construct, load_model as load_model
+from .norm import RMSNorm as RMSNorm, ShardedRMSNorm as ShardedRMSNorm
+from .parameters import (
+    Part as Part,
+    ShardLoader as ShardLoader,
+    WeightLoader as WeightLoader,
+    new_parameter as new_parameter,
+    torch_dtype as torch_dtype,
+)
+from .rope_scaling import RopeParameters as RopeParameters
+from .rotary import RotaryEmbedding as RotaryEmbedding, Rotation as Rotation
+from .weights import CheckpointWeights as CheckpointWeights

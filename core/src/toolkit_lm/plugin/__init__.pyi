@@ -1,0 +1,33 @@
+from .discovery import CORE_DISTRIBUTION as CORE_DISTRIBUTION, Candidate as Candidate, discover as discover
+from .fingerprint import Fingerprint as Fingerprint
+from .info import PluginInfo as PluginInfo, PluginWarning as PluginWarning
+from .listener import EventListener as EventListener
+from .loader import HEAVY_PACKAGES as HEAVY_PACKAGES, SLOW_IMPORT as SLOW_IMPORT
+from .markers import API_VERSION as API_VERSION, hookimpl as hookimpl, hookspec as hookspec
+from .plugins import Plugins as Plugins
+from .registry import (
+    AttentionBackendEntry as AttentionBackendEntry,
+    AttentionBackendRegistry as AttentionBackendRegistry,
+    CheckpointRegistry as CheckpointRegistry,
+    CommandEntry as CommandEntry,
+    CommandRegistry as CommandRegistry,
+    ConverterRegistry as ConverterRegistry,
+    Entry as Entry,
+    ExecutorEntry as ExecutorEntry,
+    ExecutorRegistry as ExecutorRegistry,
+    LoaderEntry as LoaderEntry,
+    LoaderRegistry as LoaderRegistry,
+    LogitsProcessorEntry as LogitsProcessorEntry,
+    LogitsProcessorRegistry as LogitsProcessorRegistry,
+    ModelEntry as ModelEntry,
+    ModelRegistry as ModelRegistry,
+    PairRendererRegistry as PairRendererRegistry,
+    PlainRegistry as PlainRegistry,
+    PoolingProfileRegistry as PoolingProfileRegistry,
+    QuantizationRegistry as QuantizationRegistry,
+    Registry as Registry,
+    RendererEntry as RendererEntry,
+    RendererRegistry as RendererRegistry,
+    SchedulingPolicyEntry as SchedulingPolicyEntry,
+    SchedulingPolicyRegistry as SchedulingPolicyRegistry,
+)
