@@ -329,7 +329,7 @@ class TestStart:
         executor = FakeExecutor(config, kv_cache(40, [(4, None)]), max_in_flight=1)
         spec = KVCacheSpec(kind="full", block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
         executor.kv_cache_specs = lambda: {"layer0": spec}
-        executor.selections = lambda: {"layer0": SimpleNamespace(name="none")}
+        executor.backends = lambda: {"layer0": "none"}
         executor.free_memory = lambda: free_memory
         plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"), scheduling_policies=POLICIES)
         self.phases: list[str] = []

@@ -22,8 +22,7 @@ def overlaps(executor) -> bool:
 def executor(request):
     executor = InProcessExecutor(make_config(overlap=request.param), make_plugins())
     executor.load()
-    backends = {layer: selection.name for layer, selection in executor.selections().items()}
-    executor.init_kv_cache(KVCacheConfig(8, group_layers(executor.kv_cache_specs(), backends)))
+    executor.init_kv_cache(KVCacheConfig(8, group_layers(executor.kv_cache_specs(), executor.backends())))
     yield executor
     executor.shutdown()
 

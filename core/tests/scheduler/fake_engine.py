@@ -246,7 +246,7 @@ class FakeExecutor(Executor):
     def kv_cache_specs(self):
         return {}
 
-    def selections(self):
+    def backends(self):
         return {}
 
     def pooling_rules(self):

@@ -72,8 +72,7 @@ class EngineCore:
 
     def _plan_kv_cache(self) -> KVCacheConfig:
         """How many blocks. Raises CapacityError when they do not fit, or a single sequence of max_model_len does not fit in them."""
-        backends = {layer: selection.name for layer, selection in self.executor.selections().items()}
-        groups = group_layers(self.executor.kv_cache_specs(), backends)
+        groups = group_layers(self.executor.kv_cache_specs(), self.executor.backends())
         cache, length, chunk = self.config.cache, self.config.max_model_len, self.config.scheduler.token_budget
         each, one_sequence = block_bytes(groups), sum(group.spec.blocks_for(length, chunk) for group in groups)
         free = self.executor.free_memory()

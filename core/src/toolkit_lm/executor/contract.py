@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
 
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection
+from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
@@ -46,8 +46,8 @@ class Executor(ABC):
         """By attention layer: what it caches."""
 
     @abstractmethod
-    def selections(self) -> dict[str, Selection]:
-        """By attention layer: its backend, and why."""
+    def backends(self) -> dict[str, str]:
+        """By attention layer, of all workers: the name of its backend."""
 
     @abstractmethod
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
