@@ -49,7 +49,7 @@ def test_rewards_of_steps(checkpoint, options):
             np.testing.assert_allclose(output.data, probabilities, atol=1e-5)
         params = PoolingParams(task="token_classify", step_tag_id=41, use_activation=False, returned_token_ids=[1])
         np.testing.assert_allclose(llm.encode(GIVEN[0], params, use_tqdm=False)[0].data, logits[0][3:4, 1:], atol=1e-5)
-        with pytest.raises(RequestError, match=r"token id 9999 is outside the model's vocabulary") as raised:
+        with pytest.raises(RequestError, match=r"token id 9999 is not in the vocabulary") as raised:
             llm.encode(GIVEN[0], PoolingParams(task="token_classify", step_tag_id=9999))
         assert raised.value.param == "step_tag_id"
         with pytest.raises(RequestError, match="token_classify"):

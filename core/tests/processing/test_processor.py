@@ -11,6 +11,7 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.processor import Processor
+from toolkit_lm.processing.validation import check_token_ids
 from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer import Renderer
 from toolkit_lm.scheduler import RequestLimits
@@ -46,8 +47,8 @@ class CountingRenderer(Renderer):
         return [chr(token) for token in token_ids]
 
 
-def make_processor(pooling=None, **options) -> Processor:
-    config = VllmConfig.default({"vocab_size": VOCAB}, **{"max_model_len": 16, **options})
+def make_processor(pooling=None, hf_config=None, **options) -> Processor:
+    config = VllmConfig.default(hf_config or {"vocab_size": VOCAB}, **{"max_model_len": 16, **options})
     processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[])))
     processor.set_limits(RequestLimits(config, KVCacheConfig(100, []), pooling or {}))
     return processor
@@ -93,6 +94,42 @@ def test_what_the_model_cannot_take_is_refused_by_its_parameter(prompt, params, 
     with pytest.raises(RequestError) as error:
         make_processor().prepare("r", prompt, SamplingParams(**params))
     assert error.value.param == param
+
+
+CHECKED = {
+    "generate": lambda processor, ids: processor.prepare("r", {"prompt_token_ids": ids}),
+    "text": lambda processor, ids: processor.prepare("r", "".join(map(chr, ids))),
+    "chat": lambda processor, ids: processor.prepare_chat("r", [{"role": "user", "content": {"prompt_token_ids": ids}}]),
+    "embed": lambda processor, ids: processor.prepare_pooling("r", {"prompt_token_ids": ids}, PoolingParams()),
+    "embed a text": lambda processor, ids: processor.prepare_pooling("r", "".join(map(chr, ids)), PoolingParams()),
+}
+
+
+@pytest.mark.parametrize("how", CHECKED)
+def test_token_ids_are_checked_once(how, monkeypatch):
+    checked = []
+
+    def check(token_ids, vocab_size, param="prompt_token_ids"):
+        checked.append((list(token_ids), vocab_size))
+        check_token_ids(token_ids, vocab_size, param)
+
+    monkeypatch.setattr("toolkit_lm.processing.processor.check_token_ids", check)
+    rules = {"embed": PoolingRules(True, True, 8)} if "embed" in how else None
+    processor = make_processor(rules, runner="pooling" if rules else "generate")
+    CHECKED[how](processor, [97, 98])
+    assert checked == [([97, 98], VOCAB)]
+    for token_id in (VOCAB, 255) if "text" in how else (-1, VOCAB, 2**40, 2**70):
+        checked.clear()
+        with pytest.raises(RequestError, match=f"token id {token_id} is not in the vocabulary, which has the ids from 0 to 127") as raised:
+            CHECKED[how](processor, [97, token_id])
+        assert raised.value.param == "prompt_token_ids" and len(checked) == 1
+
+
+def test_the_vocabulary_is_that_of_the_text_model():
+    processor = make_processor(hf_config={"text_config": {"vocab_size": 100}, "vocab_size": VOCAB})
+    processor.prepare("r", {"prompt_token_ids": [99]})
+    with pytest.raises(RequestError, match="token id 100 "):
+        processor.prepare("r", {"prompt_token_ids": [100]})
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_one_wording():

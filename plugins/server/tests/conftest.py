@@ -14,7 +14,7 @@ from toolkit_lm.frontend.health import Health
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.processing.validation import check_options
+from toolkit_lm.processing.validation import check_options, check_token_ids
 from toolkit_lm.renderer import Renderer
 from toolkit_lm_server.app import create_app
 
@@ -37,8 +37,6 @@ class CharRenderer(Renderer):
         token_ids = prompt["prompt_token_ids"]
         if not token_ids:
             raise RequestError("the prompt is empty.", "prompt")
-        if max(token_ids) >= 128:
-            raise RequestError(f"token id {max(token_ids)} is not in the vocabulary.", "prompt_token_ids")
         return token_ids, None
 
     def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
@@ -85,6 +83,7 @@ class FakeEngine:
         check_options(options)
         rendered = [self.renderer.render_prompt(prompt)[0] for prompt in prompts]
         for token_ids in rendered:
+            check_token_ids(token_ids, self.renderer.vocab_size)
             if len(token_ids) >= self.config.max_model_len:
                 most = self.config.max_model_len
                 raise ContextLengthError(

@@ -254,7 +254,8 @@ BAD = [
     (COMPLETE, {"prompt": "a", "use_beam_search": True, "n": 2, "top_p": 0.5}, 400, "top_p", None),
     ("/tokenize", {}, 400, "prompt", None),
     ("/tokenize", {"prompt": "a", **HI}, 400, "prompt", None),
-    ("/detokenize", {"tokens": [500]}, 400, "prompt", None),
+    ("/detokenize", {"tokens": [500]}, 400, "tokens", None),
+    ("/detokenize", {"tokens": [97, -1]}, 400, "tokens", None),
     ("/detokenize", {"tokens": ["a"]}, 400, "tokens", None),
 ]
 

@@ -252,6 +252,14 @@ def test_bad_requests_harm_no_others(client, url):
     wait_for(lambda: gauges(url) == (0, 0, 0))
 
 
+@pytest.mark.parametrize("token_id", [-1, VOCAB, 10**30])
+def test_a_token_id_that_the_model_does_not_have_is_named(url, token_id):
+    for path, body, param in (("/v1/completions", {"prompt": [5, token_id]}, "prompt"), ("/detokenize", {"tokens": [5, token_id]}, "tokens")):
+        reply = httpx.post(f"{url}{path}", json=body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+        assert reply.json()["error"]["message"].startswith(f"token id {token_id} is not in the vocabulary, which has the ids from 0 to")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_disconnect_frees_the_blocks(client, url, stream):
     wait_for(lambda: gauges(url) == (0, 0, 0))

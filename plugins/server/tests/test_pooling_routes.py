@@ -213,6 +213,7 @@ BAD_INPUTS = [
     ("a\ud800", "lone surrogate"),
     ([[5, 260]], "token id 260 is not in the vocabulary"),
     ([[5], [-1]], "input[1]: token id -1 is not in the vocabulary"),
+    ([[5], [2**40, 5]], f"input[1]: token id {2**40} is not in the vocabulary"),
     (["a", "x" * 129], "input[1]: the prompt has 129 tokens"),
     (["a", "x" * 10**5], "input[1]: the prompt has 100000 tokens"),
     (["a"] * 101, "input has 101 items; this server takes at most 100"),

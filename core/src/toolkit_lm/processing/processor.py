@@ -48,7 +48,8 @@ class Processor:
         self.texts = PoolingInputProcessor(config, renderer, plugins)
         self._limits: RequestLimits | None = None
         self._max_model_len = config.max_model_len
-        self._vocab_size: int = config.hf_config.get("vocab_size") or renderer.vocab_size
+        of_text = config.hf_config.get("text_config") or {}
+        self._vocab_size: int = of_text.get("vocab_size") or config.hf_config.get("vocab_size") or renderer.vocab_size
         self._eos_token_ids = renderer.eos_token_ids
 
     def set_limits(self, limits: RequestLimits) -> None:
@@ -75,7 +76,6 @@ class Processor:
     ) -> PreparedRequest:
         """Of a text, or token ids."""
         token_ids, _ = self.renderer.render_prompt(prompt)
-        check_token_ids(token_ids, self._vocab_size)
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         return self._generation(request_id, token_ids, text, params or SamplingParams(), options or {})
 
@@ -89,7 +89,6 @@ class Processor:
     ) -> PreparedRequest:
         """Of a conversation, through the chat template. `render_options` are Renderer.render_conversation's."""
         token_ids, _ = self.renderer.render_conversation(messages, **render_options)
-        check_token_ids(token_ids, self._vocab_size)
         return self._generation(request_id, token_ids, None, params or SamplingParams(), options or {})
 
     def _generation(
@@ -98,6 +97,7 @@ class Processor:
         check_bounds(params, self.config.limits)
         if params.logits_processors:
             check_processors(params, self.plugins.logits_processors)
+        check_token_ids(token_ids, self._vocab_size)
         if params.truncate_prompt_tokens is not None:
             cut = cut_prompt(token_ids, params, self._max_model_len)
             if text is not None and len(cut) < len(token_ids):

@@ -120,11 +120,11 @@ def check_count(given: Sequence[str], param: str, count: int) -> None:
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "prompt_token_ids") -> None:
-    """Raises RequestError, naming the parameter, for token ids that the model does not have."""
+    """Raises RequestError, naming the parameter, for token ids that are not in the vocabulary."""
     if token_ids:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < vocab_size:
-                raise RequestError(f"token id {token} is outside the model's vocabulary of {vocab_size}.", param)
+                raise RequestError(f"token id {token} is not in the vocabulary, which has the ids from 0 to {vocab_size - 1}.", param)
 
 
 def check_tokens_of_params(params: SamplingParams, tokenized: TokenizedParams, vocab_size: int) -> None:

@@ -76,7 +76,10 @@ class Renderer(ABC):
         *,
         add_special_tokens: bool = True,
     ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
-        """Token ids of a prompt. Token ids are passed on as they are, once they are seen to be in the vocabulary."""
+        """Token ids of a prompt, at least one.
+
+        Token ids that are given are passed on as they are: the engine checks that the model has them.
+        """
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         """Token ids of whole texts, or pairs of texts joined as the model wants them, special tokens included; for pooling.

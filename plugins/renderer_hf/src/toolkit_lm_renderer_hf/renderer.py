@@ -41,9 +41,7 @@ class HfRenderer(Renderer):
         self._chat_template = find_chat_template(config.renderer.chat_template, folder, tokenizer_config, special_tokens)
         vocab = self._tokenizer.get_vocab()
         tokenizer_size = max(vocab.values(), default=-1) + 1
-        # An id beyond the model's embedding would fail inside the model, even where the tokenizer knows it.
-        self._num_input_ids = _text_config(config.hf_config).get("vocab_size") or tokenizer_size
-        self._vocab_size = max(tokenizer_size, self._num_input_ids)
+        self._vocab_size = max(tokenizer_size, _text_config(config.hf_config).get("vocab_size") or 0)
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
         self._eos_token_ids = _eos_token_ids(config, vocab.get(special_tokens.get("eos_token", "")))
 
@@ -71,7 +69,7 @@ class HfRenderer(Renderer):
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
-            return self._check_ids(cast(list[int], token_ids), "prompt_token_ids"), None
+            return _not_empty(cast(list[int], token_ids), "prompt_token_ids"), None
         return self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens), None
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
@@ -115,7 +113,7 @@ class HfRenderer(Renderer):
             start = next((i for i, sequence in enumerate(joined.sequence_ids) if sequence == 1), len(joined.ids))
             if 1 in joined.type_ids:
                 start = joined.type_ids.index(1)
-        return RenderedText(self._check_ids(joined.ids, "input"), start)
+        return RenderedText(_not_empty(joined.ids, "input"), start)
 
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self._detokenizer, skip_special_tokens, prompt_token_ids)
@@ -136,7 +134,7 @@ class HfRenderer(Renderer):
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         self._check_text(text, param)
-        return self._check_ids(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, param)
+        return _not_empty(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, param)
 
     def _check_text(self, text: str, param: str, *, where: str = "the prompt") -> None:
         if not isinstance(text, str):
@@ -148,15 +146,13 @@ class HfRenderer(Renderer):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"{where} is no valid text: lone surrogate at position {error.start}.", param) from None
+            raise RequestError(f"{where} is not a valid text: lone surrogate at position {error.start}.", param) from None
 
-    def _check_ids(self, token_ids: list[int], param: str) -> list[int]:
-        if not token_ids:
-            raise RequestError("the prompt is empty.", param)
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self._num_input_ids:
-                raise RequestError(f"token id {token_id} is not in the vocabulary, which has {self._num_input_ids} tokens.", param)
-        return token_ids
+
+def _not_empty(token_ids: list[int], param: str) -> list[int]:
+    if not token_ids:
+        raise RequestError("the prompt is empty.", param)
+    return token_ids
 
 
 def _cut(text: str, encoding: Encoding, most: int) -> str:

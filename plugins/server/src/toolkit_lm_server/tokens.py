@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from toolkit_lm.errors import RequestError
-from toolkit_lm.prompts import TokensPrompt
+from toolkit_lm.processing.validation import check_token_ids
 
 from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody
@@ -45,5 +45,5 @@ class Tokens:
 
     def _detokenize(self, token_ids: list[int]) -> str:
         renderer = self._engine.renderer
-        known, _ = renderer.render_prompt(TokensPrompt(prompt_token_ids=token_ids))
-        return renderer.decode(known)
+        check_token_ids(token_ids, renderer.vocab_size, "tokens")
+        return renderer.decode(token_ids)
