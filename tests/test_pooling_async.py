@@ -232,7 +232,7 @@ class TestBadRequests:
             with pytest.raises(RequestError, match="embed, token_embed"):
                 async for _ in engine.generate("abc", SamplingParams()):
                     pass
-            with pytest.raises(RequestError, match=r"which task\? This model serves: embed, token_embed"):
+            with pytest.raises(RequestError, match=r"no task is given\. This model serves: embed, token_embed"):
                 await engine.encode_many(["abc"])
             with pytest.raises(RequestError, match="but params are for 'token_embed'"):
                 await engine.encode("abc", TOKENS, task="embed")

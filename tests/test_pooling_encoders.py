@@ -158,7 +158,7 @@ class TestFamilies:
             with pytest.raises(ContextLengthError, match=r"65 tokens; .* maximum context length is 64 tokens"):
                 llm.embed(too_long)
             same(llm.encode(too_long, task="embed", truncate_prompt_tokens=-1, use_tqdm=False), [expected])
-        with pytest.raises(ConfigError, match="max_model_len 65 is more than the checkpoint's positions, 64"):
+        with pytest.raises(ConfigError, match="max_model_len is 65, but the checkpoint has 64 positions"):
             LLM(made.folder, max_model_len=65)
 
 
@@ -217,7 +217,7 @@ def test_truncation_is_that_of_transformers(make, family):
             theirs = [made.tokenizer(*pair, **rules)["input_ids"] for pair in [*pairs, (TEXTS[1],)]]
             assert [output.prompt_token_ids for output in outputs] == theirs
             same(outputs, [reference(made, *pair, **rules).logits[0].sigmoid() for pair in [*pairs, (TEXTS[1],)]])
-        with pytest.raises(RequestError, match="are special, so that no text is left"):
+        with pytest.raises(RequestError, match="3 tokens leave no room for a text: 3 of them are special"):
             llm.encode(pairs, task="score", truncate_prompt_tokens=3)
 
 

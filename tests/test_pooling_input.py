@@ -156,7 +156,7 @@ class TestTask:
         assert llm.encode("abc", tokens, task="token_embed", use_tqdm=False)[0].data.shape == (3, 64)
 
     def test_none(self, llm):
-        with pytest.raises(RequestError, match=r"which task\? This model serves: embed, token_embed"):
+        with pytest.raises(RequestError, match=r"no task is given\. This model serves: embed, token_embed"):
             llm.encode("abc")
 
     def test_of_an_engine_that_generates(self, folder):

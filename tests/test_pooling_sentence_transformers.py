@@ -182,7 +182,7 @@ class TestInput:
         # Whoever asks for more gets it.
         with LLM(str(embedder.folder), max_model_len=64) as llm:
             same(vectors(llm, "y" * 41), [embedder.states("y" * 41, 64).mean(0)])
-        with pytest.raises(ConfigError, match="more than the checkpoint's positions, 64"):
+        with pytest.raises(ConfigError, match="but the checkpoint has 64 positions"):
             LLM(str(embedder.folder), max_model_len=65)
 
     @pytest.mark.parametrize(("stated", "longest"), [(23, 23), (10**30, 64), (100, 64)])
@@ -347,7 +347,7 @@ class TestPromptsThatAreLeftOut:
         write_modules(embedder.folder, left_out(mean_tokens=True), prompts=PROMPTS)
         with LLM(str(embedder.folder)) as llm:
             assert len(vectors(llm, TEXTS, prompt_name="query", truncate_prompt_tokens=self.START + 1)) == len(TEXTS)
-            with pytest.raises(RequestError, match="none of the 8 tokens is left to pool: the checkpoint leaves the 8 tokens of its"):
+            with pytest.raises(RequestError, match="none of the 8 tokens is left to pool: 8 belong to the checkpoint's prompt"):
                 llm.embed(TEXTS[0], prompt_name="query", truncate_prompt_tokens=self.START)
             # That of one text is no error of the others.
             params = [PoolingParams()] * 2

@@ -38,7 +38,7 @@ def test_runs_every_feature_at_once() -> None:
 
 def test_refuses_a_dtype_without_arithmetic() -> None:
     reason = SdpaBackend.refuses(msgspec.structs.replace(SPEC, dtype="float8_e4m3fn"))
-    assert reason == "no arithmetic in float8_e4m3fn, only in float32, bfloat16, float16"
+    assert reason == "no kernel for float8_e4m3fn, only for float32, bfloat16, float16"
 
 
 def test_refuses_relative_positions_across_sequences() -> None:

@@ -140,7 +140,7 @@ def test_names_of_other_checkpoints(tmp_path, family, change, config_changes):
     [
         ("Bert", {"position_embedding_type": "relative_key"}, UnsupportedError, "'position_embedding_type' is 'relative_key'"),
         ("Bert", {"is_decoder": True}, UnsupportedError, "'is_decoder' makes"),
-        ("Roberta", {"max_position_embeddings": 65}, ConfigError, "max_model_len 64 is more than the checkpoint's positions, 63"),
+        ("Roberta", {"max_position_embeddings": 65}, ConfigError, "max_model_len is 64, but the checkpoint has 63 positions"),
         ("ModernBert", {"layer_types": ["chunked"] * 5}, CheckpointError, "for layer 0, not 'chunked'"),
     ],
 )

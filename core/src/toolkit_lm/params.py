@@ -199,7 +199,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def _refuse_beams(self) -> None:
         for name in _BEAMS_ONLY:
             if getattr(self, name) != SAMPLING_PARAMS[name].default:
-                raise RequestError(f"{name} means something with use_beam_search only.", name)
+                raise RequestError(f"{name} has an effect only with use_beam_search: set both, or leave it out.", name)
 
     def _check_beam_search(self) -> None:
         name, width = self.widest
@@ -210,7 +210,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             default = SAMPLING_PARAMS[name].default
             if value not in (default, _OFF.get(name, default), [], {}):
-                raise RequestError(f"{name} means nothing with use_beam_search, which draws no tokens.", name)
+                raise RequestError(f"{name} has no effect with use_beam_search, which draws no tokens: leave one of them out.", name)
 
     @property
     def widest(self) -> tuple[str, int]:

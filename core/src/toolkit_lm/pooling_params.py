@@ -35,7 +35,7 @@ class PoolingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         # Together with the range that a pooler checks, this bounds what a request can make of a token.
         if self.returned_token_ids and len(set(self.returned_token_ids)) < len(self.returned_token_ids):
             raise RequestError(
-                f"returned_token_ids must name each once, not {reprlib.repr(self.returned_token_ids)}.", "returned_token_ids"
+                f"returned_token_ids must name each token id once, not {reprlib.repr(self.returned_token_ids)}.", "returned_token_ids"
             )
 
     def replace(self, **changes: object) -> PoolingParams:

@@ -72,12 +72,12 @@ def test_a_wanted_backend_that_refuses_is_an_error_that_names_the_able(registry)
         select_backend(SPEC, backends, wanted="xformers")
     assert str(error.value) == (
         "attention backend 'xformers' cannot run cross layer 'model.decoder.layers.0.encoder_attn' on cpu: "
-        "no kernel for device cpu. Able: sdpa, cpu."
+        "no kernel for device cpu. Supported: sdpa, cpu."
     )
 
 
 def test_a_wanted_backend_that_refuses_alone_says_none_is_able(registry) -> None:
-    with pytest.raises(UnsupportedError, match=r"no kernel\. Able: none\.$"):
+    with pytest.raises(UnsupportedError, match=r"no kernel\. Supported: none\.$"):
         select_backend(SPEC, registry(xformers=(0, "no kernel")), wanted="xformers")
 
 

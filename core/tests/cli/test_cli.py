@@ -36,7 +36,7 @@ def test_a_wrong_option_is_exit_code_2(toolkit, monkeypatch):
     monkeypatch.setenv("TOOLKIT_LM_BLOCK_SIZE", "many")
     done = toolkit("explain", "tiny")
     assert done.code == 2
-    assert done.err.startswith("error: environment variable TOOLKIT_LM_BLOCK_SIZE: 'many' is no value for 'block_size'")
+    assert done.err.startswith("error: environment variable TOOLKIT_LM_BLOCK_SIZE: 'many' is not a value for 'block_size'")
 
 
 @pytest.mark.filterwarnings("default")

@@ -129,7 +129,7 @@ def test_switches_that_may_be_unset(invoke, monkeypatch):
     assert (config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill, config.pooler.normalize) == (True, False, False)
     assert (config.engine.overlap, config.engine.engine_process) == (True, None)
     monkeypatch.setenv("TOOLKIT_LM_OVERLAP", "perhaps")
-    with pytest.raises(ConfigError, match=r"TOOLKIT_LM_OVERLAP: 'perhaps' is no value for 'overlap' .* It is true or false\."):
+    with pytest.raises(ConfigError, match=r"TOOLKIT_LM_OVERLAP: 'perhaps' is not a value for 'overlap' .* It is true or false\."):
         invoke("probe")
 
 

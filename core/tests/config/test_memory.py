@@ -40,5 +40,5 @@ def test_no_amount(text):
 
 def test_the_config_checks_it():
     assert VllmConfig.make(kv_cache_memory="1GiB").cache.kv_cache_memory == "1GiB"
-    with pytest.raises(ConfigError, match=r"'much' is no amount of memory"):
+    with pytest.raises(ConfigError, match=r"'much' is not an amount of memory"):
         VllmConfig.make(kv_cache_memory="much")

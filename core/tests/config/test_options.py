@@ -91,7 +91,7 @@ def test_convert_refuses(name, given):
 
 
 def test_a_wrong_choice_names_the_choices():
-    with pytest.raises(ConfigError, match=r"'gren' is no value for 'color'.*Did you mean 'green'"):
+    with pytest.raises(ConfigError, match=r"'gren' is not a value for 'color'.*Did you mean 'green'"):
         BY_NAME["color"].convert("gren", "here")
 
 

@@ -197,7 +197,7 @@ class TestRecovery:
 
         core.executor.warm_up = broken
         core.step()
-        with pytest.raises(EngineDeadError, match="computes nothing any more: RuntimeError: poisoned"):
+        with pytest.raises(EngineDeadError, match="cannot compute anything any more: RuntimeError: poisoned"):
             core.step()
 
     def test_it_dies_with_a_worker_at_once(self):
@@ -345,7 +345,7 @@ class TestStart:
         assert core.kv_cache.num_blocks == 4 * MAX_MODEL_LEN // 4
 
     def test_a_cache_that_cannot_hold_one_sequence(self):
-        with pytest.raises(CapacityError, match="one sequence of max_model_len 24 tokens, 6 blocks: num_kv_blocks is 5"):
+        with pytest.raises(CapacityError, match="one sequence of max_model_len 24: it takes 6 blocks, but num_kv_blocks is 5"):
             self.make(2**20, num_kv_blocks=5)
 
     def test_a_cache_that_takes_more_than_there_is(self):

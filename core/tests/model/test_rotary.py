@@ -104,7 +104,7 @@ def test_what_does_not_do_is_refused_by_name():
     with pytest.raises(CheckpointError, match="'short_factor' must have 16 entries, not 15"):
         rope = {**SCALINGS["longrope"], "short_factor": [1.0] * 15}
         parameters({**BASE, "rope_parameters": rope}).inverse_frequencies(64)
-    with pytest.raises(CheckpointError, match="cannot rotate 64 dimensions of heads of size 32"):
+    with pytest.raises(CheckpointError, match="64 rotary dimensions do not fit into heads of size 32"):
         rotary({"rope_type": "default", "partial_rotary_factor": 2.0})
 
 

@@ -114,14 +114,14 @@ def test_a_missing_file_of_an_index_is_named(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_a_broken_index_is_named(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is no index of weights"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is not an index of weights"):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/model.safetensors", "sub/model.safetensors", 3])
 def test_an_index_cannot_name_files_of_other_folders(tmp_path, file):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(CheckpointError, match="which is no file of its own folder"):
+    with pytest.raises(CheckpointError, match="which is not a file of the same folder"):
         load(tmp_path)
 
 
@@ -130,13 +130,13 @@ def test_a_truncated_file_is_named(tmp_path, keep):
     file = tmp_path / "model.safetensors"
     save_file(WEIGHTS, file)
     file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is no readable safetensors file; it may be truncated"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file; it may be truncated"):
         load(tmp_path)
 
 
 def test_garbage_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 200)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is no readable safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
         load(tmp_path)
 
 

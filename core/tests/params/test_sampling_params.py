@@ -63,7 +63,7 @@ def test_a_value_out_of_range_names_its_parameter(name, value):
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_beam_search_refuses_what_says_how_to_draw(name):
     assert SamplingParams(**{name: DRAWS[name]})
-    with pytest.raises(RequestError, match=f"{name} means nothing with use_beam_search") as error:
+    with pytest.raises(RequestError, match=f"{name} has no effect with use_beam_search") as error:
         SamplingParams(use_beam_search=True, n=2, **{name: DRAWS[name]})
     assert error.value.param == name
 

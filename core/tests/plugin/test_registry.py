@@ -223,7 +223,7 @@ def test_a_target_must_be_what_its_registry_is_for(tmp_path, monkeypatch, kind, 
 def test_a_target_that_is_no_function_is_refused():
     commands = CommandRegistry(owner=ONE)
     commands.add("x", "toolkit_lm.plugin:API_VERSION", help="X.")
-    with pytest.raises(PluginError, match=r"plugin 'one' .*command 'x': 'toolkit_lm.plugin:API_VERSION' is no function, but a str"):
+    with pytest.raises(PluginError, match=r"plugin 'one' .*command 'x': 'toolkit_lm.plugin:API_VERSION' is not a function, but a str"):
         commands.load("x")
 
 

@@ -231,7 +231,7 @@ def test_methods_of_tokens_make_no_embedding(method, tmp_path):
 
 
 def test_methods_of_prompts_score_no_tokens(tmp_path):
-    with pytest.raises(ConfigError, match=r"pooling_type 'MEAN' gives one vector for a prompt.*Able: ALL, STEP"):
+    with pytest.raises(ConfigError, match=r"pooling_type 'MEAN' gives one vector for a prompt.*Supported: ALL, STEP"):
         token_classification_pooler(config_of(tmp_path, pooling_type="MEAN"), nn.Linear(SIZE, 2))
 
 
@@ -321,12 +321,12 @@ MEANINGLESS = [
 )
 def test_options_that_mean_nothing_are_refused(model, make, options, name, value, tmp_path):
     config = config_of(tmp_path, {"num_labels": 1}, **options, **{name: value})
-    with pytest.raises(ConfigError, match=f"option {name!r} means nothing to {model}. It is for "):
+    with pytest.raises(ConfigError, match=f"option {name!r} has no effect on {model}: it is for "):
         make(config, *([] if make is embedding_pooler else [nn.Linear(SIZE, 1)]))
 
 
 @pytest.mark.parametrize(("name", "value"), {**OF_LABELS, **OF_STEPS, **OF_HEAD, "normalize": True, "pooling_type": "CLS"}.items())
 def test_options_of_pooling_are_refused_by_an_engine_that_only_generates(name, value):
     check_pooler_options(PoolerConfig(), PoolingKind.NONE)
-    with pytest.raises(ConfigError, match=f"option {name!r} means nothing to an engine that generates only"):
+    with pytest.raises(ConfigError, match=f"option {name!r} has no effect on an engine that generates only"):
         check_pooler_options(PoolerConfig(**{name: value}), PoolingKind.NONE)

@@ -181,10 +181,10 @@ def test_a_step_tag_is_a_token_of_the_model():
 
 
 def test_returned_ids_are_each_named_once():
-    with pytest.raises(RequestError, match=r"each once, not \[0, 0, 0, 0, 0, 0, \.\.\.\]") as caught:
+    with pytest.raises(RequestError, match=r"each token id once, not \[0, 0, 0, 0, 0, 0, \.\.\.\]") as caught:
         PoolingParams(task="token_classify", returned_token_ids=[0] * 2**18)
     assert caught.value.param == "returned_token_ids"
-    with pytest.raises(ConfigError, match="'returned_token_ids' must name each once"):
+    with pytest.raises(ConfigError, match="'returned_token_ids' must name each token id once"):
         token_classification_pooler(config(returned_token_ids=[1, 0, 1]), linear())
 
 

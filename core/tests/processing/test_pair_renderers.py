@@ -81,7 +81,7 @@ def test_instructions(processor):
 
 
 def test_what_is_refused(processor):
-    with pytest.raises(ConfigError, match=r"score_template 'mine' is taken by no loaded plugin\. Install toolkit-lm-pooling-adapters\."):
+    with pytest.raises(ConfigError, match=r"no loaded plugin reads score_template 'mine'\. Install toolkit-lm-pooling-adapters\."):
         processor(score_template="mine")
     with pytest.raises(ConfigError, match="score_template 'mine'"):
         processor("nothing", score_template="mine")

@@ -35,6 +35,6 @@ def test_a_text_is_cut_where_its_tokens_end():
     texts = ["one", "one two", " one  two three", "one two three four "]
     assert renderer.cut_texts(texts, 3) == ["one", "one two", " one  two ", "one two "]
     assert renderer.cut_texts(texts, 5) == texts
-    with pytest.raises(RequestError, match="1 tokens have no room for a text") as caught:
+    with pytest.raises(RequestError, match="1 tokens leave no room for a text") as caught:
         renderer.cut_texts(["one"], 1)
     assert caught.value.param == "max_tokens"

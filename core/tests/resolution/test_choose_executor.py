@@ -42,14 +42,16 @@ def test_each_candidate_has_its_reason():
 
 def test_the_one_asked_for_is_refused_with_those_that_are_able():
     config = VllmConfig.make(tensor_parallel_size=2, pipeline_parallel_size=2, executor="two")
-    expected = "tensor_parallel_size 2 x pipeline_parallel_size 2 needs an executor of 4 workers. two: it runs 2 of 4 workers. Able: any."
+    expected = (
+        "tensor_parallel_size 2 x pipeline_parallel_size 2 needs an executor of 4 workers. two: it runs 2 of 4 workers. Supported: any."
+    )
     with pytest.raises(ConfigError) as caught:
         choose_executor(config, PLUGINS)
     assert str(caught.value) == expected
 
 
 def test_none_is_able():
-    with pytest.raises(ConfigError, match=r"in_process: it runs 1 of 2 workers\. Able: none\."):
+    with pytest.raises(ConfigError, match=r"in_process: it runs 1 of 2 workers\. Supported: none\."):
         choose_executor(VllmConfig.make(tensor_parallel_size=2), Plugins.load(PluginsConfig(plugins=[])))
 
 

@@ -58,7 +58,7 @@ def test_a_class_goes_before_fallbacks():
 
 def test_a_fallback_can_be_asked_for():
     assert choose(KNOWN, "one", one="Takes") == ("one", [("one", None), ("KnownForCausalLM", None)])
-    with pytest.raises(UnsupportedError, match=r"'one' cannot run 'KnownForCausalLM' .*: it is too new. Able: KnownForCausalLM"):
+    with pytest.raises(UnsupportedError, match=r"'one' cannot run 'KnownForCausalLM' .*: it is too new. Supported: KnownForCausalLM"):
         choose(KNOWN, "one", one="Refuses")
     with pytest.raises(UnsupportedError, match=r"it is too new\.$"):
         choose(UNKNOWN, "one", one="Refuses", two="Takes")

@@ -63,7 +63,14 @@ def test_bad_lines_are_told_and_the_others_go_on(embed, llm):
     done, vectors = embed("in.jsonl", b"\n".join(lines) + b"\n", "--field", "body")
     assert done.code == 1
     assert "6 of 8 lines could not be embedded" in done.err
-    for number, why in ((2, "no JSON"), (3, "not a int"), (4, "no object with a field 'body'"), (5, "empty"), (6, "no UTF-8"), (7, "JSON")):
+    for number, why in (
+        (2, "not JSON"),
+        (3, "not a int"),
+        (4, "not an object with a field 'body'"),
+        (5, "empty"),
+        (6, "not UTF-8"),
+        (7, "JSON"),
+    ):
         assert f"line {number}: " in done.err and why in next(one for one in done.err.splitlines() if f"line {number}:" in one)
     assert np.isnan(vectors[1:7]).all()
     np.testing.assert_allclose(vectors[[0, 7]], expected(llm, ["first", "last\n"]), atol=1e-5)
@@ -76,8 +83,8 @@ def test_lines_that_json_and_files_cannot_hold(toolkit, checkpoint, tmp_path, ou
     (tmp_path / "in.jsonl").write_text("\n".join(["[" * 100_000, r'{"text": "\ud800"}', '{"text": "good"}']))
     done = toolkit("embed", checkpoint, "--in", tmp_path / "in.jsonl", "--out", tmp_path / out, *SMALL)
     assert done.code == 1 and "2 of 3 lines" in done.err
-    assert "line 1: it is no JSON: maximum recursion depth exceeded" in done.err
-    assert "line 2: 'text' is no valid text: lone surrogate at position 0." in done.err
+    assert "line 1: it is not JSON: maximum recursion depth exceeded" in done.err
+    assert "line 2: 'text' is not a valid text: lone surrogate at position 0." in done.err
     assert (tmp_path / out).stat().st_size
 
 

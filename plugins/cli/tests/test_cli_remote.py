@@ -114,7 +114,7 @@ def test_where_no_server_answers(toolkit):
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith("error: no answer from the server at http://127.0.0.1:1: ")
     done = toolkit("complete", "--url", "nonsense", "--prompt", "x")
-    assert (done.code, done.err.startswith("error: option 'url': 'nonsense' is no address of a server: ")) == (2, True)
+    assert (done.code, done.err.startswith("error: option 'url': 'nonsense' is not the address of a server: ")) == (2, True)
     assert toolkit("complete", "given", "--url", "nonsense", "--prompt", "x").code == 2
 
 

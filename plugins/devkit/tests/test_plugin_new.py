@@ -31,14 +31,14 @@ def test_what_is_there_is_not_overwritten(toolkit, tmp_path):
     (tmp_path / "toolkit-lm-mine").mkdir()
     done = toolkit("plugins", "new", "model", "mine", "--dir", tmp_path)
     assert (done.code, done.out) == (2, "")
-    assert "is there already" in done.err
+    assert "exists already" in done.err
 
 
 @pytest.mark.parametrize("name", ["My", "my_model", "1st", "a--b", "-a", "a/b", ""])
 def test_a_bad_name(toolkit, tmp_path, name):
     done = toolkit("plugins", "new", "--dir", tmp_path, "model", "--", name)
     assert done.code == 2
-    assert "is no name for a plugin" in done.err
+    assert "is not a name for a plugin" in done.err
     assert list(tmp_path.iterdir()) == []
 
 

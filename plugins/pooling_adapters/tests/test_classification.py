@@ -133,7 +133,7 @@ def test_what_is_taken_for_a_reranker_is_said_to_be(architecture, tmp_path, capl
     folder = save_random(tmp_path, make(architecture))
     save_tokenizer(folder, yes=40, no=17, Yes=41, **{"0": 18, "1": 42})
     (warning,) = warnings_of(caplog, folder)
-    assert re.search(f"this {architecture} has no trained classifier, and is taken for a reranker like {ASSUMED[architecture]}", warning)
+    assert re.search(f"this {architecture} has no trained classifier. It is run as a reranker like {ASSUMED[architecture]}", warning)
     assert "\n" not in warning
     # What it says to be assumed is what is registered, and named, it is the same.
     known = RERANKERS[architecture]
@@ -211,7 +211,7 @@ def refuse(folder, error, match, model_class=LlamaForCausalLM, **options):
 def test_refusals(tmp_path):
     folder = save_random(tmp_path / "causal", make("LlamaForCausalLM"))
     two = {"classifier_method": "from_2_way_softmax"}
-    refuse(folder, UnsupportedError, "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Able: --classifier-method")
+    refuse(folder, UnsupportedError, "LlamaForCausalLM is not known as a reranker .*Qwen3ForCausalLM.* Use --classifier-method")
     refuse(folder, ConfigError, "'from_2_way_softmax' needs classifier_tokens", **two)
     refuse(folder, ConfigError, "takes two: FALSE,TRUE, but classifier_tokens has 1", **two, classifier_tokens=["yes"])
     refuse(folder, CheckpointError, "the token 'no' .* cannot be looked up in .*tokenizer.json", **two, classifier_tokens=["no", "yes"])

@@ -92,7 +92,9 @@ def test_a_document_that_is_too_long_is_cut(special):
     taken = len(whole) - len(tokens_of("defghij"))
     assert len(score_tokens(RENDERER, template, "abc", "defghij", max_tokens=taken + 1)) == taken + 1
     for most in (taken, taken - 1, 4):
-        with pytest.raises(ContextLengthError, match=rf"all but the document takes {taken} tokens, and {most} are allowed") as caught:
+        with pytest.raises(
+            ContextLengthError, match=rf"the query and the score template take {taken} tokens, but {most} are allowed"
+        ) as caught:
             score_tokens(RENDERER, template, "abc", "defghij", max_tokens=most)
         assert caught.value.param == "truncate_prompt_tokens"
 
@@ -105,7 +107,7 @@ def test_a_query_is_not_cut_where_it_shares_a_piece_with_the_document(query):
     # After a query of four characters, the document begins inside of a token.
     least = taken if query == "abcd" else taken + 1
     for most in (1, 3, least - 1):
-        with pytest.raises(ContextLengthError, match=f"all but the document takes {taken} tokens, and {most} are allowed"):
+        with pytest.raises(ContextLengthError, match=f"the query and the score template take {taken} tokens, but {most} are allowed"):
             score_tokens(RENDERER, template, query, "efghij", max_tokens=most)
     assert len({tuple(score_tokens(RENDERER, template, query, text, max_tokens=least)) for text in ("efghij", "klmnop")}) == 2
 
@@ -121,9 +123,9 @@ def test_what_is_empty_or_no_text_is_refused():
 
 
 def test_a_template_without_its_places_is_refused():
-    with pytest.raises(ConfigError, match=r"needs the place {query} once, and this one has it 0 times"):
+    with pytest.raises(ConfigError, match=r"must have {query} once, but this one has it 0 times"):
         ScoreTemplate(pieces=("{document}",))
-    with pytest.raises(ConfigError, match=r"needs the place {document} once, and this one has it 2 times"):
+    with pytest.raises(ConfigError, match=r"must have {document} once, but this one has it 2 times"):
         ScoreTemplate(pieces=("{query}{document}", "{document}"))
     with pytest.raises(ConfigError, match=r"must end with {document}"):
         ScoreTemplate(pieces=("{query}{document}.",))
@@ -136,7 +138,7 @@ def test_a_template_in_a_file(tmp_path):
     assert template.pieces == ("Q: {query}\nD: {document}", "\nA:")
     assert template.add_special_tokens
     path.write_text("Q: {query}")
-    with pytest.raises(ConfigError, match=r"mine.txt': a score template needs the place {document} once"):
+    with pytest.raises(ConfigError, match=r"mine.txt': a score template must have {document} once"):
         read_score_template(path)
     path.write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"mine.txt' cannot be read"):

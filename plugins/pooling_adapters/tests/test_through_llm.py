@@ -85,7 +85,7 @@ def test_a_known_reranker_reads_its_template(tmp_path, caplog):
         prompts = [score_tokens(llm.engine.renderer, QWEN3_RERANKER, query, document) for document in documents]
         outputs = llm.score(query, documents, use_tqdm=False)
         ranked = llm.rerank(query, documents, use_tqdm=False)
-    assert caplog.text.count("is taken for a reranker like Qwen3-Reranker") == 1
+    assert caplog.text.count("It is run as a reranker like Qwen3-Reranker") == 1
     logits = [out.logits[0, -1, [17, 40]] for out in by_transformers(transformers.AutoModelForCausalLM, folder, prompts)]
     expected = [float(pair.softmax(0)[1]) for pair in logits]
     assert len({round(score, 4) for score in expected}) == 3
@@ -170,11 +170,11 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         llm_of(folder, convert="classify")
     with pytest.raises(ConfigError, match="'reward' is for native reward models"):
         llm_of(folder, convert="reward")
-    with pytest.raises(ConfigError, match="option 'logit_mean' means nothing to an engine that generates only"):
+    with pytest.raises(ConfigError, match="option 'logit_mean' has no effect on an engine that generates only"):
         llm_of(folder, runner="generate", logit_mean=1.0)
-    with pytest.raises(ConfigError, match="option 'use_activation' means nothing to an embedding model"):
+    with pytest.raises(ConfigError, match="option 'use_activation' has no effect on an embedding model"):
         llm_of(folder, convert="embed", use_activation=True)
-    with pytest.raises(ConfigError, match="option 'use_activation' means nothing to an embedding model"):
+    with pytest.raises(ConfigError, match="option 'use_activation' has no effect on an embedding model"):
         llm_of(folder, extra_tasks=["embed"], use_activation=True)
     with pytest.raises(CheckpointError, match="'maybe not' is 2 tokens"):
         llm_of(folder, convert="classify", classifier_method="no_post_processing", classifier_tokens=["maybe not"])

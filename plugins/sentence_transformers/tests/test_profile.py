@@ -128,8 +128,8 @@ def test_the_longest_input_that_only_the_tokenizer_says(tmp_path, said, expected
             EMBEDDER | {"sentence_bert_config.json": {"processing_kwargs": {"text": {}, "chat_template": {}}}},
             "has processing_kwargs for 'text', which",
         ),
-        (COLBERT | {"tokenizer.json": {"model": {"vocab": {}}}}, "fills queries up with the mask token, which .* does not have"),
-        (COLBERT | {"sentence_bert_config.json": {"query_length": 5}}, "up to 32 tokens, but cuts them to 5"),
+        (COLBERT | {"tokenizer.json": {"model": {"vocab": {}}}}, "pads queries with the mask token, which .* does not have"),
+        (COLBERT | {"sentence_bert_config.json": {"query_length": 5}}, "pads queries to 32 tokens, but cuts them to 5"),
     ],
 )
 def test_what_only_an_engine_that_pools_cannot_do_is_no_error_of_reading(tmp_path, files, refusal):

@@ -565,10 +565,10 @@ def _raising(router):
 @pytest.mark.parametrize(
     ("add", "message"),
     [
-        (_websocket, "no plain HTTP route"),
-        (_mount, "no plain HTTP route"),
-        (_plain, "no plain HTTP route"),
-        (_nested, "no plain HTTP route"),
+        (_websocket, "not a plain HTTP route"),
+        (_mount, "not a plain HTTP route"),
+        (_plain, "not a plain HTTP route"),
+        (_nested, "not a plain HTTP route"),
         (_taken, "the route GET /health is in use"),
         (_raising, "failed in toolkit_register_routes: ValueError: no routes today"),
     ],

@@ -254,7 +254,10 @@ def test_bad_requests_harm_no_others(client, url):
 
 @pytest.mark.parametrize("token_id", [-1, VOCAB, 10**30])
 def test_a_token_id_that_the_model_does_not_have_is_named(url, token_id):
-    for path, body, param in (("/v1/completions", {"prompt": [5, token_id]}, "prompt"), ("/detokenize", {"tokens": [5, token_id]}, "tokens")):
+    for path, body, param in (
+        ("/v1/completions", {"prompt": [5, token_id]}, "prompt"),
+        ("/detokenize", {"tokens": [5, token_id]}, "tokens"),
+    ):
         reply = httpx.post(f"{url}{path}", json=body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
         assert reply.json()["error"]["message"].startswith(f"token id {token_id} is not in the vocabulary, which has the ids from 0 to")
@@ -315,8 +318,8 @@ def test_a_port_in_use_is_one_message_before_the_model_is_loaded():
     ("arguments", "message"),
     [
         (["--routes", "nobody"], "no loaded plugin 'nobody' has HTTP routes"),
-        (["--host", "nowhere.invalid"], "'nowhere.invalid' is no address to listen on"),
-        (["--max-body-size", "half"], "is no amount of memory"),
+        (["--host", "nowhere.invalid"], "'nowhere.invalid' is not an address to listen on"),
+        (["--max-body-size", "half"], "is not an amount of memory"),
     ],
 )
 def test_wrong_options_are_one_message(arguments, message):

@@ -485,9 +485,9 @@ async def test_long_documents_are_cut(engine_of, ask, name):
             "/v2/embed",
             {"texts": ["a", "b" * 9], "truncate": "NONE", "max_tokens": 8},
             "texts",
-            "texts[1]: the text has 9 tokens; max_tokens is 8",
+            "texts[1]: the text has 9 tokens, but max_tokens is 8",
         ),
-        ("/pooling", {"input": "a"}, "task", "Which task? Supported: embed, token_embed."),
+        ("/pooling", {"input": "a"}, "task", "Set 'task'. Supported: embed, token_embed."),
         ("/pooling", {"input": ["a", "b"], "task": "classify"}, "task", "Supported: embed, token_embed."),
         ("/pooling", {"input": [5, 6], "task": "embed", "prompt_name": "query"}, "prompt_name", "goes before a text"),
         ("/rerank", {"query": "", "documents": ["a", "b"]}, "query", "query: the text is empty"),
@@ -495,7 +495,7 @@ async def test_long_documents_are_cut(engine_of, ask, name):
         ("/score", {"queries": "", "documents": ["a"]}, "queries", "queries: the text is empty"),
         ("/score", {"queries": ["a", ""], "documents": ["a", "b"]}, "queries", "queries[1]: the text is empty"),
         ("/score", {"text_1": "a", "text_2": ["b", "x" * 126]}, "text_2", "text_2[1]: the prompt has 129 tokens"),
-        ("/pooling", {"input": "a", "task": "embed", "use_activation": True}, "use_activation", "means nothing"),
+        ("/pooling", {"input": "a", "task": "embed", "use_activation": True}, "use_activation", "has no effect on the task 'embed'"),
         ("/score", {"queries": "a", "documents": "b", "instruction": "Find."}, "instruction", "takes no instruction"),
     ],
 )
@@ -538,7 +538,7 @@ async def test_a_document_that_is_cut_and_no_valid_text(engine_of, client_of):
     body = json.dumps({"query": "a", "documents": ["b", "c\ud800"], "max_tokens_per_doc": 1})
     async with client_of(create_app(engine_of("embedder"))) as client:
         error = (await client.post("/rerank", content=body, headers={"content-type": "application/json"})).json()["error"]
-    assert error["param"] == "documents" and "documents[1]: the text is no valid text" in error["message"]
+    assert error["param"] == "documents" and "documents[1]: the text is not a valid text" in error["message"]
 
 
 async def test_special_tokens_leave_no_text(ask):
@@ -548,7 +548,7 @@ async def test_special_tokens_leave_no_text(ask):
     ):
         reply = await ask("encoder", path, **body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-        assert "of 1 tokens 1 are special" in reply.json()["error"]["message"]
+        assert "1 tokens leave no room for a text: 1 of them are special" in reply.json()["error"]["message"]
 
 
 async def test_coheres_embed(engine_of, ask):

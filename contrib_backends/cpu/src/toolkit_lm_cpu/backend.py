@@ -32,11 +32,11 @@ class CpuBackend(AttentionBackend):
         if _missing is not None:
             return _missing
         if spec.dtype not in ("float32", "bfloat16"):
-            return f"no arithmetic in {spec.dtype}, only in float32, bfloat16"
+            return f"no kernel for {spec.dtype}, only for float32, bfloat16"
         if not _kernels.supports(spec.dtype):
             return f"this processor lacks the AVX-512 instructions for {spec.dtype}"
         if spec.head_size % _LANES:
-            return f"head_size {spec.head_size} is no multiple of {_LANES}"
+            return f"head_size {spec.head_size} is not a multiple of {_LANES}"
         asked = [name for name in ("window", "soft_cap", "sinks", "bias", "spans") if getattr(spec, name)]
         return f"no kernel with {' and '.join(asked)}" if asked else None
 

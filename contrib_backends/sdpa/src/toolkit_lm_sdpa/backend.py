@@ -27,7 +27,7 @@ class SdpaBackend(AttentionBackend):
     @classmethod
     def refuses(cls, spec: AttentionSpec) -> str | None:
         if spec.dtype not in _DTYPES:
-            return f"no arithmetic in {spec.dtype}, only in {', '.join(_DTYPES)}"
+            return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
         if spec.type is AttentionType.CROSS:
             asked = [name for name in ("window", "bias", "spans") if getattr(spec, name)]
             if asked:

@@ -160,7 +160,7 @@ class BertEncoder(Encoder):
     def shape(cls, config: HFConfig) -> BertShape:
         """Raises UnsupportedError for positions that are not learned."""
         if (kind := config.get("position_embedding_type", str, "absolute")) != "absolute":
-            raise UnsupportedError(f"config.json: 'position_embedding_type' is {kind!r}. Able: absolute.")
+            raise UnsupportedError(f"config.json: 'position_embedding_type' is {kind!r}. Supported: absolute.")
         return BertShape(
             hidden_size=config.require("hidden_size", int),
             num_layers=config.require("num_hidden_layers", int),

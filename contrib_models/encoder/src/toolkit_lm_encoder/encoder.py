@@ -109,7 +109,7 @@ def check_positions(most: int, vllm_config: VllmConfig) -> None:
     """Raises ConfigError where sequences may be longer than a table of positions."""
     if vllm_config.max_model_len > most:
         raise ConfigError(
-            f"max_model_len {vllm_config.max_model_len} is more than the checkpoint's positions, {most}: give --max-model-len {most}."
+            f"max_model_len is {vllm_config.max_model_len}, but the checkpoint has {most} positions: give --max-model-len {most} or less."
         )
 
 

@@ -32,7 +32,7 @@ def read_config(vllm_config: VllmConfig) -> Any:
         own = {key: value for key, value in values.items() if key != "auto_map"}
         return _understood(lambda: transformers.CONFIG_MAPPING[model_type].from_dict(own), "read its config.json")
     if hasattr(transformers, name):
-        raise UnsupportedError(f"{name} of transformers is no causal language model")
+        raise UnsupportedError(f"{name} of transformers is not a causal language model")
     if "AutoModelForCausalLM" not in (values.get("auto_map") or {}):
         raise UnsupportedError(f"transformers {transformers.__version__} has no class {name}")
     if not vllm_config.model.trust_remote_code:

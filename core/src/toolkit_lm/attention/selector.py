@@ -39,7 +39,7 @@ def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, want
     able = [c.name for c in candidates if c.refusal is None]
     what = f"{spec.type} layer {spec.layer!r} on {spec.device}"
     if wanted != "auto":
-        raise UnsupportedError(f"attention backend {wanted!r} cannot run {what}: {refusal}. Able: {', '.join(able) or 'none'}.")
+        raise UnsupportedError(f"attention backend {wanted!r} cannot run {what}: {refusal}. Supported: {', '.join(able) or 'none'}.")
     if not able:
         reasons = "; ".join(f"{c.name}: {c.refusal}" for c in candidates) or "none is installed"
         raise UnsupportedError(f"no attention backend can run {what}: {reasons}.")

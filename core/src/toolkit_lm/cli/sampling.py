@@ -40,7 +40,7 @@ def parse_flags(values: Mapping[str, Any]) -> SamplingFlags:
         try:
             flags[name] = msgspec.convert(wanted, FLAGS[name].type, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"option {FLAGS[name].flag!r}: {value!r} is no value: {error}") from None
+            raise ConfigError(f"option {FLAGS[name].flag!r}: {value!r} is not a value for it: {error}") from None
     try:
         flags.params()
     except RequestError as error:

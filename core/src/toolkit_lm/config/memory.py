@@ -16,14 +16,14 @@ def parse_memory(text: str) -> int | float:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|(?:([kmgt]i?)?b?))\s*", text.lower())
     if match is None:
-        raise ConfigError(f"{text!r} is no amount of memory. Write bytes ('2GiB', '500MB', '1073741824') or a fraction ('0.5', '50%').")
+        raise ConfigError(f"{text!r} is not an amount of memory. Write bytes ('2GiB', '500MB', '1073741824') or a fraction ('0.5', '50%').")
     number, unit, prefix = match.groups()
     if unit == "%" or (unit == "" and "." in number):
         fraction = float(number) / (100 if unit == "%" else 1)
         if not 0 < fraction <= 1:
-            raise ConfigError(f"{text!r} is no fraction of memory: it must be above 0 and at most 1 (100%).")
+            raise ConfigError(f"{text!r} is not a fraction of memory: it must be above 0 and at most 1 (100%).")
         return fraction
     amount = int(number) * _UNITS[prefix or ""] if number.isdigit() else int(float(number) * _UNITS[prefix or ""])
     if amount < 1:
-        raise ConfigError(f"{text!r} is no amount of memory: it must be at least one byte.")
+        raise ConfigError(f"{text!r} is not an amount of memory: it must be at least one byte.")
     return amount

@@ -116,7 +116,7 @@ class Option(NamedTuple):
             value = msgspec.convert(value, self.type, strict=False)
         except (msgspec.ValidationError, ValueError) as error:
             reason = nearest(str(value), self.choices) if self.choices else "It is true or false." if self.is_flag else f"{error}."
-            raise ConfigError(f"{source}: {value!r} is no value for {self.name!r} ({self.help}) {reason}") from None
+            raise ConfigError(f"{source}: {value!r} is not a value for {self.name!r} ({self.help}) {reason}") from None
         if value is not None and not self.spec.admits(value):
             raise ConfigError(f"{source}: {self.name!r} must be {self.spec.range}, not {value!r} ({self.help})")
         return value

@@ -79,7 +79,7 @@ class EngineCore:
         memory = kv_cache_bytes(cache, self.config.device.device, free) if cache.num_kv_blocks is None else cache.num_kv_blocks * each
         device = self.config.device.device
         if memory > free:
-            raise CapacityError(f"the KV cache is to take {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
+            raise CapacityError(f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
         num_blocks = memory // each if each else 0
         if num_blocks < one_sequence:
             given = f"num_kv_blocks is {num_blocks}"
@@ -87,7 +87,7 @@ class EngineCore:
                 given = f"kv_cache_memory is {memory / 2**10:.0f} KiB, {num_blocks} blocks of {each / 2**10:.0f} KiB"
             option = "--kv-cache-memory" if cache.num_kv_blocks is None else "--num-kv-blocks"
             raise CapacityError(
-                f"the KV cache cannot hold one sequence of max_model_len {length} tokens, {one_sequence} blocks: {given}. "
+                f"the KV cache cannot hold one sequence of max_model_len {length}: it takes {one_sequence} blocks, but {given}. "
                 f"Lower --max-model-len or raise {option}."
             )
         host_blocks = host_bytes(cache, self.executor.free_host_memory() - (memory if device == "cpu" else 0)) // each if each else 0
@@ -192,7 +192,7 @@ class EngineCore:
             except EngineDeadError:
                 raise
             except Exception:
-                raise EngineDeadError(f"the engine computes nothing any more: {what}") from error
+                raise EngineDeadError(f"the engine cannot compute anything any more: {what}") from error
             self._failures = 0
             return
         self._failures += 1

@@ -125,7 +125,7 @@ class LLM(PoolingMixin):
         ids = [p.message.request_id for p in prepared]
         with self._lock:
             if self.engine.has_unfinished_requests():
-                raise ToolkitError("the engine has requests under way that were added by hand: finish them with engine.step() first.")
+                raise ToolkitError("requests that engine.add_request() added are still running: finish them with engine.step() first.")
             try:
                 for one in prepared:
                     self.engine.submit(one)

@@ -63,7 +63,7 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
         raise CheckpointError(f"{model_cls.__name__} cannot be made from this config.json: {reason}") from error
     methods = [module.method for module in model.modules() if isinstance(module, LinearBase)]
     if quantization is not None and all(isinstance(method, UnquantizedMethod) for method in methods):
-        raise UnsupportedError(f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Able: --quantization none.")
+        raise UnsupportedError(f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Use --quantization none.")
     return model
 
 

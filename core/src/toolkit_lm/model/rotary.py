@@ -50,7 +50,7 @@ class RotaryEmbedding(nn.Module):
         max_len = vllm_config.max_model_len
         frequencies, attention_factor = parameters.inverse_frequencies(max_len)
         if 2 * len(frequencies) > parameters.head_size:
-            raise CheckpointError(f"cannot rotate {2 * len(frequencies)} dimensions of heads of size {parameters.head_size}.")
+            raise CheckpointError(f"{2 * len(frequencies)} rotary dimensions do not fit into heads of size {parameters.head_size}.")
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
         table = torch.cat((angles.cos(), angles.sin()), dim=-1).mul_(attention_factor)
         self.register_buffer("table", table.to(torch_dtype(vllm_config.model.dtype)), persistent=False)

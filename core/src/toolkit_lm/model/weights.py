@@ -40,7 +40,7 @@ class CheckpointWeights(CheckpointLoader):
             with safe_open(path, framework="pt", device="cpu"):
                 pass  # Opening reads the header, and compares the lengths it states with the file's.
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is no readable safetensors file; it may be truncated: {error}") from error
+            raise CheckpointError(f"{path} is not a readable safetensors file; it may be truncated: {error}") from error
 
     def _find(self) -> list[str]:
         if (self.source / INDEX).is_file():
@@ -60,10 +60,10 @@ class CheckpointWeights(CheckpointLoader):
         try:
             files = set(json.loads(path.read_bytes())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
+            raise CheckpointError(f"{path} is not an index of weights: {error!r}") from error
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{path} names {file!r}, which is no file of its own folder.")
+                raise CheckpointError(f"{path} names {file!r}, which is not a file of the same folder.")
         return sorted(files)
 
     def _nothing(self) -> str:

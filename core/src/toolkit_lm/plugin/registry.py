@@ -147,7 +147,7 @@ class Registry(Generic[EntryT]):
         what = f"{entry.owner}: {self.noun} {key!r}: {entry.target!r}"
         if not self.base:
             if not callable(loaded):
-                raise PluginError(f"{what} is no function, but a {type(loaded).__name__}.")
+                raise PluginError(f"{what} is not a function, but a {type(loaded).__name__}.")
         elif not (isinstance(loaded, type) and issubclass(loaded, _import(self.base))):
             raise PluginError(f"{what} must be a subclass of {self.base.replace(':', '.')}.")
         elif missing := sorted(getattr(loaded, "__abstractmethods__", ())):

@@ -93,14 +93,14 @@ def token_classification_pooler(
     method = default if options.pooling_type == "auto" else options.pooling_type
     if method not in TOKEN_METHODS:
         raise ConfigError(
-            f"pooling_type {method!r} gives one vector for a prompt; this model scores tokens. Able: {', '.join(TOKEN_METHODS)}."
+            f"pooling_type {method!r} gives one vector for a prompt; this model scores tokens. Supported: {', '.join(TOKEN_METHODS)}."
         )
     returned = returned_token_ids if options.returned_token_ids is None else options.returned_token_ids
     head = _classifier_head(vllm_config, classifier, num_labels, activation, returned_ids=returned)
     if wrong := [i for i in returned or () if not 0 <= i < head.size]:
         raise ConfigError(f"option 'returned_token_ids' has {wrong[0]}, but the model gives {head.size} logits.")
     if len(set(returned or ())) < len(returned or ()):
-        raise ConfigError("option 'returned_token_ids' must name each once.")
+        raise ConfigError("option 'returned_token_ids' must name each token id once.")
     of_model = step_tag_id if default == "STEP" else None
     tag = of_model if options.step_tag_id is None else options.step_tag_id
     vocab_size = vllm_config.hf_config.get("vocab_size")

@@ -26,7 +26,7 @@ def check_params(params: PoolingParams, size: int) -> None:
     """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding, or the number of logits."""
     for name in _MEANINGLESS[params.task]:
         if getattr(params, name) is not None:
-            raise RequestError(f"{name} means nothing to the task {params.task!r}.", name)
+            raise RequestError(f"{name} has no effect on the task {params.task!r}: leave it out.", name)
     if params.dimensions is not None and params.dimensions > size:
         raise RequestError(f"dimensions is {params.dimensions}, but the model's embeddings have {size}: ask for 1 to {size}.", "dimensions")
     if wrong := [i for i in params.returned_token_ids or () if i >= size]:

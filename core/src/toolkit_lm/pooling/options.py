@@ -44,4 +44,4 @@ def check_pooler_options(options: PoolerConfig, kind: PoolingKind) -> None:
     for name, kinds in _KINDS.items():
         if kind not in kinds and getattr(options, name) != getattr(unset, name):
             able = " or ".join(one.value for one in kinds)
-            raise ConfigError(f"option {name!r} means nothing to {kind.value}. It is for {able}.")
+            raise ConfigError(f"option {name!r} has no effect on {kind.value}: it is for {able}.")

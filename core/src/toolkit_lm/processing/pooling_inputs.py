@@ -209,11 +209,11 @@ class PoolingInputProcessor:
         self.prompts = {name: role.prompt for name, role in self.roles.items()} | self.prompts
         if config.model.convert != "none" and not all(role.profile.attend for role in self.roles.values()):
             raise CheckpointError(
-                f"{found.folder!r} fills queries up with tokens that attention does not see, which is for encoders only, "
+                f"{found.folder!r} pads queries with tokens that attention does not see. Only encoders can do that, "
                 "and this is a language model."
             )
         if (longest := max((role.profile.filled for role in self.roles.values()), default=0)) > self.max_tokens:
-            raise ConfigError(f"max_model_len is {self.max_tokens}, but the checkpoint fills its queries up to {longest} tokens.")
+            raise ConfigError(f"max_model_len is {self.max_tokens}, but the checkpoint pads its queries to {longest} tokens.")
         if any(role.marker is not None for role in self.roles.values()):
             plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added)[0] for added in (False, True))
             self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
@@ -225,7 +225,7 @@ def _make_pair_renderer(config: VllmConfig, renderer: Renderer, plugins: Plugins
     made = plugins.pair_renderers.first_result(PairRenderer, config, renderer, plugins)  # type: ignore[type-abstract]
     if made is None and config.pooler.score_template is not None:
         raise ConfigError(
-            f"score_template {config.pooler.score_template!r} is taken by no loaded plugin. "
+            f"no loaded plugin reads score_template {config.pooler.score_template!r}. "
             f"Install toolkit-lm-pooling-adapters. {plugins.pair_renderers.hint}".rstrip()
         )
     return made

@@ -32,7 +32,7 @@ def params_of_each(
     """
     if params is None:
         if task is None:
-            raise RequestError(f"which task? This model serves: {', '.join(tasks)}.", "task")
+            raise RequestError(f"no task is given. This model serves: {', '.join(tasks)}.", "task")
         return [PoolingParams(task=task)] * count
     each = [params] * count if isinstance(params, PoolingParams) else params
     if not isinstance(each, list | tuple) or len(each) != count or not all(isinstance(one, PoolingParams) for one in each):
@@ -41,7 +41,7 @@ def params_of_each(
         return list(each)
     # "embed" is what params say that name no task.
     if other := next((one.task for one in each if one.task not in (task, "embed")), None):
-        raise RequestError(f"the task is {task!r}, but params are for {other!r}. To have that: encode.", "task")
+        raise RequestError(f"the task is {task!r}, but params are for {other!r}. Use encode() for that.", "task")
     return [one.replace(task=task) for one in each]
 
 

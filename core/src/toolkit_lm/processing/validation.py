@@ -61,7 +61,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise RequestError(f"context must have at most {MAX_CONTEXT_LENGTH} characters.", "context")
     for name, texts in (("cache_salt", [salt or ""]), ("context", [*context, *context.values()])):
         if not all(map(_is_unicode, texts)):
-            raise RequestError(f"{name} is no valid text: it has a lone surrogate.", name)
+            raise RequestError(f"{name} is not a valid text: it has a lone surrogate.", name)
     known = ("priority", "timeout", "cache_salt", "context")
     for name in options:
         if name not in known:

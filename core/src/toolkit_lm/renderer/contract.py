@@ -109,7 +109,7 @@ class Renderer(ABC):
             if length(text) > max_tokens:
                 kept = bisect_right(range(1, len(text)), max_tokens, key=lambda end: length(text[:end]))
                 if not kept:
-                    raise RequestError(f"{max_tokens} tokens have no room for a text.", "max_tokens")
+                    raise RequestError(f"{max_tokens} tokens leave no room for a text: ask for more.", "max_tokens")
             cut.append(text[:kept])
         return cut
 

@@ -32,7 +32,7 @@ def find_source(config: ModelConfig, plugins: Plugins) -> Path:
     if _HUB_ID.fullmatch(model):
         return _download(config)
     raise CheckpointError(
-        f"model {model!r} is no folder or file, no hub id of the form owner/name, and no name that a plugin registers. "
+        f"model {model!r} is neither a folder or file, nor a hub id (owner/name), nor a name that a plugin registers. "
         f"{nearest(model, plugins.checkpoints.keys())}"
     )
 
@@ -47,7 +47,7 @@ def _download(config: ModelConfig) -> Path:
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(
-            f"model {config.model!r} is no local folder, and could not be had from the hub: {type(error).__name__}: {error}"
+            f"model {config.model!r} is not a local folder, and cannot be downloaded from the hub: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -56,7 +56,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}: it is no checkpoint in Hugging Face layout.") from None
+        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}: it is not a checkpoint in Hugging Face layout.") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
     if not isinstance(data, dict):
@@ -99,7 +99,7 @@ def _unpack(file: Path, plugins: Plugins) -> Path:
     if reader is None:
         known = [pattern for entry in plugins.loaders.entries() for pattern in entry.reads]
         raise CheckpointError(
-            f"model {str(file)!r} is a file that no load format reads. Able: a folder in Hugging Face layout (config.json, *.safetensors, "
+            f"model {str(file)!r} is a file that no load format reads. Give a folder in Hugging Face layout (config.json, *.safetensors, "
             f"tokenizer.json), or {', '.join(known)}. {plugins.loaders.hint}".rstrip()
         )
     loader = plugins.loaders.load(reader)
@@ -177,7 +177,7 @@ def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[
             raise ConfigError(f"no model implementation {wanted!r} is registered. {known}")
         refusal = plugins.models.ask(wanted, config, by_name=True)
         if refusal is not None:
-            able = f" Able: {registered[0]} (--model-impl auto)." if registered else ""
+            able = f" Supported: {registered[0]} (--model-impl auto)." if registered else ""
             raise UnsupportedError(
                 f"model implementation {wanted!r} cannot run {architectures[0]!r} of {checkpoint.path!r}: {refusal}.{able}"
             )

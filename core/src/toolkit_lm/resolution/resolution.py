@@ -120,7 +120,7 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint, reserved: int) ->
             raise ConfigError("the checkpoint's config.json states no max_position_embeddings: give --max-model-len.")
         return wanted
     if wanted is not None and wanted > longest:
-        raise ConfigError(f"max_model_len {wanted} is more than the checkpoint's positions, {longest}.")
+        raise ConfigError(f"max_model_len is {wanted}, but the checkpoint has {longest} positions: give --max-model-len {longest} or less.")
     return wanted or longest
 
 
@@ -178,7 +178,7 @@ def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
     if chosen not in able:
         sizes = f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
         refused = "; ".join(f"{name}: {refusal}" for name, refusal in candidates if refusal and wanted in (name, "auto"))
-        raise ConfigError(f"{sizes} needs an executor of {parallel.num_ranks} workers. {refused}. Able: {', '.join(able) or 'none'}.")
+        raise ConfigError(f"{sizes} needs an executor of {parallel.num_ranks} workers. {refused}. Supported: {', '.join(able) or 'none'}.")
     return chosen, candidates
 
 

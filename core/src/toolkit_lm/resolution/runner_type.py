@@ -30,13 +30,13 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     native = plugins.models.get(config.checkpoint.architecture).runner == "pooling"
     if wanted == "draft" or (wanted != "auto" and native and wanted != "pooling"):
         why = "no drafter is installed" if wanted == "draft" else f"{name!r} is a pooling model"
-        raise ConfigError(f"runner {wanted!r}: {why}. Able: {'pooling' if native else 'generate, pooling'}.")
+        raise ConfigError(f"runner {wanted!r}: {why}. Supported: {'pooling' if native else 'generate, pooling'}.")
     _check_convert(convert, name, native, plugins)
     runner: RunnerType = wanted if wanted != "auto" else "pooling" if native or convert not in ("auto", "none") else by_name
     if runner == "generate":
         if convert not in ("auto", "none"):
             beside = " or --extra-tasks embed" if convert == "embed" else ""
-            raise ConfigError(f"runner 'generate' takes convert 'none', not {convert!r}. Able: --runner pooling{beside}.")
+            raise ConfigError(f"runner 'generate' takes convert 'none', not {convert!r}. Use --runner pooling{beside}.")
         _check_extra_tasks(config.model.extra_tasks)
         return RunnerChoice("generate", "none")
     if config.model.extra_tasks:
@@ -44,7 +44,7 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     if native:
         return RunnerChoice("pooling", "none")
     if convert == "none":
-        raise ConfigError(f"runner 'pooling' cannot run {name!r} as it is. Able: --convert {' or '.join(plugins.pooling)}.")
+        raise ConfigError(f"runner 'pooling' cannot run {name!r} as it is. Use --convert {' or '.join(plugins.pooling)}.")
     return RunnerChoice("pooling", convert if convert != "auto" else by_name_convert if by_name_convert != "none" else "embed")
 
 
@@ -52,18 +52,18 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
     if convert == "reward" and not (native and "Reward" in name):
         able = "auto" if native else "classify, for a checkpoint with a trained score head"
         raise ConfigError(
-            f"convert 'reward' is for native reward models, and {name!r} is none: no other model can be made into one. "
-            f"Able: --convert {able}."
+            f"convert 'reward' is for native reward models, and {name!r} is not one: no other model can be converted into one. "
+            f"Use --convert {able}."
         )
     known = ["auto", "none", "reward", *plugins.pooling]
     if convert not in known:
         raise ConfigError(f"there is no convert type {convert!r}. {nearest(convert, known)}")
     # The table calls reward models embedders, which is how those that are not native are taken.
     if native and convert in CONVERT_TASKS and ("Reward" in name or default_runner(name)[1] != convert):
-        raise UnsupportedError(f"{name!r} is a pooling model already, and not of convert type {convert!r}. Able: --convert auto.")
+        raise UnsupportedError(f"{name!r} is a pooling model already, but not of convert type {convert!r}. Use --convert auto.")
 
 
 def _check_extra_tasks(extra_tasks: list[str]) -> None:
     for task in extra_tasks:
         if task != "embed":
-            raise ConfigError(f"extra_tasks {task!r}: a generating engine can serve embeddings beside generation only. Able: embed.")
+            raise ConfigError(f"extra_tasks {task!r}: a generating engine can serve embeddings beside generation only. Supported: embed.")

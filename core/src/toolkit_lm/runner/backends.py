@@ -27,7 +27,7 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
             what = "bidirectional spans" if layer.params.spans else f"attention of type {layer.params.attention_type.value!r}"
             raise UnsupportedError(
                 f"layer {layer.prefix!r} has {what}, which the runner {runner!r} cannot feed. "
-                f"Able: layers of type {' or '.join(type.value for type in _FED[runner])}."
+                f"Supported: layers of type {' or '.join(type.value for type in _FED[runner])}."
             )
         selections[layer.prefix] = select_backend(layer.spec(device), registry, config.attention.attention_backend)
     return selections

@@ -76,7 +76,7 @@ class RequestLimits:
         rules = self.rules(task)
         if start >= prompt:
             raise RequestError(
-                f"none of the {prompt} tokens is left to pool: the checkpoint leaves the {start} tokens of its prompt out "
+                f"none of the {prompt} tokens is left to pool: {start} belong to the checkpoint's prompt, which pooling leaves out "
                 "(include_prompt: false). Give a longer text, or allow more tokens.",
                 "prompt",
             )

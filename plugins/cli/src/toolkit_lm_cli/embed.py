@@ -199,20 +199,20 @@ def _lines(path: Path, field: str) -> Iterator[Line]:
             except RequestError as error:
                 yield Line(index, text, error)
             except UnicodeDecodeError as error:
-                yield Line(index, "", RequestError(f"it is no UTF-8: {error.reason} at byte {error.start}.", "input"))
+                yield Line(index, "", RequestError(f"it is not UTF-8: {error.reason} at byte {error.start}.", "input"))
 
 
 def _field(line: str, name: str) -> str:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"it is no JSON: {error}", "input") from None
+        raise RequestError(f"it is not JSON: {error}", "input") from None
     if not isinstance(found, dict) or name not in found:
-        raise RequestError(f"it is no object with a field {name!r}.", "input")
+        raise RequestError(f"it is not an object with a field {name!r}.", "input")
     if not isinstance(found[name], str):
         raise RequestError(f"{name!r} must be a text, not a {type(found[name]).__name__}.", "input")
     try:
         found[name].encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"{name!r} is no valid text: lone surrogate at position {error.start}.", "input") from None
+        raise RequestError(f"{name!r} is not a valid text: lone surrogate at position {error.start}.", "input") from None
     return str(found[name])

@@ -113,7 +113,7 @@ def _parse(line: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
     except ValueError as error:
-        raise RequestError(f"the line is no JSON: {error}", "prompt") from None
+        raise RequestError(f"the line is not JSON: {error}", "prompt") from None
     if not isinstance(parsed, dict):
         raise RequestError(f"a line must be an object, not a {type(parsed).__name__}.", "prompt")
     return parsed

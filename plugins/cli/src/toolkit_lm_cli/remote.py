@@ -39,11 +39,11 @@ class RemoteTalker:
             _check(response)
             return str(response.json()["data"][0]["id"])
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ConfigError(f"option 'url': {self._url!r} is no address of a server: {error}") from error
+            raise ConfigError(f"option 'url': {self._url!r} is not the address of a server: {error}") from error
         except httpx.HTTPError as error:
             raise ToolkitError(f"no answer from the server at {self._url}: {error}") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise ToolkitError(f"what answers at {self._url} is no server of this kind: /v1/models gives no list of models.") from error
+            raise ToolkitError(f"the server at {self._url} does not speak OpenAI's API: /v1/models gives no list of models.") from error
 
     def _choices(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         body = {"model": self._model, "stream": True, **body}
@@ -55,7 +55,7 @@ class RemoteTalker:
                 for event in _events(response.iter_lines()):
                     yield from event.get("choices", [])[:1]
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise ConfigError(f"option 'url': {self._url!r} is no address of a server: {error}") from error
+            raise ConfigError(f"option 'url': {self._url!r} is not the address of a server: {error}") from error
         except httpx.HTTPError as error:
             raise ToolkitError(f"the server at {self._url} went away: {error}") from error
 

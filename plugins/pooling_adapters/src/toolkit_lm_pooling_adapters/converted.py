@@ -143,4 +143,4 @@ def _names_of_head(model: Model, head: str) -> frozenset[str]:
 
 
 def _refusal(name: str, reason: str) -> UnsupportedError:
-    return UnsupportedError(f"{name} cannot be converted into a pooling model: {reason}. Able: decoder-only language models.")
+    return UnsupportedError(f"{name} cannot be converted into a pooling model: {reason}. Supported: decoder-only language models.")

@@ -103,8 +103,8 @@ def classifier_origin(vllm_config: VllmConfig) -> Origin:
 def _warn(folder: str, name: str, known: Reranker, words: tuple[str, ...]) -> None:
     """Nobody has said that this is a reranker: only its architecture is that of one."""
     logger.warning(
-        "%s: this %s has no trained classifier, and is taken for a reranker like %s. If it is none, its scores mean nothing. Assumed, and "
-        "changed by these options: --classifier-method %s --classifier-tokens %s --score-template %s",
+        "%s: this %s has no trained classifier. It is run as a reranker like %s. If it is not one, its scores mean nothing. Options "
+        "that were assumed: --classifier-method %s --classifier-tokens %s --score-template %s",
         folder,
         name,
         known.name,
@@ -122,7 +122,7 @@ def _asked(vllm_config: VllmConfig, known: Reranker | None, name: str) -> tuple[
         if known is None:
             raise UnsupportedError(
                 f"the checkpoint has no trained classifier (score.weight), and {name} is not known as a reranker "
-                f"({', '.join(RERANKERS)}). Able: --classifier-method {DIFFERENCE} --classifier-tokens FALSE,TRUE, or "
+                f"({', '.join(RERANKERS)}). Use --classifier-method {DIFFERENCE} --classifier-tokens FALSE,TRUE, or "
                 f"--classifier-method {ROWS} --classifier-tokens WORD."
             )
         method = known.method

@@ -37,7 +37,7 @@ class ScoreTemplate(Struct, frozen=True, kw_only=True):
         text = "".join(self.pieces)
         for place in ("{query}", _DOCUMENT):
             if text.count(place) != 1:
-                raise ConfigError(f"a score template needs the place {place} once, and this one has it {text.count(place)} times.")
+                raise ConfigError(f"a score template must have {place} once, but this one has it {text.count(place)} times.")
         if not self.pieces[self.document_piece].endswith(_DOCUMENT):
             raise ConfigError(f"a piece of a score template must end with {_DOCUMENT}, so that it can be cut there.")
 
@@ -92,7 +92,7 @@ def score_tokens(
         if room < 1 or (len(tokens[cut]) == room and tokens[cut] == head[:room]):
             taken = max_tokens - room + len(head)
             raise ContextLengthError(
-                f"all but the document takes {taken} tokens, and {max_tokens} are allowed: ask for more, or shorten the query.",
+                f"the query and the score template take {taken} tokens, but {max_tokens} are allowed: ask for more, or shorten the query.",
                 "truncate_prompt_tokens",
             )
     return [*opening, *(token for piece in tokens for token in piece), *closing]

@@ -30,7 +30,7 @@ class Detokenizer:
         unknown = decoders - ({"ByteLevel", "Fuse"} if self._byte_level else _PER_TOKEN)
         if unknown:
             raise CheckpointError(
-                f"the tokenizer's decoder {sorted(unknown)[0]!r} is not supported. Known: ByteLevel, {', '.join(sorted(_PER_TOKEN))}."
+                f"the tokenizer's decoder {sorted(unknown)[0]!r} is not supported. Supported: ByteLevel, {', '.join(sorted(_PER_TOKEN))}."
             )
         self._tokenizer = tokenizer
         self._byte_fallback = "ByteFallback" in decoders

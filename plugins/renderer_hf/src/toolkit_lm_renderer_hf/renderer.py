@@ -77,7 +77,9 @@ class HfRenderer(Renderer):
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
         most_special = special[any(second is not None for _, second in pairs)]
         if max_tokens is not None and max_tokens <= most_special:
-            raise RequestError(f"of {max_tokens} tokens {most_special} are special, so that no text is left.", "truncate_prompt_tokens")
+            raise RequestError(
+                f"{max_tokens} tokens leave no room for a text: {most_special} of them are special. Ask for more.", "truncate_prompt_tokens"
+            )
         firsts = self._tokenize([first for first, _ in pairs])
         seconds = iter(self._tokenize([second for _, second in pairs if second is not None]))
         return [
@@ -88,7 +90,9 @@ class HfRenderer(Renderer):
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         room = max_tokens - self._tokenizer.num_special_tokens_to_add(False)
         if room < 1:
-            raise RequestError(f"of {max_tokens} tokens {max_tokens - room} are special, so that no text is left.", "max_tokens")
+            raise RequestError(
+                f"{max_tokens} tokens leave no room for a text: {max_tokens - room} of them are special. Ask for more.", "max_tokens"
+            )
         return [_cut(text, encoding, room) for text, encoding in zip(texts, self._tokenize(list(texts)), strict=True)]
 
     def _tokenize(self, texts: list[str]) -> list[Encoding]:

@@ -36,7 +36,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises bare Exception for any broken file
-            raise CheckpointError(f"{path} is no tokenizer that the package tokenizers can read: {error}") from error
+            raise CheckpointError(f"{path} is not a tokenizer that the package tokenizers can read: {error}") from error
         # As in transformers 5, add_bos_token and add_eos_token of the config have no say where there is a tokenizer.json.
         apply_class_options(tokenizer, config, special_tokens, read_json(folder / "config.json"))
     else:
@@ -86,5 +86,5 @@ def _convert(folder: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str
         ) from error
     backend = getattr(converted, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise CheckpointError(f"{folder}: {type(converted).__name__} has no form that the package tokenizers can run.")
+        raise CheckpointError(f"{folder}: {type(converted).__name__} cannot be converted to a form that the package tokenizers can run.")
     return backend, dict(converted.special_tokens_map)

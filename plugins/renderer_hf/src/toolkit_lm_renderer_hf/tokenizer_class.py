@@ -136,6 +136,6 @@ def _check(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> None:
         given = _flag(config, option)
         if given is not None and given != in_file:
             raise CheckpointError(
-                f"tokenizer_config.json has {option}={given!r} for {name}, and tokenizer.json has not. Which one holds is not known here: "
-                "save the tokenizer anew with transformers, or make the two agree."
+                f"tokenizer_config.json and tokenizer.json of {name} disagree: only the first has {option}={given!r}. "
+                "Save the tokenizer again with transformers, or edit one of the two."
             )

@@ -53,7 +53,7 @@ def _filled(role: RoleProfile, found: SentenceTransformersConfig, vocabulary: Vo
     if expansion is None:
         return replace(role, max_tokens=length)
     if length is not None and length < expansion.length:
-        raise CheckpointError(f"{found.folder!r} fills queries up to {expansion.length} tokens, but cuts them to {length} (query_length).")
+        raise CheckpointError(f"{found.folder!r} pads queries to {expansion.length} tokens, but cuts them to {length} (query_length).")
     role = replace(role, max_tokens=expansion.length if expansion.strategy == "fixed" else length)
     if not expansion.attend and found.token_mask is None:
         # Tokens that attention does not see are compared only where a module says so.
@@ -61,12 +61,12 @@ def _filled(role: RoleProfile, found: SentenceTransformersConfig, vocabulary: Vo
     filler = vocabulary.mask_id if expansion.token is None else vocabulary.id_of(expansion.token)
     if filler is None:
         name = "mask token" if expansion.token is None else f"token {expansion.token!r}"
-        raise CheckpointError(f"{found.folder!r} fills queries up with the {name}, which {str(vocabulary.path)!r} does not have.")
+        raise CheckpointError(f"{found.folder!r} pads queries with the {name}, which {str(vocabulary.path)!r} does not have.")
     return replace(role, filler=filler, filled=expansion.length, attend=expansion.attend)
 
 
 def _skiplist(mask: TokenMask, vocabulary: Vocabulary) -> frozenset[int]:
     found = {word: vocabulary.id_of(word) for word in mask.skiplist_words}
     if unknown := [word for word, token in found.items() if token is None]:
-        logger.warning("%s has no token for %s: nothing is left out for them.", vocabulary.path, " ".join(unknown))
+        logger.warning("%s has no token for the words %s of the skiplist: they are ignored.", vocabulary.path, " ".join(unknown))
     return frozenset(token for token in found.values() if token is not None)

@@ -44,7 +44,7 @@ def bind(host: str, port: int) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"option 'host': {host!r} is no address to listen on: {error}") from error
+        raise ConfigError(f"option 'host': {host!r} is not an address to listen on: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

@@ -55,7 +55,7 @@ class Embeddings:
         served = [task for task in self._engine.tasks if task in POOLING_TASKS]
         if body.task is None:
             if len(served) > 1:
-                raise RequestError(f"Which task? Supported: {', '.join(served)}.", "task")
+                raise RequestError(f"Set 'task'. Supported: {', '.join(served)}.", "task")
             # An engine that serves none says itself what is to be done.
             body.task = served[0] if served else "embed"
         if body.task not in POOLING_TASKS:

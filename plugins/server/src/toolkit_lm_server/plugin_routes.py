@@ -38,7 +38,9 @@ def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str],
         for route in own.routes:
             # Any other kind of route would go round the key check and the body limit.
             if not isinstance(route, kind):
-                raise PluginError(f"{info}: {getattr(route, 'path', route)!r} is no plain HTTP route, the only kind that {HOOK} may add.")
+                raise PluginError(
+                    f"{info}: {getattr(route, 'path', route)!r} is not a plain HTTP route, the only kind that {HOOK} may add."
+                )
             taken = {(other.path, method) for other in router.routes if isinstance(other, APIRoute) for method in other.methods or ()}
             for method in sorted(route.methods or ()):
                 if (route.path, method) in taken:

@@ -138,7 +138,9 @@ class CohereEmbedBody(EngineBody):
             return
         for name, output in zip(names, outputs, strict=True):
             if (length := len(output.prompt_token_ids)) > self.max_tokens:
-                raise ContextLengthError(f"{name}: the text has {length} tokens; max_tokens is {self.max_tokens}, truncate NONE.", "texts")
+                raise ContextLengthError(
+                    f"{name}: the text has {length} tokens, but max_tokens is {self.max_tokens} and truncate is NONE.", "texts"
+                )
 
 
 def read_inputs(value: Any, most: int) -> Inputs:

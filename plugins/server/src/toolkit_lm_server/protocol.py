@@ -145,7 +145,7 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     def _logit_bias(self) -> dict[int, float] | None:
         for key in self.logit_bias or {}:
             if not (key.isascii() and key.isdigit() and len(key) < 12):
-                raise RequestError(f"logit_bias maps token ids to numbers; {key[:20]!r} is no token id.", "logit_bias")
+                raise RequestError(f"logit_bias maps token ids to numbers; {key[:20]!r} is not a token id.", "logit_bias")
         return None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
 
     @property

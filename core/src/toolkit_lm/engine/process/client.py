@@ -208,7 +208,7 @@ def _encode_start(config: VllmConfig, plugins: Plugins) -> bytes:
     for info in from_code:
         if needed := [hook for hook in info.hooks if hook in _ENGINE_HOOKS]:
             raise PluginError(
-                f"{info} implements {', '.join(needed)}, which an engine process needs too, and it is an object of this process only. "
+                f"{info} implements {', '.join(needed)}, which the engine process needs too, but an object is known to this process only. "
                 "Install it as a distribution with an entry point, or set engine_process to False."
             )
     names = {info.name for info in from_code}
@@ -220,8 +220,8 @@ def _encode_start(config: VllmConfig, plugins: Plugins) -> bytes:
             raise ValueError("options of plugins would arrive as other values")
     except Exception as error:
         raise ConfigError(
-            f"the config cannot be sent to an engine process: {type(error).__name__}: {error}. Options of plugins must be plain values: "
-            "texts, numbers, booleans, lists, mappings from texts. Or set engine_process to False."
+            f"the config cannot be sent to an engine process: {type(error).__name__}: {error}. Options of plugins must be plain values ("
+            "texts, numbers, booleans, lists, mappings from texts), or engine_process must be False."
         ) from error
     return message
 

@@ -34,7 +34,7 @@ class EngineProcess:
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="toolkit_lm-"))
         except OSError as error:
-            raise EngineDeadError(f"no folder for the engine process's socket can be made: {error}. Set TMPDIR to another.") from error
+            raise EngineDeadError(f"the folder of the engine's socket cannot be made: {error}. Set TMPDIR to another.") from error
         self._owns_folder = True
         self.address = f"ipc://{self.folder / 'engine'}"
         self.lifeline, theirs = socket.socketpair()
@@ -51,8 +51,8 @@ class EngineProcess:
     def _start(self, lifeline: int) -> subprocess.Popen[bytes]:
         if len(os.fsencode(self.folder / "engine")) > _MOST_BYTES:
             raise ConfigError(
-                f"the temporary folder {str(self.folder.parent)!r} has too long a name for a socket in it, which may have "
-                f"{_MOST_BYTES} bytes: set TMPDIR to another, or engine_process to False."
+                f"the path of the temporary folder {str(self.folder.parent)!r} is too long: a socket in it may have at most "
+                f"{_MOST_BYTES} bytes. Set TMPDIR to a shorter one, or engine_process to False."
             )
         # As multiprocessing does, so that it imports what this process would import, and its environment is the same.
         code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm.engine.process.main import main; main()"

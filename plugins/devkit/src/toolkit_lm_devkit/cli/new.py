@@ -55,10 +55,10 @@ def new_plugin(
 def write_plugin(kind: Kind, name: str, directory: Path) -> Path:
     """Makes the folder toolkit-lm-NAME in `directory`, and returns it. Raises ConfigError for a bad name, or when it is there already."""
     if not _NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no name for a plugin: it must be lower-case letters and digits, with '-' between words.")
+        raise ConfigError(f"{name!r} is not a name for a plugin: it must be lower-case letters and digits, with '-' between words.")
     home = directory / f"toolkit-lm-{name}"
     if home.exists():
-        raise ConfigError(f"{str(home)!r} is there already. Choose another name, or another folder with --dir.")
+        raise ConfigError(f"{str(home)!r} exists already. Choose another name, or another folder with --dir.")
     values = _values(kind, name)
     templates = files("toolkit_lm_devkit.cli") / "templates"
     for source in (templates / "common", templates / kind):
