@@ -92,6 +92,16 @@ def test_a_scheduling_policy_of_a_third_party(toolkit):
     assert shown["status"] == "ok" and toolkit("plugins", "check", "shortest-first", plugins=["shortest_first"]).returncode == 0
 
 
+def test_a_quantization_of_a_third_party(toolkit):
+    shown = json.loads(toolkit("plugins", "show", "int8", "--json", plugins=["int8"]).stdout)
+    targets = {"int8": "toolkit_lm_int8.int8:Int8", "compressed-tensors": "toolkit_lm_int8.packed:CompressedTensors"}
+    assert (shown["status"], shown["entries"]) == ("ok", {"quantization": targets})
+    done = toolkit("plugins", "check", "toolkit-lm-int8", plugins=["int8"])
+    assert done.returncode == 0, done.stdout
+    done = toolkit("explain", "tiny", "--quantization", "int8", "--device", "cpu", plugins=["int8"])
+    assert "safetensors, quantization: int8" in done.stdout, done.stderr
+
+
 def test_its_command_is_listed_and_runs(toolkit):
     assert "Greet somebody." in toolkit("--help", plugins=["good"]).stdout
     done = toolkit("greet", "you", "--plugin-option", "good.greeting=hi", "--plugin-option", "good.times=2", plugins=["good"])

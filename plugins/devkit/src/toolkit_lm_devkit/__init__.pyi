@@ -1,5 +1,6 @@
 from .attention import AttentionBackendConformance as AttentionBackendConformance
 from .attention_step import AttentionStep as AttentionStep
+from .checkpoint_loader import CheckpointLoaderConformance as CheckpointLoaderConformance
 from .checkpoints import (
     make_checkpoint as make_checkpoint,
     randomize as randomize,
@@ -19,6 +20,7 @@ from .forward import (
     logits_of as logits_of,
     pooled as pooled,
 )
+from .linear_method import LinearMethodConformance as LinearMethodConformance
 from .model import ModelConformance as ModelConformance, Reference as Reference
 from .naive import naive_attention as naive_attention
 from .pairs import all_pairs as all_pairs

@@ -75,9 +75,12 @@ def checkpoint_config(folder: Path, *, rank: int = 0, **options: Any) -> VllmCon
     return config.with_checkpoint(msgspec.structs.replace(config.checkpoint, path=str(folder), pooling_profile=profile))
 
 
-def load_checkpoint(model_class: type[Model], folder: Path, *, rank: int = 0, **options: Any) -> Model:
-    """The model of a checkpoint folder on the CPU, as rank `rank` holds it; `options` are those of VllmConfig."""
-    return load_model(model_class, checkpoint_config(folder, rank=rank, **options), torch.device("cpu"), Plugins.load())
+def load_checkpoint(model_class: type[Model], folder: Path, *, rank: int = 0, plugins: Plugins | None = None, **options: Any) -> Model:
+    """The model of a checkpoint folder on the CPU, as rank `rank` holds it; `options` are those of VllmConfig.
+
+    `plugins` load and quantize the weights; None: the installed ones.
+    """
+    return load_model(model_class, checkpoint_config(folder, rank=rank, **options), torch.device("cpu"), plugins or Plugins.load())
 
 
 @torch.inference_mode()

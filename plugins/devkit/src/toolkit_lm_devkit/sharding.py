@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from toolkit_lm.model import Model, ShardLoader
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def assert_shards(whole: Model, ranks: Sequence[Model]) -> None:
+def assert_shards(whole: nn.Module, ranks: Sequence[nn.Module]) -> None:
     """Each parameter of `whole` (loaded on one rank) is made up of those of `ranks` (loaded from the same checkpoint).
 
     A parameter that a ShardLoader fills is cut as it says: the ranks' shares equal the whole's and leave nothing out, and padding is
-    zero. Any other is the same on each rank.
+    zero. Its parts count stored elements, of which ranks may share one that is for a group of values. Any other parameter is the same
+    on each rank.
     """
     shards = [dict(model.named_parameters()) for model in ranks]
     parameters = dict(whole.named_parameters())

@@ -38,7 +38,7 @@ from toolkit_lm_devkit.cli.private_names import CORE, private_names
 
 _MEASURE = """
 import importlib, json, sys, time
-import toolkit_lm.plugin
+from toolkit_lm.plugin import Plugins
 before, start = set(sys.modules), time.thread_time()
 importlib.import_module(sys.argv[1])
 seconds = time.thread_time() - start

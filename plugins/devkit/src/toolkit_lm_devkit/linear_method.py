@@ -1,0 +1,199 @@
+"""LinearMethodConformance: what every quantization and its linear methods must do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.model import (
+    ColumnParallelLinear,
+    LayerKind,
+    LinearBase,
+    LinearSpec,
+    MergedColumnParallelLinear,
+    ParallelLMHead,
+    Part,
+    QKVParallelLinear,
+    Quantization,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    linear_methods,
+    torch_dtype,
+)
+from torch import Tensor
+from torch.nn import functional as F
+
+from toolkit_lm_devkit.conformance import Conformance
+from toolkit_lm_devkit.equality import assert_bf16_error
+from toolkit_lm_devkit.sharding import assert_shards
+
+INPUTS, HEAD_SIZE, HEADS, KV_HEADS, OUTPUTS, VOCABULARY = 128, 16, 8, 2, 64, 96
+TOLERANCE = 1e-5
+"""Most difference of a product in float32, of values of unit variance and weights that keep it."""
+
+
+def _expert(config: VllmConfig) -> LinearBase:
+    inner = Part.even(OUTPUTS, config.parallel, "outputs")
+    dtype = torch_dtype(config.model.dtype)
+    return LinearBase(LinearSpec(kind="experts", prefix="experts.0.up", inputs=Part.whole(INPUTS), outputs=(inner, inner), dtype=dtype))
+
+
+_LAYERS: Mapping[str, tuple[LayerKind, Callable[[VllmConfig], LinearBase]]] = {
+    "replicated": ("linear", lambda c: ReplicatedLinear(INPUTS, OUTPUTS, bias=True, vllm_config=c, prefix="replicated")),
+    "column": ("linear", lambda c: ColumnParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix="column")),
+    "merged": ("linear", lambda c: MergedColumnParallelLinear(INPUTS, [OUTPUTS, 32], bias=True, vllm_config=c, prefix="merged")),
+    "qkv": ("linear", lambda c: QKVParallelLinear(INPUTS, HEAD_SIZE, HEADS, KV_HEADS, vllm_config=c, prefix="qkv")),
+    "row": ("linear", lambda c: RowParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix="row")),
+    "lm_head": ("lm_head", lambda c: ParallelLMHead(VOCABULARY, INPUTS, vllm_config=c, prefix="lm_head")),
+    "expert": ("experts", _expert),
+}
+
+
+class LinearMethodConformance(Conformance):
+    """Subclass it as `class TestMine(LinearMethodConformance)`, name `quantization`, and say in `dequantized` what weight it stands for.
+
+    Layers of all kinds are made with random weights, on the CPU, and compared with that weight in plain torch.
+    """
+
+    quantization: ClassVar[type[Quantization]]
+    quantization_config: ClassVar[Mapping[str, Any]] = {}
+    """What checkpoints state; empty where weights are quantized while they are loaded."""
+    kinds: ClassVar[Sequence[LayerKind]] = ("linear",)
+    """The kinds of layers that it has methods for."""
+    tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
+
+    def stored(self, weight: Tensor) -> Mapping[str, Tensor]:
+        """What a checkpoint holds for a weight [outputs, inputs] float32: the layer's parameter -> tensor."""
+        return {"weight": weight}
+
+    def dequantized(self, weight: Tensor) -> Tensor:
+        """The weight that the method multiplies with, for that one: float32, of its shape."""
+        raise NotImplementedError(f"{type(self).__name__} must define dequantized(weight)")
+
+    @classmethod
+    def parameters(cls) -> Mapping[str, Mapping[str, Any]]:
+        return {
+            "layer": {name: name for name, (kind, _) in _LAYERS.items() if kind in cls.kinds},
+            "ranks": {str(size): size for size in cls.tensor_parallel_sizes},
+            "dtype": {"float32": torch.float32, "bfloat16": torch.bfloat16},
+        }
+
+    def make(self, layer: str, *, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.float32, process: bool = True) -> LinearBase:
+        """A layer with the weights of `pieces`, and a random bias where it has one."""
+        name = str(dtype).removeprefix("torch.")
+        config = VllmConfig.default(
+            {"quantization_config": dict(self.quantization_config)}, tensor_parallel_size=ranks, dtype=name
+        ).with_rank(rank)
+        assert self.quantization.refuses(config) is None
+        with linear_methods(self.quantization(config)):
+            made = _LAYERS[layer][1](config)
+        pieces = self.pieces(made)
+        for index, piece in enumerate(pieces):
+            for key, tensor in self.stored(piece).items():
+                param: Any = made.get_parameter(key)
+                param.weight_loader(param, tensor, index if len(pieces) > 1 else None)
+        if made.bias is not None:
+            made.bias.weight_loader(made.bias, torch.randn(_full(made.spec.outputs), generator=_generator(99)))  # type: ignore[operator]
+        if process:
+            made.method.process(made)
+        return made
+
+    def pieces(self, layer: LinearBase) -> list[Tensor]:
+        """The checkpoint's weights of a layer: one for each part of its outputs."""
+        inputs = layer.spec.inputs.full
+        return [torch.randn(part.full, inputs, generator=_generator(i)) * inputs**-0.5 for i, part in enumerate(layer.spec.outputs)]
+
+    def weight(self, layer: LinearBase) -> Tensor:
+        """What the whole layer multiplies with, in float32."""
+        return torch.cat([self.dequantized(piece) for piece in self.pieces(layer)])
+
+    def test_the_product_is_that_of_the_dequantized_weight(self, layer: str, dtype: torch.dtype) -> None:
+        made = self.make(layer, dtype=dtype)
+        weight, bias = self.weight(made), made.bias
+        for rows in (0, 1, 33):
+            x = torch.randn(rows, INPUTS, generator=_generator(7)).to(dtype)
+            ours = made.method.apply(x, bias)
+            assert (ours.shape, ours.dtype) == ((rows, len(weight)), dtype)
+            exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            if dtype is torch.float32:
+                torch.testing.assert_close(ours.double(), exact, atol=TOLERANCE, rtol=0)
+            elif rows:
+                assert_bf16_error([ours], [F.linear(x, weight.to(dtype), bias)], [exact])
+
+    def test_activation_and_residual_follow_the_product(self, layer: str) -> None:
+        made = self.make(layer)
+        x, residual = torch.randn(9, INPUTS), torch.randn(9, _full(made.spec.outputs))
+        plain, before = made.method.apply(x, made.bias), residual.clone()
+        torch.testing.assert_close(made.method.apply(x, made.bias, residual=residual), plain + residual, atol=TOLERANCE, rtol=0)
+        assert torch.equal(residual, before), "the residual is changed"
+        for name, function in (("gelu", F.gelu), ("silu", F.silu)):
+            ours = made.method.apply(x, made.bias, activation=name)
+            torch.testing.assert_close(ours, function(plain), atol=TOLERANCE, rtol=0)
+
+    def test_shards_make_up_the_whole(self, layer: str, ranks: int) -> None:
+        whole = self.make(layer, process=False)
+        assert_shards(whole, [self.make(layer, rank=rank, ranks=ranks, process=False) for rank in range(ranks)])
+
+    def test_the_ranks_compute_what_one_does(self, layer: str, ranks: int) -> None:
+        whole, shards = self.make(layer), [self.make(layer, rank=rank, ranks=ranks) for rank in range(ranks)]
+        x = torch.randn(5, INPUTS)
+        expected = whole.method.apply(x, None)
+        if whole.spec.inputs.size != shards[0].spec.inputs.size:
+            total = torch.stack([shard.method.apply(_share(x, shard.spec.inputs), None) for shard in shards]).sum(0)
+            torch.testing.assert_close(total, expected, atol=TOLERANCE, rtol=0)
+            return
+        outputs = expected.split([part.full for part in whole.spec.outputs], dim=-1)
+        for shard in shards:
+            mine = torch.cat([_share(out, part) for out, part in zip(outputs, shard.spec.outputs, strict=True)], dim=-1)
+            torch.testing.assert_close(shard.method.apply(x, None), mine, atol=TOLERANCE, rtol=0)
+
+    def test_it_holds_fewer_bytes(self, layer: str) -> None:
+        made = self.make(layer)
+        held = sum(tensor.nbytes for tensor in [*made.parameters(), *made.buffers()])
+        assert held < self.weight(made).nbytes, f"{layer} holds {held} bytes"
+
+    def test_a_tied_head_is_refused_or_right(self) -> None:
+        config = VllmConfig.default({"quantization_config": dict(self.quantization_config)})
+        with linear_methods(self.quantization(config)):
+            embedding = VocabParallelEmbedding(VOCABULARY, INPUTS, vllm_config=config, prefix="embed_tokens")
+            try:
+                head = ParallelLMHead(VOCABULARY, INPUTS, tied_to=embedding, vllm_config=config, prefix="lm_head")
+            except UnsupportedError:
+                return
+        weight = torch.randn(VOCABULARY, INPUTS, generator=_generator(3)) * INPUTS**-0.5
+        for key, param in embedding.named_parameters():
+            tensor: Any = self.stored(weight).get(key, weight)
+            param.weight_loader(param, tensor)  # type: ignore[operator]
+        for module in (embedding, head):
+            module.method.process(module)
+        rows, x = embedding(torch.arange(VOCABULARY)), torch.randn(4, INPUTS)
+        assert any(torch.allclose(rows, one, atol=TOLERANCE) for one in (weight, self.dequantized(weight)))
+        torch.testing.assert_close(head(x), x @ rows.T, atol=TOLERANCE, rtol=0)
+
+    def test_it_leaves_no_layer_of_its_kinds(self, layer: str) -> None:
+        config = VllmConfig.default({"quantization_config": dict(self.quantization_config)})
+        spec = self.make(layer, process=False).spec
+        assert self.quantization(config).method(spec) is not None, f"it has no method for {layer}"
+
+    def test_a_refusal_is_a_reason(self) -> None:
+        for device in ("cpu", "cuda", "meta"):
+            config = VllmConfig.default({"quantization_config": dict(self.quantization_config)}, device=device)
+            refusal = self.quantization.refuses(config)
+            assert refusal is None or (isinstance(refusal, str) and refusal.strip())
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _full(parts: Sequence[Part]) -> int:
+    return sum(part.full for part in parts)
+
+
+def _share(x: Tensor, part: Part) -> Tensor:
+    """[..., part.full] -> [..., part.size]."""
+    return x[..., part.start : part.start + part.size]
