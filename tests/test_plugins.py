@@ -249,3 +249,42 @@ def test_processes_with_the_same_plugins_have_one_fingerprint(installed):
         return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
 
     assert digest("good") == digest("good") != digest()
+
+
+@pytest.fixture
+def one_token(tmp_path):
+    """Options of `toolkit generate`."""
+    (tmp_path / "prompts.txt").write_text("a\n")
+    return ["--prompts", str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "outputs.jsonl"), "--max-tokens", "1"]
+
+
+def test_a_failing_backend_that_nobody_asked_for(toolkit, installed, one_token):
+    """It is passed over with its reason, is warned about once, and the model runs."""
+    place = f"plugin 'failing' (failing-backend 2.5, {installed['failing_backend'] / 'failing_backend_target.py'}:26) failed in"
+    done = toolkit("generate", "tiny", *one_token, "--engine-process", plugins=["failing_backend"])
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no such kernel") == 1
+    done = toolkit("explain", "tiny", "--json", plugins=["failing_backend"])
+    candidates = dict(json.loads(done.stdout)["layers"][0]["candidates"])
+    assert candidates["failing"] == f"{place} refuses() of attention backend 'failing': RuntimeError: no such kernel"
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "explain"])
+def test_a_failing_backend_that_was_asked_for(toolkit, installed, one_token, command):
+    """The same error wherever it comes from; its traceback is there for who wants it."""
+    options = {"serve": ["--port", "0"], "generate": one_token, "explain": []}[command]
+    done = toolkit(command, "tiny", *options, "--attention-backend", "failing", "--traceback", plugins=["failing_backend"])
+    assert done.returncode == 1
+    place = f"plugin 'failing' (failing-backend 2.5, {installed['failing_backend'] / 'failing_backend_target.py'}:26) failed in"
+    assert f"PluginError: {place} refuses() of attention backend 'failing': RuntimeError: no such kernel" in done.stderr
+    assert 'raise RuntimeError("no such kernel")' in done.stderr
+
+
+def test_a_backend_that_fails_in_a_server_s_first_step(toolkit):
+    done = toolkit("serve", "tiny", "--port", "0", plugins=["failing_backend"], FAILS_LATER="1")
+    assert done.returncode == 1
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert re.fullmatch(
+        r"error: plugin 'failing' \(failing-backend 2.5, .*target.py:26\) failed in FailingBackend.build: RuntimeError: no such kernel",
+        error,
+    )

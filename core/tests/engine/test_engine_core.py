@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
-from fake_engine import NAN, POISON, POLICIES, FakeCore, FakeExecutor, kv_cache, next_token
+from fake_engine import NAN, PLUGINS, POISON, FakeCore, FakeExecutor, kv_cache, next_token
 from toolkit_lm.attention import KVCacheSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.core import EngineCore
@@ -331,9 +330,8 @@ class TestStart:
         executor.kv_cache_specs = lambda: {"layer0": spec}
         executor.backends = lambda: {"layer0": "none"}
         executor.free_memory = lambda: free_memory
-        plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"), scheduling_policies=POLICIES)
         self.phases: list[str] = []
-        return EngineCore(config, plugins, executor, on_phase=self.phases.append)
+        return EngineCore(config, PLUGINS, executor, on_phase=self.phases.append)
 
     def test_it_says_what_it_does(self):
         core = self.make(2**20, num_kv_blocks=20)

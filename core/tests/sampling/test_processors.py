@@ -162,7 +162,7 @@ def test_the_class_on_the_hooks_page(make_rows, make_logits, monkeypatch):
 def test_one_that_does_not_say_what_it_is(make_rows, make_logits, make_table):
     params = [SamplingParams(logits_processors={"silent": {"token": 1}}), SamplingParams()]
     sampled = sample(make_logits(2), rows_of(make_rows, params, make_table()))
-    assert list(sampled.errors) == [0] and "with argmax_invariant = True or False" in sampled.errors[0]
+    assert list(sampled.errors) == [0] and "must state argmax_invariant = True or False" in sampled.errors[0]
 
 
 def test_one_that_raises_in_remove_is_warned_about(make_rows, make_table):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -17,7 +16,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import PersistentBatch
 from toolkit_lm.scheduler import RequestLimits
 
-POLICIES = Plugins.load(PluginsConfig(plugins=[])).scheduling_policies
+PLUGINS = Plugins.load(PluginsConfig(plugins=[]))
 """Core's own."""
 VOCAB = 50
 NAN = VOCAB - 2
@@ -271,8 +270,7 @@ class FakeCore(EngineCore):
     def __init__(self, config: VllmConfig, cache: KVCacheConfig, max_in_flight: int = 1) -> None:
         self._cache = cache
         self.limits = RequestLimits(config, cache)
-        plugins = SimpleNamespace(fingerprint=lambda: SimpleNamespace(digest="none"), scheduling_policies=POLICIES)
-        super().__init__(config, plugins, FakeExecutor(config, cache, max_in_flight))
+        super().__init__(config, PLUGINS, FakeExecutor(config, cache, max_in_flight))
 
     def add_request(self, request: EngineRequest) -> None:
         """As a front does."""

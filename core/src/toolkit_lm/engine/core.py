@@ -60,14 +60,16 @@ class EngineCore:
         self._admitted: list[str] = []
         self._events: list[Event] = []
         self._failures = 0
+        self._failure_of = plugins.failure
         policy = load_policy(plugins.scheduling_policies, config.scheduler.scheduling_policy)
-        on_phase("loading the model")
-        executor.load()
-        self.kv_cache = self._plan_kv_cache()
-        executor.init_kv_cache(self.kv_cache)
-        on_phase("warming up")
-        executor.warm_up()
-        self.pooling = executor.pooling_rules()
+        with plugins.boundary:
+            on_phase("loading the model")
+            executor.load()
+            self.kv_cache = self._plan_kv_cache()
+            executor.init_kv_cache(self.kv_cache)
+            on_phase("warming up")
+            executor.warm_up()
+            self.pooling = executor.pooling_rules()
         self.scheduler = Scheduler(config, self.kv_cache, policy, plugins.fingerprint().digest)
 
     def _plan_kv_cache(self) -> KVCacheConfig:
@@ -182,7 +184,7 @@ class EngineCore:
         alone = bool(self.scheduler.quarantine.quarantined)
         requests = self.scheduler.roster.requests_in(self._in_flight[0].plan) if self._in_flight else []
         self._reset_after_failure()
-        what = f"{type(error).__name__}: {error}"
+        what = self._failure_of(error)
         if alone and requests:
             (culprit,) = requests
             self._outputs += self.scheduler.fail(culprit, what)

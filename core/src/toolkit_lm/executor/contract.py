@@ -83,5 +83,5 @@ class Executor(ABC):
 
 def make_executor(config: VllmConfig, plugins: Plugins) -> Executor:
     """The executor that a resolved config names. Raises PluginError where it cannot be loaded."""
-    made: Executor = plugins.executors.load(config.parallel.executor)(config, plugins)
+    made: Executor = plugins.executors.make(config.parallel.executor, config, plugins)
     return made

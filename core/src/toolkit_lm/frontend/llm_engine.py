@@ -59,7 +59,8 @@ class LLMEngine:
         self._closed = False
         try:
             self.renderer: Renderer = self.plugins.renderers.make(self.config.renderer.renderer, self.config)
-            self.processor = Processor(self.config, self.renderer, self.plugins)
+            with self.plugins.boundary:
+                self.processor = Processor(self.config, self.renderer, self.plugins)
             self.queue: QueueLimits | None = None
             """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
@@ -229,7 +230,7 @@ class LLMEngine:
             # A renderer is a plugin: what it does wrong for one request ends that one.
             renderer = self.config.renderer.renderer
             with state.lock:
-                state.end("error", f"renderer {renderer!r} failed on the output: {type(error).__name__}: {error}")
+                state.end("error", self.plugins.renderers.get(renderer).owner.failure(error, f"renderer {renderer!r}"))
             self.client.finish(output.request_id, "error")
             return True
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, ToolkitError, UnsupportedError
+from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 from toolkit_lm.model.contract import Model, check_constructor
 from toolkit_lm.model.linear import LinearBase
@@ -44,8 +44,8 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
 def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins) -> Model:
     """The model without its weights, its layers held by the methods of the config's quantization.
 
-    Raises CheckpointError where config.json describes something that cannot be made, and UnsupportedError for a quantization that refuses
-    the checkpoint, or that has a method for none of the layers.
+    Raises UnsupportedError for a quantization that refuses the checkpoint, or that has a method for none of the layers; and what the
+    model's constructor raises, with a note on the checkpoint.
     """
     name = vllm_config.load.quantization
     quantization: Quantization | None = None
@@ -56,11 +56,10 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
     try:
         with torch.device(device), linear_methods(quantization):
             model = model_cls(vllm_config=vllm_config)
-    except (ToolkitError, ImportError):
-        raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise CheckpointError(f"{model_cls.__name__} cannot be made from this config.json: {reason}") from error
+        assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+        error.add_note(f"making {model_cls.__name__} from the config.json of {vllm_config.checkpoint.path!r}")
+        raise
     methods = [module.method for module in model.modules() if isinstance(module, LinearBase)]
     if quantization is not None and all(isinstance(method, UnquantizedMethod) for method in methods):
         raise UnsupportedError(f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Use --quantization none.")

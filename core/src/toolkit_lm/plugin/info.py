@@ -1,15 +1,13 @@
-"""PluginInfo: what is known of one plugin, whether it works or not; and the boundary that errors of its code do not pass unnamed."""
+"""PluginInfo: what is known of one plugin, whether it works or not."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Literal
 
-from toolkit_lm.errors import PluginError, ToolkitError
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm.plugin.boundary import Boundary, package_of, reason
 from toolkit_lm.plugin.markers import PROJECT
 
 
@@ -49,18 +47,9 @@ class PluginInfo:
         if (package := module.partition(".")[0]) not in (PROJECT, *self.packages):
             self.packages.append(package)
 
-    @contextmanager
-    def boundary(self, what: str, passes: type[Exception] | tuple[()] = ToolkitError) -> Iterator[None]:
-        """For a block that calls the plugin's code. Raises PluginError with the cause: "plugin X (..., file:line) failed in `what`".
-
-        `passes`: errors that are meant for the user as they are.
-        """
-        try:
-            yield
-        except passes:
-            raise
-        except (Exception, SystemExit) as error:
-            raise PluginError(self.failure(error, what)) from error
+    def boundary(self, what: str, passes: type[Exception] | tuple[()] = ToolkitError) -> Boundary:
+        """For calls of the plugin's code. The error: "plugin X (..., file:line) failed in `what`: ..."."""
+        return Boundary(lambda error: self.failure(error, what), passes)
 
     def failure(self, error: BaseException, what: str) -> str:
         """One sentence that says that the plugin's code raised `error` in `what`, and at which line."""
@@ -70,16 +59,3 @@ class PluginInfo:
     def _named(self, place: str | None) -> str:
         source = " ".join(part for part in (self.distribution, self.version) if part) or "given from code"
         return f"plugin {self.name!r} ({source}{', ' + place if place else ''})"
-
-
-def package_of(frame: FrameType) -> str:
-    """The top-level package of the code that a frame runs."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-def reason(error: BaseException) -> str:
-    """What an error says; the type of one that is not meant for users, and its notes."""
-    if isinstance(error, ToolkitError):
-        return str(error)
-    notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"

@@ -17,8 +17,9 @@ import pluggy
 
 from toolkit_lm.errors import PluginError, nearest
 from toolkit_lm.plugin import hookspecs
+from toolkit_lm.plugin.boundary import reason
 from toolkit_lm.plugin.discovery import Candidate, check_api_version
-from toolkit_lm.plugin.info import PluginInfo, PluginWarning, reason
+from toolkit_lm.plugin.info import PluginInfo, PluginWarning
 from toolkit_lm.plugin.markers import HOOK_PREFIX, PROJECT
 from toolkit_lm.plugin.registries import Registries, by_hook, copied
 

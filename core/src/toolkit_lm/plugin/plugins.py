@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, PluginError, nearest
 from toolkit_lm.events import Event
 from toolkit_lm.plugin import core
+from toolkit_lm.plugin.boundary import Boundary, package_of, reason
 from toolkit_lm.plugin.discovery import CORE_DISTRIBUTION, Candidate, discover, from_objects
 from toolkit_lm.plugin.fingerprint import Fingerprint, fingerprint
 from toolkit_lm.plugin.info import PluginInfo, PluginWarning
@@ -30,6 +32,8 @@ class Plugins(Registries):
 
     infos: list[PluginInfo]
     """Every installed plugin in load order, with what became of it."""
+    boundary: Boundary
+    """For calls that may end in any plugin's code: an error names the plugin whose code raised it. Another error passes."""
 
     def __init__(self, config: PluginsConfig, candidates: list[Candidate], loader: Loader) -> None:
         """Use `Plugins.load`."""
@@ -37,6 +41,7 @@ class Plugins(Registries):
         self.infos = [candidate.info for candidate in candidates]
         self._loaded = [(c.info, c.plugin) for c in candidates if c.info.status == "ok"]
         self._manager = loader.manager
+        self.boundary = Boundary(self._failure)
         vars(self).update(vars(loader.registries))
         self._check_option_names()
         self._options = {name: self._make_options(name, values) for name, values in config.plugin_option.items()}
@@ -123,7 +128,7 @@ class Plugins(Registries):
             try:
                 watcher.close()
             except Exception as error:
-                message = f"{info} failed to close its event listener: {type(error).__name__}: {error}"
+                message = f"{info} failed to close its event listener: {reason(error)}"
                 warnings.warn(message, PluginWarning, stacklevel=2)
 
     def add_listener(self, name: str, on_event: Callable[..., object]) -> None:
@@ -143,8 +148,22 @@ class Plugins(Registries):
                 call(event=event)
             except Exception as error:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
-                message = f"{info} failed on an event, and gets no more events: {type(error).__name__}: {error}"
+                message = f"{info} failed on an event, and gets no more events: {reason(error)}"
                 warnings.warn(message, PluginWarning, stacklevel=2)
+
+    def failure(self, error: BaseException) -> str:
+        """What an error says, and which plugin's code raised it, where it was a plugin's."""
+        return self._failure(error) or reason(error)
+
+    def _failure(self, error: BaseException) -> str | None:
+        culprit, called = None, ""
+        for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+            if culprit is None:
+                culprit = next((info for info, _ in self._loaded if package_of(frame) in info.packages), None)
+            elif package_of(frame) not in culprit.packages:
+                break
+            called = frame.f_code.co_qualname
+        return None if culprit is None else culprit.failure(error, called)
 
     def options(self, name: str) -> Any:
         """A plugin's validated options: an instance of its `Options`, or None where it has none.

@@ -303,6 +303,7 @@ class ExecutorRegistry(Registry[ExecutorEntry]):
 
     noun = "executor"
     missing = ConfigError
+    base = "toolkit_lm.executor:Executor"
 
     def add(self, name: str, target: str, *, max_ranks: int | None = None, override: bool = False) -> None:
         """Registers a subclass of toolkit_lm.executor.Executor. `max_ranks`: most workers that it runs; None: any number."""

@@ -31,6 +31,7 @@ class PoolingInputProcessor:
     def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
         assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
         self.renderer = renderer
+        self._boundary = plugins.boundary
         self.max_tokens = config.max_model_len
         self.prompts: dict[str, str] = {}
         """Of the checkpoint: texts that go before the input, by name."""
@@ -83,7 +84,8 @@ class PoolingInputProcessor:
         """Token ids of each. `prompt_name`: for all, or one for each. Raises RequestError for what cannot be rendered."""
         most = self._most(truncate_prompt_tokens)
         self._check(instruction)
-        return self._render(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
+        with self._boundary:
+            return self._render(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
 
     def render_each(
         self,
@@ -96,7 +98,8 @@ class PoolingInputProcessor:
         """As `render`, with an error in the place of what cannot be rendered. Raises RequestError for what is wrong with all of them."""
         most = self._most(truncate_prompt_tokens)
         self._check(instruction)
-        return self._render_each(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
+        with self._boundary:
+            return self._render_each(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
 
     def _render_each(
         self, prompts: list[Any], prefixes: list[PromptPrefix], most: int | None, instruction: str | None

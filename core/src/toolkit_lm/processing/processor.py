@@ -75,7 +75,8 @@ class Processor:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, options: RequestOptions | None = None
     ) -> PreparedRequest:
         """Of a text, or token ids."""
-        token_ids, _ = self.renderer.render_prompt(prompt)
+        with self.plugins.boundary:
+            token_ids, _ = self.renderer.render_prompt(prompt)
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         return self._generation(request_id, token_ids, text, params or SamplingParams(), options or {})
 
@@ -88,7 +89,8 @@ class Processor:
         **render_options: Any,
     ) -> PreparedRequest:
         """Of a conversation, through the chat template. `render_options` are Renderer.render_conversation's."""
-        token_ids, _ = self.renderer.render_conversation(messages, **render_options)
+        with self.plugins.boundary:
+            token_ids, _ = self.renderer.render_conversation(messages, **render_options)
         return self._generation(request_id, token_ids, None, params or SamplingParams(), options or {})
 
     def _generation(

@@ -61,10 +61,10 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     open_config = configured.with_checkpoint(resolved.checkpoint)
     _, models = choose_model(open_config, plugins)
     _, renderers = choose_renderer(open_config, plugins)
-    # Without storage: only the layers' shapes count.
-    model = construct(load_model_class(resolved, plugins), resolved, torch.device("meta"), plugins)
-    device = torch.device(resolved.device.device)
-    selections = select_backends(model, device, resolved, plugins.attention_backends)
+    with plugins.boundary:
+        # Without storage: only the layers' shapes count.
+        model = construct(load_model_class(resolved, plugins), resolved, torch.device("meta"), plugins)
+    selections = select_backends(model, torch.device(resolved.device.device), resolved, plugins.attention_backends)
     return Explanation(
         config=resolved,
         architecture=entry.key,

@@ -18,13 +18,10 @@ from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow
 
 def load_processor(registry: LogitsProcessorRegistry, name: str) -> type[LogitsProcessor]:
     """The registered class. Raises PluginError where it is none that the sampler could use."""
-    kind, entry = registry.load(name), registry.get(name)
-    if isinstance(kind, type) and issubclass(kind, LogitsProcessor) and isinstance(getattr(kind, "argmax_invariant", None), bool):
+    kind: type[LogitsProcessor] = registry.load(name)
+    if isinstance(getattr(kind, "argmax_invariant", None), bool):
         return kind
-    raise PluginError(
-        f"{entry.owner}: logits processor {name!r}: {entry.target!r} must be a subclass of toolkit_lm.sampling.LogitsProcessor "
-        "with argmax_invariant = True or False."
-    )
+    raise PluginError(f"{registry.get(name).owner}: logits processor {name!r} must state argmax_invariant = True or False.")
 
 
 class ProcessorTable:
