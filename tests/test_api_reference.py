@@ -1,0 +1,64 @@
+"""The API reference has every public name: what its pages show is compared with the packages themselves, imported."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "api"
+CORE = ROOT / "core" / "src" / "toolkit_lm"
+INTERNAL = {"cli", "engine", "frontend", "processing", "resolution", "runner"}
+"""Rooms without a page: plugins and apps have no names of theirs, or find them in `toolkit_lm`."""
+
+
+def shown() -> dict[str, Path]:
+    """The modules of the reference, by name, and their pages."""
+    return {name: page for page in PAGES.glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+
+
+def public_names(module: str) -> list[str]:
+    """What `__all__` lists; in a module without one, what is defined there without an underscore."""
+    loaded = importlib.import_module(module)
+    if hasattr(loaded, "__all__"):
+        return sorted(loaded.__all__)
+    return sorted(name for name, value in vars(loaded).items() if name[:1] != "_" and getattr(value, "__module__", None) == module)
+
+
+def fields(value: object) -> list[str]:
+    """The class attributes and fields that a class states itself."""
+    return [name for name in vars(value).get("__annotations__", ()) if name[:1] != "_"] if isinstance(value, type) else []
+
+
+def test_every_room_has_a_page():
+    modules = {path.stem for path in CORE.glob("*.py") if path.name[0] != "_"}
+    rooms = {path.parent.name for path in CORE.glob("*/__init__.py")}
+    assert {f"toolkit_lm.{name}" for name in modules | rooms - INTERNAL} <= set(shown())
+    overview = (PAGES / "README.md").read_text()
+    assert [page.name for page in PAGES.glob("*.md") if page.name != "README.md" and f"({page.name})" not in overview] == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The built pages."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", sorted(shown()))
+def test_every_public_name_and_field_is_in_the_built_page(site, module):
+    ids = set(re.findall(r' id="([\w.]+)"', (site / "api" / shown()[module].stem / "index.html").read_text()))
+    loaded, names = importlib.import_module(module), public_names(module)
+    assert names
+    wanted = [f"{module}.{name}" for name in names]
+    wanted += [f"{module}.{name}.{field}" for name in names for field in fields(getattr(loaded, name))]
+    assert [one for one in wanted if one not in ids] == []
