@@ -127,7 +127,7 @@ def assert_found(output, reference, params):
 def assert_no_blocks_are_left(llm):
     blocks = llm.engine.client.core.scheduler.blocks
     blocks.check()
-    assert (blocks.pool.num_used, blocks.host_pool.num_used) == (0, 0)
+    assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
 
 
 @pytest.mark.parametrize("name", ENGINES)

@@ -41,7 +41,7 @@ def llm(folder):
 
 
 def used_blocks(llm: LLM) -> int:
-    return llm.engine.client.core.scheduler.blocks.pool.num_used
+    return llm.engine.client.core.scheduler.blocks.num_used
 
 
 class TestGenerate:

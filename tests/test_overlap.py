@@ -91,7 +91,7 @@ def test_aborts_in_between(pair, after):
             if not engine.has_unfinished_requests():
                 break
         finished.append(done)
-        assert engine.client.core.scheduler.blocks.pool.num_used == 0
+        assert engine.client.core.scheduler.blocks.num_used == 0
     assert finished[0] == finished[1]
     assert set(finished[0]) == {"0", "2", "3", "4", "5", "6"}
 

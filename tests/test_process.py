@@ -243,7 +243,7 @@ class TestStart:
         long = tmp_path / ("x" * 100)
         long.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(long))
-        with pytest.raises(ConfigError, match="set TMPDIR"):
+        with pytest.raises(ConfigError, match="Set TMPDIR"):
             AsyncLLM(VllmConfig.make(**SMALL))
 
 

@@ -66,7 +66,7 @@ def test_the_culprit_fails_alone(llm, expected, trap):
     assert all("the trap has sprung" in o.error and "FloatingPointError" in o.error for o in bad)
     assert_good([output for output in outputs if output not in bad], expected)
     assert_good(llm.generate(ids(GOOD), GREEDY, use_tqdm=False), expected)
-    assert llm.engine.client.core.scheduler.blocks.pool.num_used == 0
+    assert llm.engine.client.core.scheduler.blocks.num_used == 0
 
 
 def test_a_culprit_in_the_middle_of_its_output(llm, expected, trap):
@@ -138,5 +138,5 @@ def test_an_interrupt_leaves_an_engine_that_works(llm, expected, monkeypatch):
     monkeypatch.setattr(model, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(ids(GOOD), GREEDY, use_tqdm=False)
-    assert llm.engine.client.core.scheduler.blocks.pool.num_used == 0
+    assert llm.engine.client.core.scheduler.blocks.num_used == 0
     assert_good(llm.generate(ids(GOOD), GREEDY, use_tqdm=False), expected)

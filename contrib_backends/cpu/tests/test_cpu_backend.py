@@ -20,7 +20,7 @@ SPEC = AttentionSpec(
     head_size=32,
     dtype="float32",
     device="cpu",
-    block_size=None,
+    kv_cache=None,
 )
 BATCHES = {
     "one token": [1],

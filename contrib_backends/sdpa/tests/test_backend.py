@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toolkit_lm_sdpa
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, GraphSupport, KVCacheSpec
+from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, GraphSupport, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_sdpa.backend import SdpaBackend
 from toolkit_lm_sdpa.plan import split
@@ -22,7 +22,7 @@ SPEC = AttentionSpec(
     head_size=80,
     dtype="bfloat16",
     device="cpu",
-    block_size=16,
+    kv_cache=FullSpec(block_size=16, num_kv_heads=2, head_size=80, dtype="bfloat16"),
 )
 
 
@@ -50,12 +50,10 @@ def test_has_no_cuda_graphs() -> None:
     assert SdpaBackend.graph_support(SPEC) is GraphSupport.NEVER
 
 
-def test_cache_shape_counts_blocks_on_the_block_axis() -> None:
-    spec = KVCacheSpec(kind="full", block_size=16, num_kv_heads=2, head_size=80, dtype="bfloat16")
-    shape = SdpaBackend.kv_cache_shape(spec, 10)
-    assert shape == (2, 10, 16, 2, 80)
-    assert shape[SdpaBackend.block_axis] == 10
-    assert torch.empty(shape, dtype=torch.bfloat16).nbytes == 10 * spec.block_bytes
+def test_a_page_holds_keys_and_values() -> None:
+    spec = FullSpec(block_size=16, num_kv_heads=2, head_size=80, dtype="bfloat16")
+    assert SdpaBackend.page_layout(spec) == [PageTensor((2, 16, 2, 80), "bfloat16")]
+    assert torch.empty(2, 16, 2, 80, dtype=torch.bfloat16).nbytes == spec.page_bytes
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,51 +1,74 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
-from toolkit_lm.attention import KVCacheSpec, block_bytes, group_layers, tensors_per_shape
+from toolkit_lm.attention import FullSpec, KVCacheConfig, WindowSpec, plan_groups
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.memory import size_kv_cache
+from toolkit_lm.plugin import Plugins
 
 
 def spec(window=None, heads=2):
-    kind = "full" if window is None else "window"
-    return KVCacheSpec(kind=kind, block_size=16, num_kv_heads=heads, head_size=8, dtype="float32", window=window)
+    shape = {"block_size": 16, "num_kv_heads": heads, "head_size": 8, "dtype": "float32"}
+    return FullSpec(**shape) if window is None else WindowSpec(window=window, **shape)
 
 
-def groups_of(*specs, backends=None):
+def plan(*specs, backends=None) -> KVCacheConfig:
     names = [f"layers.{i}" for i in range(len(specs))]
-    return group_layers(dict(zip(names, specs, strict=True)), dict(zip(names, backends or ["b"] * len(names), strict=True)))
+    return plan_groups(dict(zip(names, specs, strict=True)), dict(zip(names, backends or ["b"] * len(names), strict=True)))
 
 
 def test_equal_layers_are_one_group():
-    (group,) = groups_of(*[spec()] * 5)
+    planned = plan(*[spec()] * 5)
+    [group], [pool] = planned.groups, planned.pools
     assert group.layers == [f"layers.{i}" for i in range(5)]
-    assert block_bytes([group]) == 5 * spec().block_bytes
+    assert pool.block_bytes == 5 * spec().page_bytes
 
 
 @pytest.mark.parametrize("pattern", ["FW" * 4, "WWWWWF" * 4, "WWWWWF" * 4 + "WW"])
 def test_windowed_and_full_layers_share_memory(pattern):
-    groups = groups_of(*(spec(8) if kind == "W" else spec() for kind in pattern))
-    assert len({g.shape for g in groups}) == 1
+    planned = plan(*(spec(8) if kind == "W" else spec() for kind in pattern))
+    groups, [pool] = planned.groups, planned.pools
     sizes = [len(g.layers) for g in groups]
     assert sum(sizes) == len(pattern) and max(sizes) - min(sizes) <= 1
     assert len(sizes) <= 8
-    assert list(tensors_per_shape(groups).values()) == [max(sizes)]
     # One block id takes the memory of one group's layers, not of all layers.
-    assert block_bytes(groups) == max(sizes) * spec().block_bytes
+    assert pool.num_pages == max(sizes)
     assert sorted(layer for g in groups for layer in g.layers) == sorted(f"layers.{i}" for i in range(len(pattern)))
     assert all(len({pattern[int(layer.split(".")[1])] for layer in g.layers}) == 1 for g in groups)
 
 
-def test_one_odd_layer_does_not_make_a_group_of_each():
-    assert len(groups_of(spec(), *[spec(8)] * 31)) <= 9
+@pytest.mark.parametrize("specs", [[*[spec()] * 32, spec(8)], [spec(), *[spec(8)] * 31]])
+def test_one_odd_layer_makes_one_group_more(specs):
+    assert len(plan(*specs).groups) == 2
 
 
-def test_other_shapes_and_backends_have_memory_of_their_own():
-    groups = groups_of(spec(), spec(heads=4), spec(), backends=["b", "b", "c"])
-    assert len(tensors_per_shape(groups)) == 3
-    assert block_bytes(groups) == 2 * spec().block_bytes + spec(heads=4).block_bytes
+def test_backends_with_pages_of_one_size_share_a_pool():
+    assert len(plan(spec(), spec(), backends=["b", "c"]).pools) == 1
+
+
+@pytest.mark.parametrize("odd", [spec(heads=4), spec(8)])
+def test_one_odd_layer_costs_less_than_a_twentieth_of_the_tokens(odd):
+    """Of those that the same bytes hold, where each layer's keys and values are counted by themselves."""
+    specs = [*[spec()] * 32, odd]
+    memory = 2**26
+    config = VllmConfig.default(max_model_len=2048, kv_cache_memory=str(memory), max_num_batched_tokens=64)
+    sized = size_kv_cache(plan(*specs), config, 2**40, 0)
+    assert sum(pool.num_blocks * pool.block_bytes for pool in sized.pools) <= memory
+    per_pool = sized.max_blocks(1024, 64)
+    tokens = 1024 * min(pool.num_blocks / each for pool, each in zip(sized.pools, per_pool, strict=True))
+    ideal = 1024 * memory / sum(one.max_blocks(1024, 64) * one.page_bytes for one in specs)
+    assert 0.95 * ideal < tokens <= ideal
+
+
+def test_a_config_survives_the_wire():
+    planned = plan(spec(), spec(8), spec(heads=4)).sized([3, 4], [0, 1])
+    message = msgspec.Raw(msgspec.msgpack.encode(planned))
+    assert KVCacheConfig.decode(message, Plugins.load().kv_kinds) == planned
 
 
 @pytest.mark.parametrize(
     ("window", "tokens", "chunk", "most"), [(None, 100, 8, 7), (16, 100, 1, 2), (16, 100, 16, 3), (16, 10, 100, 1), (1, 100, 1, 2)]
 )
 def test_blocks_of_a_sequence_are_bounded_by_its_window(window, tokens, chunk, most):
-    assert spec(window).blocks_for(tokens, chunk) == most
+    assert spec(window).max_blocks(tokens, chunk) == most

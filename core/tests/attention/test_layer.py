@@ -10,10 +10,13 @@ from toolkit_lm.attention import (
     AttentionBackend,
     AttentionSpec,
     AttentionType,
+    BatchLimits,
     Binding,
-    GroupMetadata,
-    KVCacheSpec,
-    forward_context,
+    FullSpec,
+    GroupSetup,
+    StepContext,
+    WindowSpec,
+    step_context,
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
@@ -25,7 +28,7 @@ class Recorder(AttentionBackend):
     """Doubles the queries; records what it is given."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__(GroupSetup(layers=[], kv_cache=None, limits=BatchLimits(8, 8, 8), device=torch.device("cpu")))
         self.calls: list[tuple[Any, ...]] = []
 
     @classmethod
@@ -33,17 +36,17 @@ class Recorder(AttentionBackend):
         return None
 
     @classmethod
-    def kv_cache_shape(cls, spec, num_blocks):
-        return (2, num_blocks)
+    def page_layout(cls, spec):
+        return []
 
     def build(self, batch):
         return None
 
-    def write_kv(self, layer, k, v, kv_cache, slot_mapping) -> None:
-        self.calls.append(("write", layer, k.shape, v.shape, kv_cache, slot_mapping))
+    def write_kv(self, layer, k, v, kv_cache, meta) -> None:
+        self.calls.append(("write", layer, k.shape, v.shape, kv_cache, meta))
 
     def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
-        self.calls.append(("forward", layer, q.shape, k.shape, kv_cache, meta))
+        self.calls.append(("forward", layer, q.shape, None if k is None else k.shape, kv_cache, meta))
         out.copy_(q * 2)
 
 
@@ -56,7 +59,8 @@ def make_layer(**options) -> Attention:
 
 
 def test_spec_of_a_plain_decoder_layer() -> None:
-    assert make_layer(num_kv_heads=2).spec(torch.device("cuda:1")) == AttentionSpec(
+    layer = make_layer(num_kv_heads=2)
+    assert layer.attention_spec(torch.device("cuda:1"), cached=True) == AttentionSpec(
         layer="layers.0.attn",
         type=AttentionType.DECODER,
         num_heads=4,
@@ -64,25 +68,23 @@ def test_spec_of_a_plain_decoder_layer() -> None:
         head_size=80,
         dtype="bfloat16",
         device="cuda",
-        block_size=32,
+        kv_cache=layer.kv_cache_spec(),
     )
+    assert layer.attention_spec(torch.device("cpu"), cached=False).kv_cache is None
 
 
 def test_spec_names_each_feature() -> None:
     layer = make_layer(window=7, soft_cap=30.0, bias=no_bias, sinks=torch.zeros(4), spans=True, type=AttentionType.ENCODER)
-    spec = layer.spec(torch.device("cpu"))
+    spec = layer.attention_spec(torch.device("cpu"), cached=True)
     assert (spec.window, spec.soft_cap, spec.bias, spec.sinks, spec.spans) == (7, 30.0, True, True, True)
-    assert spec.block_size is None
+    assert spec.kv_cache is None
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [({}, "full"), ({"window": 7}, "window"), ({"type": AttentionType.CROSS}, "cross")],
-)
+@pytest.mark.parametrize(("options", "kind"), [({}, FullSpec), ({"window": 7}, WindowSpec)])
 def test_kv_cache_spec(options, kind) -> None:
     spec = make_layer(num_kv_heads=2, **options).kv_cache_spec()
-    assert spec == KVCacheSpec(kind=kind, block_size=32, num_kv_heads=2, head_size=80, dtype="bfloat16", window=options.get("window"))
-    assert spec.block_bytes == 2 * 32 * 2 * 80 * 2
+    assert spec == kind(block_size=32, num_kv_heads=2, head_size=80, dtype="bfloat16", **options)
+    assert spec.page_bytes == 2 * 32 * 2 * 80 * 2
 
 
 def test_an_encoder_layer_keeps_nothing() -> None:
@@ -102,33 +104,34 @@ def test_heads_must_divide() -> None:
 
 def test_forward_writes_then_attends_with_its_groups_metadata() -> None:
     layer, backend = make_layer(num_kv_heads=2), Recorder()
-    kv_cache, slots = torch.empty(2, 5), torch.tensor([3, 9, 1])
+    kv_cache = (torch.empty(2, 5),)
     q, k, v = torch.randn(3, 320), torch.randn(3, 160), torch.randn(3, 160)
-    with forward_context({"layers.0.attn": Binding(backend, kv_cache, 1)}, [GroupMetadata("other", None), GroupMetadata("mine", slots)]):
+    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, kv_cache, 1)}, ["other", "mine"])):
         out = layer(q, k, v)
     assert torch.equal(out, q * 2)
     assert backend.calls == [
-        ("write", layer.params, (3, 2, 80), (3, 2, 80), kv_cache, slots),
+        ("write", layer.params, (3, 2, 80), (3, 2, 80), kv_cache, "mine"),
         ("forward", layer.params, (3, 4, 80), (3, 2, 80), kv_cache, "mine"),
     ]
 
 
 def test_forward_without_a_cache_writes_nothing() -> None:
     layer, backend = make_layer(type=AttentionType.ENCODER), Recorder()
-    with forward_context({"layers.0.attn": Binding(backend, None, 0)}, [GroupMetadata(None, None)]):
+    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])):
         layer(*torch.randn(3, 2, 320))
     assert [call[0] for call in backend.calls] == ["forward"]
 
 
 def test_context_refuses_to_nest() -> None:
-    with forward_context({}, []), pytest.raises(AssertionError, match="inside another one on the same thread"), forward_context({}, []):
+    nothing = StepContext({}, [])
+    with step_context(nothing), pytest.raises(AssertionError, match="inside another one on the same thread"), step_context(nothing):
         pass
 
 
 def test_context_ends_with_an_error_inside() -> None:
-    with pytest.raises(KeyError), forward_context({}, []):
+    with pytest.raises(KeyError), step_context(StepContext({}, [])):
         raise KeyError("a model failed")
-    with forward_context({}, []):
+    with step_context(StepContext({}, [])):
         pass
 
 
@@ -137,12 +140,12 @@ def test_context_is_per_thread() -> None:
 
     def other_thread() -> None:
         try:
-            with forward_context({}, []):
+            with step_context(StepContext({}, [])):
                 pass
         except AssertionError as error:
             failures.append(error)
 
-    with forward_context({}, []):
+    with step_context(StepContext({}, [])):
         thread = threading.Thread(target=other_thread)
         thread.start()
         thread.join()
@@ -150,5 +153,30 @@ def test_context_is_per_thread() -> None:
 
 
 def test_a_layer_outside_a_context_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"'layers\.0\.attn' runs outside a forward_context"):
+    with pytest.raises(AssertionError, match=r"'layers\.0\.attn' runs outside a step_context"):
         make_layer()(*torch.randn(3, 2, 320))
+
+
+def test_a_step_without_keys_writes_nothing() -> None:
+    """Cross attention, once the encoder's keys are cached."""
+    layer, backend = make_layer(type=AttentionType.CROSS), Recorder()
+    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, (torch.empty(1),), 0)}, [None])):
+        out = layer(torch.ones(3, 320))
+    assert torch.equal(out, torch.full((3, 320), 2.0))
+    assert [call[0] for call in backend.calls] == ["forward"]
+
+
+def test_attention_is_one_op_of_a_compiled_graph() -> None:
+    layer, backend = make_layer(), Recorder()
+    graphs = []
+
+    def look(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda q, k, v: layer(q, k, v) + 1, fullgraph=True, backend=look)
+    with step_context(StepContext({"layers.0.attn": Binding(backend, layer.params, None, 0)}, [None])):
+        out = compiled(*torch.ones(3, 2, 320))
+    assert torch.equal(out, torch.full((2, 320), 3.0))
+    targets = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert len(graphs) == 1 and sum("toolkit_lm.attention" in target for target in targets) == 1

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, Candidate, select_backend
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, Candidate, FullSpec, select_backend
 from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo, PluginWarning
 
@@ -19,7 +19,7 @@ SPEC = AttentionSpec(
     head_size=64,
     dtype="float32",
     device="cpu",
-    block_size=16,
+    kv_cache=FullSpec(block_size=16, num_kv_heads=2, head_size=64, dtype="float32"),
 )
 
 
@@ -148,7 +148,7 @@ class Unfinished(AttentionBackend):
     [
         (
             Unfinished,
-            "does not define forward, kv_cache_shape, write_kv, which toolkit_lm.attention.AttentionBackend leaves to its subclasses",
+            "does not define forward, page_layout, write_kv, which toolkit_lm.attention.AttentionBackend leaves to its subclasses",
         ),
         (int, "must be a subclass of toolkit_lm.attention.AttentionBackend"),
     ],

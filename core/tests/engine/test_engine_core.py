@@ -6,7 +6,7 @@ import time
 
 import pytest
 from fake_engine import NAN, PLUGINS, POISON, FakeCore, FakeExecutor, kv_cache, next_token
-from toolkit_lm.attention import KVCacheSpec
+from toolkit_lm.attention import FullSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.errors import CapacityError, EngineDeadError, RequestError
@@ -103,7 +103,7 @@ class TestLoop:
         core.finish("unknown")
         news = steps(core)
         assert set(tokens(news)) == {"b"} and reasons(news) == {"b": ("length", None)}
-        assert core.scheduler.blocks.pool.num_used == 0
+        assert core.scheduler.blocks.num_used == 0
 
     def test_an_id_in_use(self, core):
         add(core, "a", good_prompts(1)[0])
@@ -326,7 +326,7 @@ class TestStart:
     def make(self, free_memory: int, **options) -> EngineCore:
         config = VllmConfig.default(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, **options)
         executor = FakeExecutor(config, kv_cache(40, [(4, None)]), max_in_flight=1)
-        spec = KVCacheSpec(kind="full", block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
+        spec = FullSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
         executor.kv_cache_specs = lambda: {"layer0": spec}
         executor.backends = lambda: {"layer0": "none"}
         executor.free_memory = lambda: free_memory
@@ -336,11 +336,11 @@ class TestStart:
     def test_it_says_what_it_does(self):
         core = self.make(2**20, num_kv_blocks=20)
         assert self.phases == ["loading the model", "warming up"]
-        assert core.kv_cache.num_blocks == 20
+        assert core.kv_cache.pools[0].num_blocks == 20
 
     def test_no_more_blocks_than_all_sequences_can_use(self):
         core = self.make(2**30, num_kv_blocks=10**4, enable_prefix_caching=False)
-        assert core.kv_cache.num_blocks == 4 * MAX_MODEL_LEN // 4
+        assert core.kv_cache.pools[0].num_blocks == 4 * MAX_MODEL_LEN // 4
 
     def test_a_cache_that_cannot_hold_one_sequence(self):
         with pytest.raises(CapacityError, match="one sequence of max_model_len 24: it takes 6 blocks, but num_kv_blocks is 5"):

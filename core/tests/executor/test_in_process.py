@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 from fake_model import NAN, make_config, make_plugins, new, next_token, row
-from toolkit_lm.attention import KVCacheConfig, group_layers
+from toolkit_lm.attention import plan_groups
 from toolkit_lm.executor import InProcessExecutor
 from toolkit_lm.messages import StepPlan
 
@@ -22,7 +22,7 @@ def overlaps(executor) -> bool:
 def executor(request):
     executor = InProcessExecutor(make_config(overlap=request.param), make_plugins())
     executor.load()
-    executor.init_kv_cache(KVCacheConfig(8, group_layers(executor.kv_cache_specs(), executor.backends())))
+    executor.init_kv_cache(plan_groups(executor.kv_cache_specs(), executor.backends()).sized([8], [0]))
     yield executor
     executor.shutdown()
 

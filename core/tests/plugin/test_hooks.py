@@ -107,6 +107,10 @@ def test_toolkit_register_executors(example):
     assert executors.keys() == ["in_process", "mine"]
 
 
+def test_toolkit_register_kv_kinds(example):
+    assert example().kv_kinds.get("recurrent").target == "toolkit_lm_mine.spec:RecurrentSpec"
+
+
 def test_toolkit_register_renderers(example):
     assert load(example).renderers.get("mine").reads == ("my_vocab.txt",)
 

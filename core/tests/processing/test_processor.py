@@ -50,7 +50,7 @@ class CountingRenderer(Renderer):
 def make_processor(pooling=None, hf_config=None, **options) -> Processor:
     config = VllmConfig.default(hf_config or {"vocab_size": VOCAB}, **{"max_model_len": 16, **options})
     processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[])))
-    processor.set_limits(RequestLimits(config, KVCacheConfig(100, []), pooling or {}))
+    processor.set_limits(RequestLimits(config, KVCacheConfig([], []), pooling or {}))
     return processor
 
 

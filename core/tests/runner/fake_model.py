@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from toolkit_lm.attention import Attention, AttentionBackend, BatchView, KVCacheConfig, group_layers
+from toolkit_lm.attention import Attention, AttentionBackend, BatchView, PageTensor, plan_groups
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import NewSequence, ScheduledSequence
 from toolkit_lm.model import Model
@@ -30,14 +30,15 @@ class SumBackend(AttentionBackend):
         return None
 
     @classmethod
-    def kv_cache_shape(cls, spec, num_blocks):
-        return (2, num_blocks, spec.block_size)
+    def page_layout(cls, spec):
+        return [PageTensor((spec.block_size,), spec.dtype)] * 2
 
     def build(self, batch: BatchView) -> BatchView:
         return batch
 
-    def write_kv(self, layer, k, v, kv_cache, slot_mapping) -> None:
-        kv_cache[1].view(-1)[slot_mapping] = v[:, 0, 0]
+    def write_kv(self, layer, k, v, kv_cache, meta) -> None:
+        size = kv_cache[1].shape[1]
+        kv_cache[1][meta.slot_mapping // size, meta.slot_mapping % size] = v[:, 0, 0]
 
     def forward(self, layer, q, k, v, kv_cache, meta, out) -> None:
         for row in range(meta.num_rows):
@@ -78,9 +79,9 @@ def make_plugins() -> Any:
     backends = AttentionBackendRegistry(owner=PluginInfo("test"))
     backends.add("sum", f"{__name__}:SumBackend")
     loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
-    return SimpleNamespace(
-        models=SimpleNamespace(load=lambda name: SumModel), attention_backends=backends, loaders=loaders, logits_processors={}
-    )
+    models = SimpleNamespace(load=lambda name: SumModel)
+    plugins = {"models": models, "attention_backends": backends, "loaders": loaders, "logits_processors": {}}
+    return SimpleNamespace(options=lambda name: None, **plugins)
 
 
 def make_config(**options) -> VllmConfig:
@@ -91,8 +92,7 @@ def make_config(**options) -> VllmConfig:
 def make_runner(num_blocks: int = 16, num_host_blocks: int = 4, **options) -> ModelRunner:
     runner = ModelRunner(make_config(**options), make_plugins())
     runner.load()
-    groups = group_layers(runner.kv_cache_specs(), {"attention": "sum"})
-    runner.init_kv_cache(KVCacheConfig(num_blocks, groups, num_host_blocks))
+    runner.init_kv_cache(plan_groups(runner.kv_cache_specs(), {"attention": "sum"}).sized([num_blocks], [num_host_blocks]))
     return runner
 
 

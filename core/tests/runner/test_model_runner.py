@@ -124,4 +124,4 @@ def test_those_without_a_state_return_none(runner):
 
 def test_after_shutdown_nothing_is_held(runner):
     runner.shutdown()
-    assert not hasattr(runner, "model") and not runner._caches and not runner._host_caches
+    assert not hasattr(runner, "model") and not hasattr(runner, "_cache")

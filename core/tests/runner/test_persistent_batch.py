@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from fake_model import new, row
+from toolkit_lm.attention import BatchLimits, FullSpec
 from toolkit_lm.messages import BlockMove, NewSequence, ScheduledSequence, StepPlan
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.runner import PersistentBatch
+from toolkit_lm.runner import PersistentBatch, StepBuffers
+
+
+def make_batch(num_rows: int, block_sizes: list[int], processors=None) -> PersistentBatch:
+    specs = [FullSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32") for size in block_sizes]
+    buffers = StepBuffers(BatchLimits(num_rows, 16, 16), [spec.num_blocks(16) for spec in specs], torch.device("cpu"))
+    return PersistentBatch(buffers, specs, 16, processors)
 
 
 @pytest.fixture
 def batch():
-    return PersistentBatch(3, 16, [4])
+    return make_batch(3, [4])
 
 
 def run(batch: PersistentBatch, plan: StepPlan):
@@ -27,11 +35,11 @@ def test_the_flat_inputs_of_prompts(batch):
     )
     inputs = run(batch, plan)
     assert inputs.input_ids.tolist() == [10, 11, 12, 13, 14, 21]
-    assert inputs.positions.tolist() == [0, 1, 2, 3, 4, 1]
+    assert inputs.token_index.tolist() == [0, 1, 2, 3, 4, 1]
     assert inputs.query_start.tolist() == [0, 5, 6]
-    assert inputs.seq_lens.tolist() == [5, 2]
-    assert [slots.tolist() for slots in inputs.slot_mappings] == [[20, 21, 22, 23, 8, 13]]
-    assert inputs.block_tables[0][0].tolist() == [5, 2] and inputs.block_tables[0][1, 0] == 3
+    assert inputs.groups[0].seq_lens.tolist() == [5, 2]
+    assert [group.slots.tolist() for group in inputs.groups] == [[20, 21, 22, 23, 8, 13]]
+    assert inputs.groups[0].table[0].tolist() == [5, 2] and inputs.groups[0].table[1, 0] == 3
     assert inputs.sampling.tolist() == [0]
     assert inputs.rows.tolist() == [batch.row_of[7], batch.row_of[8]]
 
@@ -40,8 +48,8 @@ def test_a_drawn_token_is_the_next_step_s_input(batch):
     first = run(batch, StepPlan(new=[new(7, [1, 2, 3, 4], [6])], scheduled=[row(7, 4)]))
     batch.append_tokens(first.rows, [9])
     second = run(batch, StepPlan(scheduled=[row(7, 1, [1])]))
-    assert (second.input_ids.tolist(), second.positions.tolist(), second.seq_lens.tolist()) == ([9], [4], [5])
-    assert second.slot_mappings[0].tolist() == [4]
+    assert (second.input_ids.tolist(), second.token_index.tolist(), second.groups[0].seq_lens.tolist()) == ([9], [4], [5])
+    assert second.groups[0].slots.tolist() == [4]
     assert batch.sampling.position[second.rows].tolist() == [1]
 
 
@@ -51,14 +59,14 @@ def test_the_blocks_of_a_new_sequence_are_in_its_tables_already(batch):
     batch.append_tokens(inputs.rows, [9])
     batch.apply(StepPlan(scheduled=[row(7, 4, [3])]))
     inputs = batch.inputs(StepPlan(scheduled=[row(7, 4)]))
-    assert inputs.block_tables[0].tolist() == [[6, 2, 3]]
+    assert inputs.groups[0].table.tolist() == [[6, 2, 3]]
 
 
 def test_a_move_replaces_an_entry_of_the_table(batch):
     run(batch, StepPlan(new=[new(7, [1, 2, 3, 4, 5], [6, 2])], scheduled=[row(7, 4, samples=False)]))
     inputs = run(batch, StepPlan(scheduled=[row(7, 1)], moves=[BlockMove(7, 0, 1, 8)]))
-    assert inputs.block_tables[0].tolist() == [[6, 8]]
-    assert inputs.slot_mappings[0].tolist() == [8 * 4]
+    assert inputs.groups[0].table.tolist() == [[6, 8]]
+    assert inputs.groups[0].slots.tolist() == [8 * 4]
 
 
 def test_rows_are_given_again(batch):
@@ -68,7 +76,7 @@ def test_rows_are_given_again(batch):
     inputs = run(batch, StepPlan(dropped=[1], new=[new(9, [4, 4, 4], [7])], scheduled=[row(9, 3)]))
     assert batch.row_of == {0: batch.row_of[0], 2: batch.row_of[2], 9: freed}
     # Nothing is left of the one before.
-    assert (inputs.input_ids.tolist(), inputs.block_tables[0].tolist()) == ([4, 4, 4], [[7]])
+    assert (inputs.input_ids.tolist(), inputs.groups[0].table.tolist()) == ([4, 4, 4], [[7]])
 
 
 def test_dropping_what_never_came_is_no_error(batch):
@@ -77,7 +85,7 @@ def test_dropping_what_never_came_is_no_error(batch):
 
 
 def test_groups_have_tables_of_their_own():
-    batch = PersistentBatch(2, 16, [4, 2])
+    batch = make_batch(2, [4, 2])
     seq = NewSequence(
         seq_id=0,
         token_ids=[1, 2, 3],
@@ -89,8 +97,8 @@ def test_groups_have_tables_of_their_own():
         stop_token_ids=[],
     )
     inputs = run(batch, StepPlan(new=[seq], scheduled=[ScheduledSequence(0, 3, [[5], [1, 3]], True)]))
-    assert [slots.tolist() for slots in inputs.slot_mappings] == [[20, 21, 22], [2, 3, 6]]
-    assert [table.tolist() for table in inputs.block_tables] == [[[5]], [[1, 3]]]
+    assert [group.slots.tolist() for group in inputs.groups] == [[20, 21, 22], [2, 3, 6]]
+    assert [group.table.tolist() for group in inputs.groups] == [[[5]], [[1, 3]]]
 
 
 def test_only_those_that_ask_register_with_logits_processors():
@@ -105,7 +113,7 @@ def test_only_those_that_ask_register_with_logits_processors():
             self.calls.append(("remove", key))
 
     table = Table()
-    batch = PersistentBatch(2, 16, [4], table)
+    batch = make_batch(2, [4], table)
     asking = new(5, [1], [0], params=SamplingParams(logits_processors={"some": {}}))
     batch.apply(StepPlan(new=[new(4, [1], [1]), asking]))
     batch.apply(StepPlan(dropped=[4, 5], new=[new(6, [1], [0])]))
@@ -118,3 +126,13 @@ def test_prompt_logprobs_that_were_returned_are_remembered(batch):
     batch.apply(StepPlan(new=[new(7, [1, 2, 3], [0], num_prompt_logprobs=2)]))
     assert batch.num_prompt_logprobs[batch.row_of[7]] == 2
     assert np.array_equal(batch.history.tokens(batch.row_of[7]), [1, 2, 3])
+
+
+def test_a_step_s_inputs_are_where_those_of_the_step_before_were(batch):
+    first = run(batch, StepPlan(new=[new(7, [1, 2, 3, 4], [6])], scheduled=[row(7, 4)]))
+    batch.append_tokens(first.rows, [9])
+    second = run(batch, StepPlan(scheduled=[row(7, 1, [1])]))
+    for name in ("input_ids", "token_index", "query_start"):
+        assert getattr(first, name).ctypes.data == getattr(second, name).ctypes.data
+    for name in ("seq_lens", "slots", "table"):
+        assert getattr(first.groups[0], name).ctypes.data == getattr(second.groups[0], name).ctypes.data

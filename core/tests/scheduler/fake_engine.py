@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
-from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, KVGroup
+import torch
+from toolkit_lm.attention import BatchLimits, FullSpec, KVCacheConfig, KVCacheSpec, KVGroup, KVPool, WindowSpec
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineRequest, NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.runner import PersistentBatch
+from toolkit_lm.runner import PersistentBatch, StepBuffers
 from toolkit_lm.scheduler import RequestLimits
 
 PLUGINS = Plugins.load(PluginsConfig(plugins=[]))
@@ -24,16 +26,45 @@ NAN = VOCAB - 2
 POISON = VOCAB - 1
 """Who computes this token makes the step fail."""
 
-Groups = list[tuple[int, int | None]]
-"""Of KV groups: block size and window."""
+Groups = list[tuple[Any, ...]]
+"""Of KV groups: block size; then a window, None, or "state"; then the index of the pool, 0 where it is not given."""
 
 
-def kv_cache(num_blocks: int, groups: Groups, num_host_blocks: int = 0) -> KVCacheConfig:
-    specs = [
-        KVCacheSpec(kind="full" if w is None else "window", block_size=size, num_kv_heads=1, head_size=8, dtype="float32", window=w)
-        for size, w in groups
-    ]
-    return KVCacheConfig(num_blocks, [KVGroup(spec, "none", [f"layer{i}"]) for i, spec in enumerate(specs)], num_host_blocks)
+class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
+    """A recurrent state: one block, which every step reads and writes."""
+
+    caches_prefixes: ClassVar[bool] = False
+    forks_anywhere: ClassVar[bool] = False
+
+    @property
+    def page_bytes(self) -> int:
+        return 64
+
+    def num_blocks(self, num_tokens: int) -> int:
+        return min(1, num_tokens)
+
+    def written(self, start: int, end: int) -> range:
+        return range(1)
+
+    def num_shared(self, num_tokens: int) -> int:
+        return 0
+
+
+def make_spec(size: int, kind: Any) -> KVCacheSpec:
+    shape = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
+    if kind == "state":
+        return StateSpec(block_size=size)
+    return FullSpec(**shape) if kind is None else WindowSpec(window=kind, **shape)
+
+
+def kv_cache(num_blocks: int | list[int], groups: Groups, num_host_blocks: int = 0) -> KVCacheConfig:
+    """`num_blocks`: of the only pool, or of each."""
+    sizes = num_blocks if isinstance(num_blocks, list) else [num_blocks]
+    made = [KVGroup(make_spec(*group[:2]), "none", [f"layer{i}"], *group[2:]) for i, group in enumerate(groups)]
+    if not made:
+        return KVCacheConfig([], [])
+    pages = [max(group.spec.page_bytes for group in made if group.pool == pool) for pool in range(len(sizes))]
+    return KVCacheConfig(made, [KVPool(page, 1, size, num_host_blocks) for page, size in zip(pages, sizes, strict=True)])
 
 
 def next_token(tokens: list[int]) -> int:
@@ -46,10 +77,14 @@ class FakeRunner:
     """Runs plans on the real PersistentBatch. A sequence's salt is its seed: what is cached under another must not be read."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
-        sizes = [group.spec.block_size for group in cache.groups]
-        self.batch = PersistentBatch(config.scheduler.max_num_seqs, config.max_model_len, sizes)
-        self.windows = [group.spec.window for group in cache.groups]
-        self.caches, self.host_caches = self._memory(sizes, cache.num_blocks), self._memory(sizes, cache.num_host_blocks)
+        specs = [group.spec for group in cache.groups]
+        max_len = config.max_model_len
+        limits = BatchLimits(config.scheduler.max_num_seqs, config.scheduler.token_budget, max_len)
+        buffers = StepBuffers(limits, [spec.num_blocks(max_len) for spec in specs], torch.device("cpu"))
+        self.batch = PersistentBatch(buffers, specs, max_len)
+        self.specs = specs
+        self.caches = self._memory(cache, [pool.num_blocks for pool in cache.pools])
+        self.host_caches = self._memory(cache, [pool.num_host_blocks for pool in cache.pools])
         self.tokens: dict[int, list[int]] = {}
         self.salts: dict[int, int | None] = {}
         self.num_computed = 0
@@ -57,10 +92,13 @@ class FakeRunner:
         """Per row of the last step, the tokens that it computed."""
 
     @staticmethod
-    def _memory(sizes: list[int], num_blocks: int) -> list[list[list[object]]]:
-        """By group. Groups of one block size share their memory."""
-        memory: dict[int, list[list[object]]] = {size: [[None] * size for _ in range(num_blocks)] for size in sizes}
-        return [memory[size] for size in sizes]
+    def _memory(cache: KVCacheConfig, num_blocks: list[int]) -> list[list[list[object]]]:
+        """By group. Groups of one pool and block size share their memory."""
+        memory: dict[tuple[int, int], list[list[object]]] = {}
+        return [
+            memory.setdefault((g.pool, g.spec.block_size), [[None] * g.spec.block_size for _ in range(num_blocks[g.pool])])
+            for g in cache.groups
+        ]
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.batch.apply(plan)
@@ -108,7 +146,7 @@ class FakeRunner:
             return {}
         # The token after each computed one, where it is of the prompt and not returned before.
         known, last = int(self.batch.num_prompt_logprobs[row]), int(self.batch.history.num_prompt_tokens[row])
-        positions = [int(p) + 1 for p in inputs.positions[inputs.query_start[r] : inputs.query_start[r + 1]]]
+        positions = [int(p) + 1 for p in inputs.token_index[inputs.query_start[r] : inputs.query_start[r + 1]]]
         fresh = [p for p in positions if known < p < last]
         self.batch.num_prompt_logprobs[row] += len(fresh)
         return {scheduled.seq_id: [TokenLogprobs([self.tokens[scheduled.seq_id][p]], [0.0], 1) for p in fresh]} if fresh else {}
@@ -118,20 +156,33 @@ class FakeRunner:
 
     def _write(self, plan: StepPlan, inputs) -> None:
         for r, scheduled in enumerate(plan.scheduled):
+            for group, spec in enumerate(self.specs):
+                if spec.kind == "state":
+                    self._advance(scheduled.seq_id, inputs, r, group)
             for t in range(inputs.query_start[r], inputs.query_start[r + 1]):
-                position = int(inputs.positions[t])
+                position = int(inputs.token_index[t])
                 assert [inputs.input_ids[t]] == self.tokens[scheduled.seq_id][position : position + 1], "a token that it does not have"
-                for group, size in enumerate(self.batch.block_sizes):
-                    block, offset = divmod(int(inputs.slot_mappings[group][t]), size)
-                    self.caches[group][block][offset] = self._key(group, scheduled.seq_id, position)
+                for group, spec in enumerate(self.specs):
+                    if spec.kind != "state":
+                        block, offset = divmod(int(inputs.groups[group].slots[t]), spec.block_size)
+                        self.caches[group][block][offset] = self._key(group, scheduled.seq_id, position)
+
+    def _advance(self, seq_id: int, inputs, r: int, group: int) -> None:
+        """A state is read as the tokens before this step left it, and written."""
+        block, start = self.caches[group][inputs.groups[group].table[r, 0]], int(inputs.starts[r])
+        if start:
+            assert block[0] == self._key(group, seq_id, start - 1), f"sequence {seq_id} reads a foreign state of group {group} at {start}"
+        block[0] = self._key(group, seq_id, start + int(inputs.query_start[r + 1] - inputs.query_start[r]) - 1)
 
     def _check_reads(self, plan: StepPlan, inputs) -> None:
         for r, scheduled in enumerate(plan.scheduled):
-            first, length = int(inputs.positions[inputs.query_start[r]]), int(inputs.seq_lens[r])
-            assert length == inputs.positions[inputs.query_start[r + 1] - 1] + 1
-            for group, size in enumerate(self.batch.block_sizes):
-                table, window = inputs.block_tables[group][r], self.windows[group]
-                for position in range(0 if window is None else max(0, first - window + 1), length):
+            first, length = int(inputs.starts[r]), int(inputs.token_index[inputs.query_start[r + 1] - 1]) + 1
+            for group, spec in enumerate(self.specs):
+                assert inputs.groups[group].seq_lens[r] == length
+                if spec.kind == "state":
+                    continue
+                table, window, size = inputs.groups[group].table[r], getattr(spec, "window", first + 1), spec.block_size
+                for position in range(max(0, first - window + 1), length):
                     found = self.caches[group][table[position // size]][position % size]
                     assert found == self._key(group, scheduled.seq_id, position), (
                         f"sequence {scheduled.seq_id} reads a foreign key at position {position} of group {group}"

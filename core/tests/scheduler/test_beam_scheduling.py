@@ -55,7 +55,7 @@ def make_core(groups=((4, None),), num_blocks=80, host_blocks=0, max_in_flight=1
     core.executor.runner = BeamRunner(config, cache)
     # By a clock, "auto" would not choose the same each time.
     core.scheduler.preemption.observe = lambda num_tokens, seconds: None
-    core.scheduler.preemption._seconds_per_token = core.scheduler.preemption.block_bytes / 4e9
+    core.scheduler.preemption._seconds_per_token = core.scheduler.blocks.config.pools[0].block_bytes / 4e9
     return core
 
 
@@ -94,7 +94,7 @@ def drain(core: FakeCore) -> dict[str, list]:
 
 def assert_nothing_is_left(core: FakeCore) -> None:
     blocks, runner = core.scheduler.blocks, core.executor.runner
-    assert (blocks.pool.num_used, blocks.host_pool.num_used) == (0, 0)
+    assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
     assert not core.scheduler.roster.sequences
     if core._in_flight:
         # The last step failed, and nobody has asked for its results.
@@ -105,10 +105,10 @@ def assert_nothing_is_left(core: FakeCore) -> None:
 
 def random_core(rng: random.Random) -> FakeCore:
     max_num_seqs, budget, groups = rng.randint(3, 10), rng.randint(0, 20), rng.choice(GROUPS)
-    specs = [group.spec for group in kv_cache(0, groups).groups]
+    [one_sequence] = kv_cache(0, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget)
     return make_core(
         groups,
-        num_blocks=2 * sum(spec.blocks_for(MAX_MODEL_LEN, max_num_seqs + budget) for spec in specs) + rng.randint(0, 12),
+        num_blocks=2 * one_sequence + rng.randint(0, 12),
         host_blocks=rng.choice([0, 2, 8, 80]),
         max_in_flight=rng.choice([1, 2, 3]),
         pipeline_parallel_size=rng.choice([1, 2]),
@@ -188,7 +188,7 @@ def test_the_prompt_is_computed_once_and_shared():
     most_used = 0
     while core.has_unfinished:
         core.step()
-        most_used = max(most_used, core.scheduler.blocks.pool.num_used)
+        most_used = max(most_used, core.scheduler.blocks.num_used)
     assert found_alone(request) is not None
     # The prompt, and a token for each of four beams after the first five tokens of the output.
     assert core.executor.runner.num_computed == 11 + 5 * 4
@@ -224,7 +224,7 @@ def test_it_ends_as_a_whole(reason):
     core.add_request(request)
     core.step()
     core.step()
-    assert core.scheduler.blocks.pool.num_used
+    assert core.scheduler.blocks.num_used
     if reason == "abort":
         core.finish("a", "abort", index=1)
         assert not core.has_unfinished

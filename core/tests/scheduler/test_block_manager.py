@@ -1,23 +1,24 @@
-"""BlockManager by itself: tables of sequences and of encoders, forks, swaps and cached contents, against a memory that tells lies apart."""
+"""BlockManager by itself: tables, forks, swaps and cached contents, against a memory that tells lies apart."""
 
 from __future__ import annotations
 
 import pytest
+from fake_engine import Groups, kv_cache
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toolkit_lm.attention import KVCacheSpec
 from toolkit_lm.messages import BlockCopy
-from toolkit_lm.scheduler import BlockManager, BlockPool, TokenRange
-from toolkit_lm.scheduler.block_manager import NO_BLOCK
+from toolkit_lm.scheduler import BlockManager, TokenRange
+from toolkit_lm.scheduler.group_blocks import NO_BLOCK
 from toolkit_lm.scheduler.prefix import PrefixHashes
 
 CHUNK = 6
-LAYOUTS = [[("full", 2, None)], [("full", 4, None), ("cross", 3, None)], [("full", 2, None), ("window", 4, 5), ("cross", 2, None)]]
-"""Of KV groups: kind, block size, window."""
+LAYOUTS: list[Groups] = [[(2, None)], [(4, None), (3, None, 1)], [(2, None), (4, 5)], [(2, None), (4, 5, 1), (3, None)]]
+"""Of KV groups: block size, window, pool."""
 
 
-def specs_of(layout) -> list[KVCacheSpec]:
-    return [KVCacheSpec(kind=k, block_size=b, num_kv_heads=1, head_size=8, dtype="float32", window=w) for k, b, w in layout]
+def make_blocks(num_blocks: int, layout: Groups, host_blocks: int = 0) -> BlockManager:
+    num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in layout)
+    return BlockManager(kv_cache([num_blocks] * num_pools, layout, host_blocks))
 
 
 class Line:
@@ -33,24 +34,23 @@ class Line:
 class BlockMachine(RuleBasedStateMachine):
     @initialize(layout=st.sampled_from(LAYOUTS), num_blocks=st.integers(8, 30), host_blocks=st.sampled_from([0, 3, 30]))
     def start(self, layout, num_blocks, host_blocks):
-        self.specs = specs_of(layout)
-        self.blocks = BlockManager(BlockPool(num_blocks), self.specs, BlockPool(host_blocks))
-        self.device: list[dict[int, object]] = [{} for _ in range(num_blocks)]
-        self.host: list[dict[int, object]] = [{} for _ in range(host_blocks)]
+        self.blocks = make_blocks(num_blocks, layout, host_blocks)
+        self.device: list[list[dict[int, object]]] = [[{} for _ in range(num_blocks)] for _ in self.blocks.pools]
+        self.host: list[list[dict[int, object]]] = [[{} for _ in range(host_blocks)] for _ in self.blocks.pools]
         self.lines: dict[int, Line] = {}
-        self.crossed: dict[str, int] = {}
         self.swapped: set[str] = set()
         self.count = 0
 
     def seq_ids(self, request_id: str) -> list[int]:
         return [seq_id for seq_id, line in self.lines.items() if line.request_id == request_id]
 
-    def decoder(self):
-        return [(group, spec) for group, spec in enumerate(self.specs) if spec.kind != "cross"]
+    def groups(self):
+        return [(group.index, group.spec, group.pool_index) for group in self.blocks.groups]
 
     def apply(self, copies: list[BlockCopy], source, target) -> None:
         for copy in copies:
-            target[copy.target] = dict(source[copy.source])
+            pool = self.blocks.groups[copy.group].pool_index
+            target[pool][copy.target] = dict(source[pool][copy.source])
 
     def pick(self, data) -> int:
         return data.draw(st.sampled_from([s for s, line in self.lines.items() if line.request_id not in self.swapped]))
@@ -59,20 +59,11 @@ class BlockMachine(RuleBasedStateMachine):
     def can_pick(self) -> bool:
         return any(line.request_id not in self.swapped for line in self.lines.values())
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), encoder=st.integers(0, 7))
-    def begin(self, tokens, encoder):
-        """A request: it finds what is cached, and has its encoder's tokens."""
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14))
+    def begin(self, tokens):
+        """A request: it finds what is cached."""
         self.count += 1
         line = Line(f"r{self.count}", tokens)
-        if self.blocks.cross_blocks_for(encoder) > self.blocks.pool.num_free:
-            return
-        used = self.blocks.pool.num_used
-        self.blocks.allocate_cross(line.request_id, encoder)
-        assert self.blocks.pool.num_used == used + self.blocks.cross_blocks_for(encoder)
-        self.crossed[line.request_id] = encoder
-        for group, spec in enumerate(self.specs):
-            for block in self.blocks.get_cross_block_table(line.request_id, group):
-                self.device[block] = {0: (line.request_id, spec.kind)}
         self.lines[self.count] = line
         found = self.blocks.find_prefix(line.block_hashes, len(tokens) - 1)
         assert 0 <= found < len(tokens)
@@ -89,18 +80,20 @@ class BlockMachine(RuleBasedStateMachine):
             line.tokens.append(drawn)
         write = TokenRange(seq_id, line.computed, min(line.computed + num_tokens, len(line.tokens)))
         self.blocks.trim(seq_id, line.computed)
-        needed, free = self.blocks.blocks_needed([write]), self.blocks.pool.num_free
-        if needed > free:
+        needed, free = self.blocks.blocks_needed([write]), [pool.num_free for pool in self.blocks.pools]
+        if not self.blocks.has_free(needed):
+            assert any(one > there for one, there in zip(needed, free, strict=True))
             return
         growth = self.blocks.append_slots(write)
-        assert self.blocks.pool.num_free == free - needed
-        assert needed == sum(map(len, growth.new_blocks)) + len(growth.copies)
+        assert [pool.num_free for pool in self.blocks.pools] == [there - one for one, there in zip(needed, free, strict=True)]
+        assert sum(needed) == sum(map(len, growth.new_blocks)) + len(growth.copies)
         self.apply(growth.copies, self.device, self.device)
-        for group, spec in self.decoder():
+        for group, spec, pool in self.groups():
             table = self.blocks.get_block_table(seq_id, group)
             for position in range(write.start, write.end):
-                assert self.blocks.pool.ref_counts[table[position // spec.block_size]] == 1, "somebody else's block is written"
-                self.device[table[position // spec.block_size]][position % spec.block_size] = (group, *line.tokens[: position + 1])
+                block = table[position // spec.block_size]
+                assert self.blocks.pools[pool].ref_counts[block] == 1, "somebody else's block is written"
+                self.device[pool][block][position % spec.block_size] = (group, *line.tokens[: position + 1])
         line.computed = write.end
         self.blocks.publish(seq_id, line.block_hashes, line.computed)
 
@@ -111,15 +104,12 @@ class BlockMachine(RuleBasedStateMachine):
         parent = self.pick(data)
         line = self.lines[parent]
         shared = line.computed - back
-        gone = any(
-            NO_BLOCK in self.blocks.get_block_table(parent, group)[max(0, shared - (spec.window or 99) + 1) // spec.block_size :]
-            for group, spec in self.decoder()
-        )
+        gone = any(NO_BLOCK in self.blocks.get_block_table(parent, group)[spec.first_needed(shared) :] for group, spec, _ in self.groups())
         if shared > 0 and not gone:
             self.count += 1
-            used = self.blocks.pool.num_used
+            used = self.blocks.num_used
             self.blocks.fork(parent, self.count, shared)
-            assert self.blocks.pool.num_used == used
+            assert self.blocks.num_used == used
             self.lines[self.count] = Line(line.request_id, [*line.tokens[:shared], drawn], shared)
 
     @precondition(lambda self: self.lines)
@@ -131,9 +121,6 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.free(seq_id)
         assert self.blocks.get_block_table(seq_id) == []
         if not self.seq_ids(request_id):
-            self.blocks.free_cross(request_id)
-            assert self.blocks.get_cross_block_table(request_id, len(self.specs) - 1) == []
-            del self.crossed[request_id]
             self.swapped.discard(request_id)
 
     @precondition(lambda self: self.can_pick)
@@ -141,17 +128,16 @@ class BlockMachine(RuleBasedStateMachine):
     def swap_out(self, data):
         request_id = self.lines[self.pick(data)].request_id
         seq_ids = self.seq_ids(request_id)
-        tables = [*self.blocks._cross_tables[request_id], *(table for s in seq_ids for table in self.blocks._tables.get(s, []))]
-        entries = [entry for table in tables for entry in table if entry != NO_BLOCK]
-        own = {entry for entry in entries if self.blocks.pool.ref_counts[entry] == entries.count(entry)}
-        used = self.blocks.pool.num_used
-        assert self.blocks.num_own_blocks(request_id, seq_ids) == len(own)
-        copies = self.blocks.swap_out(request_id, seq_ids)
+        entries = [(g.pool_index, entry) for g, table in self.blocks._tables_of(seq_ids) for entry in table if entry != NO_BLOCK]
+        own = {entry for entry in entries if self.blocks.pools[entry[0]].ref_counts[entry[1]] == entries.count(entry)}
+        used = self.blocks.num_used
+        assert self.blocks.num_own_bytes(seq_ids) == sum(self.blocks.config.pools[pool].block_bytes for pool, _ in own)
+        copies = self.blocks.swap_out(seq_ids)
         if copies is None:
-            assert len(own) > self.blocks.host_pool.num_free
+            assert any(sum(pool == i for pool, _ in own) > host.num_free for i, host in enumerate(self.blocks.host_pools))
             return
-        assert {copy.source for copy in copies} == own
-        assert self.blocks.pool.num_used == used - len(own)
+        assert {(self.blocks.groups[copy.group].pool_index, copy.source) for copy in copies} == own
+        assert self.blocks.num_used == used - len(own)
         self.apply(copies, self.device, self.host)
         self.swapped.add(request_id)
 
@@ -160,19 +146,18 @@ class BlockMachine(RuleBasedStateMachine):
     def swap_in(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.swapped)))
         seq_ids = self.seq_ids(request_id)
-        needed, used = self.blocks.num_swapped(request_id, seq_ids), self.blocks.pool.num_used
-        if needed <= self.blocks.pool.num_free:
-            copies = self.blocks.swap_in(request_id, seq_ids)
-            assert len(copies) == needed == self.blocks.pool.num_used - used
+        needed, used = self.blocks.num_swapped(seq_ids), self.blocks.num_used
+        if self.blocks.has_free(needed):
+            copies = self.blocks.swap_in(seq_ids)
+            assert len(copies) == sum(needed) == self.blocks.num_used - used
             self.apply(copies, self.host, self.device)
             self.swapped.discard(request_id)
 
     @rule()
     def reset(self):
         self.blocks.reset()
-        assert (self.blocks.pool.num_used, self.blocks.host_pool.num_used) == (0, 0)
+        assert (self.blocks.num_used, self.blocks.num_used_on_host) == (0, 0)
         self.lines.clear()
-        self.crossed.clear()
         self.swapped.clear()
         for token in (0, 1):
             assert self.blocks.find_prefix(Line("", [token] * 16).block_hashes, 16) == 0
@@ -181,19 +166,13 @@ class BlockMachine(RuleBasedStateMachine):
     def tables_hold_what_they_should(self):
         self.blocks.check()
         for seq_id, line in self.lines.items():
-            for group, spec in self.decoder():
+            for group, spec, pool in self.groups():
                 table = self.blocks.get_block_table(seq_id, group)
-                for position in range(0 if spec.window is None else max(0, line.computed - spec.window + 1), line.computed):
+                first = max(0, line.computed - spec.window + 1) if spec.kind == "window" else 0
+                for position in range(first, line.computed):
                     entry, offset = table[position // spec.block_size], position % spec.block_size
-                    held = self.device[entry] if entry >= 0 else self.host[NO_BLOCK - 1 - entry]
+                    held = self.device[pool][entry] if entry >= 0 else self.host[pool][NO_BLOCK - 1 - entry]
                     assert held[offset] == (group, *line.tokens[: position + 1])
-        for request_id in self.crossed:
-            for group, spec in enumerate(self.specs):
-                table = self.blocks.get_cross_block_table(request_id, group)
-                assert len(table) == (-(-self.crossed[request_id] // spec.block_size) if spec.kind == "cross" else 0)
-                for entry in table:
-                    held = self.device[entry] if entry >= 0 else self.host[NO_BLOCK - 1 - entry]
-                    assert held == {0: (request_id, "cross")}
 
 
 BlockMachine.TestCase.settings = settings(
@@ -203,7 +182,7 @@ TestBlockManager = BlockMachine.TestCase
 
 
 def test_a_fork_does_not_write_into_a_block_that_is_found_as_its_parents():
-    blocks = BlockManager(BlockPool(8), specs_of([("full", 4, None)]))
+    blocks = make_blocks(8, [(4, None)])
     parent = Line("r", [1, 2, 3, 4, 5, 6, 7, 8])
     blocks.append_slots(TokenRange(0, 0, 8))
     blocks.publish(0, parent.block_hashes, 8)
@@ -216,7 +195,7 @@ def test_a_fork_does_not_write_into_a_block_that_is_found_as_its_parents():
 
 
 def test_a_block_that_nobody_knows_is_taken_before_one_that_somebody_may_want():
-    blocks = BlockManager(BlockPool(4), specs_of([("full", 2, None)]))
+    blocks = make_blocks(4, [(2, None)])
     known, unknown = Line("a", [1, 2]), Line("b", [3, 4])
     blocks.append_slots(TokenRange(0, 0, 2))
     blocks.publish(0, known.block_hashes, 2)
@@ -231,10 +210,7 @@ def test_a_block_that_nobody_knows_is_taken_before_one_that_somebody_may_want():
 
 
 def test_double_allocation_is_refused():
-    blocks = BlockManager(BlockPool(4), specs_of([("full", 2, None), ("cross", 2, None)]))
-    blocks.allocate_cross("r", 3)
-    with pytest.raises(AssertionError, match="holds cross-attention blocks already"):
-        blocks.allocate_cross("r", 1)
+    blocks = make_blocks(4, [(2, None)])
     blocks.append_slots(TokenRange(0, 0, 2))
     blocks.append_slots(TokenRange(1, 0, 1))
     with pytest.raises(AssertionError, match="holds blocks already"):

@@ -130,7 +130,7 @@ def test_a_swapped_request_that_holds_shared_blocks_does_not_block_the_queue():
     outputs = finish_all(core)
     for name in ("a", "b", "c"):
         assert [token for o in outputs[name] for token in o.token_ids] == continuation(prompt, 10)
-    assert (core.scheduler.blocks.pool.num_used, core.scheduler.blocks.host_pool.num_used) == (0, 0)
+    assert (core.scheduler.blocks.num_used, core.scheduler.blocks.num_used_on_host) == (0, 0)
 
 
 def test_a_preempted_request_waits_for_the_tokens_that_are_on_their_way():

@@ -14,11 +14,12 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import BlockCopy, EngineRequest
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
-from toolkit_lm.scheduler.block_manager import NO_BLOCK
+from toolkit_lm.scheduler.group_blocks import NO_BLOCK
 
 MAX_MODEL_LEN = 20
 GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
-"""Of KV groups: block size and window."""
+GROUPS += [[(2, "state")], [(2, None), (1, "state", 1)], [(2, None), (3, 4, 1), (1, "state", 2), (2, None)]]
+"""Of KV groups: block size, window or kind, pool."""
 OPENINGS = [[7 * (i + k) % NAN for i in range(MAX_MODEL_LEN)] for k in (0, 0, 1)]
 """What prompts begin with, so that many share a prefix."""
 
@@ -41,43 +42,45 @@ REQUEST = st.fixed_dictionaries(
 
 
 class CheckedBlocks(BlockManager):
-    """Holds each call to the equations of what it moves and releases."""
+    """Holds each call to the equations of what it moves and releases. An entry of a table is named with its pool."""
 
-    def swap_out(self, request_id, seq_ids) -> list[BlockCopy] | None:
+    def swap_out(self, seq_ids) -> list[BlockCopy] | None:
         # Exactly those whose reference count reaches zero when the request's references go.
-        moved, before = self._unshared(request_id, seq_ids), self._used()
-        copies = super().swap_out(request_id, seq_ids)
+        moved, before = self._unshared(seq_ids), self._used()
+        copies = super().swap_out(seq_ids)
         if copies is None:
-            assert len(moved) > self.host_pool.num_free
+            assert any(sum(pool == i for pool, _ in moved) > host.num_free for i, host in enumerate(self.host_pools))
             assert self._used() == before
         else:
-            assert sorted(copy.source for copy in copies) == sorted(moved)
-            assert len({copy.target for copy in copies}) == len(moved)
+            assert sorted((self.groups[copy.group].pool_index, copy.source) for copy in copies) == sorted(moved)
+            assert len({(self.groups[copy.group].pool_index, copy.target) for copy in copies}) == len(moved)
             assert self._used() == (before[0] - len(moved), before[1] + len(moved))
         return copies
 
-    def swap_in(self, request_id, seq_ids) -> list[BlockCopy]:
-        hosted = {entry for _, entry in self._entries(request_id, seq_ids) if entry < NO_BLOCK}
-        needed, before = self.num_swapped(request_id, seq_ids), self._used()
-        copies = super().swap_in(request_id, seq_ids)
-        assert len(copies) == needed == len(hosted)
+    def swap_in(self, seq_ids) -> list[BlockCopy]:
+        hosted = {entry for entry in self._entries(seq_ids) if entry[1] < NO_BLOCK}
+        needed, before = self.num_swapped(seq_ids), self._used()
+        copies = super().swap_in(seq_ids)
+        assert len(copies) == sum(needed) == len(hosted)
         assert self._used() == (before[0] + len(hosted), before[1] - len(hosted))
-        assert all(entry >= NO_BLOCK for _, entry in self._entries(request_id, seq_ids))
+        assert all(entry >= NO_BLOCK for _, entry in self._entries(seq_ids))
         return copies
 
     def free(self, seq_id) -> None:
-        entries = [entry for table in self._tables.get(seq_id, []) for entry in table if entry != NO_BLOCK]
-        last = [entry for entry in entries if self._owners(entry) == 1]
+        last = [entry for group, table in self._tables_of([seq_id]) for entry in table if entry != NO_BLOCK and group._owners(entry) == 1]
         before = self._used()
         super().free(seq_id)
         assert self._used() == (before[0] - sum(e >= 0 for e in last), before[1] - sum(e < 0 for e in last))
 
-    def _unshared(self, request_id, seq_ids) -> list[int]:
-        counts = Counter(entry for _, entry in self._entries(request_id, seq_ids) if entry >= 0)
-        return [block for block, count in counts.items() if self.pool.ref_counts[block] - count == 0]
+    def _entries(self, seq_ids) -> list[tuple[int, int]]:
+        return [(group.pool_index, entry) for group, table in self._tables_of(seq_ids) for entry in table]
+
+    def _unshared(self, seq_ids) -> list[tuple[int, int]]:
+        counts = Counter(entry for entry in self._entries(seq_ids) if entry[1] >= 0)
+        return [entry for entry, count in counts.items() if self.pools[entry[0]].ref_counts[entry[1]] == count]
 
     def _used(self) -> tuple[int, int]:
-        return self.pool.num_used, self.host_pool.num_used
+        return self.num_used, self.num_used_on_host
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -104,8 +107,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             preemption_mode=mode,
             pipeline_parallel_size=stages,
         )
-        specs = [group.spec for group in kv_cache(0, groups).groups]
-        num_blocks = sum(spec.blocks_for(MAX_MODEL_LEN, max_num_seqs + budget) for spec in specs) + spare
+        num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in groups)
+        least = kv_cache([0] * num_pools, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget)
+        num_blocks = [count + spare for count in least]
         self.now = 0.0
         self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.clock.start()
@@ -115,7 +119,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # By a clock, "auto" would not choose the same each time.
         cost = self.scheduler.preemption
         cost.observe = lambda num_tokens, seconds: None
-        cost._seconds_per_token = 2 * blocks_per_token * cost.block_bytes / 4e9
+        cost._seconds_per_token = 2 * blocks_per_token * self.scheduler.blocks.config.pools[0].block_bytes / 4e9
         self.messages: dict[str, EngineRequest] = {}
         self.outputs: dict[str, dict[int, list[int]]] = {}
         self.reasons: dict[str, dict[int, str]] = {}
@@ -142,9 +146,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.core.add_request(message)
         except RequestError:
-            pool = self.scheduler.blocks.pool.num_blocks
-            most = n * self.scheduler.blocks.blocks_for(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
-            assert not prompt or len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or most > pool
+            blocks = self.scheduler.blocks
+            most = [n * one for one in blocks.config.max_blocks(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)]
+            too_many = any(one > pool.num_blocks for one, pool in zip(most, blocks.pools, strict=True))
+            assert not prompt or len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or too_many
         else:
             self.messages[message.request_id] = message
             self.outputs[message.request_id] = {i: [] for i in range(n)}
@@ -201,24 +206,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_add_up(self):
         blocks = self.scheduler.blocks
         blocks.check()
-        distinct: list[set[int]] = []
+        distinct: list[set[tuple[int, int]]] = []
         for request in self.scheduler.roster.requests.values():
-            # Distinct blocks of a request = its cross tables + the union of its sequences' tables.
-            cross = {entry for table in blocks._cross_tables.get(request.request_id, []) for entry in table}
-            decoder = {entry for s in request.unfinished for table in blocks._tables.get(s.seq_id, []) for entry in table} - {NO_BLOCK}
-            assert not cross & decoder
-            distinct.append(cross | decoder)
+            # Distinct blocks of a request = the union of its sequences' tables.
+            distinct.append({entry for entry in blocks._entries(request.seq_ids) if entry[1] != NO_BLOCK})
             if request in self.scheduler.roster.waiting and not request.swapped:
                 assert not distinct[-1], "a waiting request holds blocks"
             if request in self.scheduler.roster.running:
-                assert all(entry >= 0 for entry in distinct[-1]), "a running request's block is on the host"
+                assert all(entry >= 0 for _, entry in distinct[-1]), "a running request's block is on the host"
         every = set().union(*distinct)
-        for pool, owned in ((blocks.pool, {e for e in every if e >= 0}), (blocks.host_pool, {e for e in every if e < 0})):
-            assert pool.num_free + len(owned) == pool.num_blocks
+        for index, (pool, host_pool) in enumerate(zip(blocks.pools, blocks.host_pools, strict=True)):
+            mine = [entry for i, entry in every if i == index]
+            assert pool.num_free + sum(entry >= 0 for entry in mine) == pool.num_blocks
+            assert host_pool.num_free + sum(entry < 0 for entry in mine) == host_pool.num_blocks
         for seq_id in blocks._tables:
-            for group, spec in enumerate(blocks.specs):
-                held = [b for b in blocks.get_block_table(seq_id, group) if b != NO_BLOCK]
-                assert len(held) <= spec.blocks_for(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
+            for group, table in blocks._tables_of([seq_id]):
+                held = [b for b in table if b != NO_BLOCK]
+                assert len(held) <= group.spec.max_blocks(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)
         assert self.scheduler.roster.num_running <= self.scheduler.max_num_seqs
 
     @invariant()
@@ -271,7 +275,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, message in self.messages.items():
             assert set(self.reasons[request_id]) == set(range(message.params.n))
         blocks, runner = self.scheduler.blocks, self.core.executor.runner
-        assert (blocks.pool.num_used, blocks.host_pool.num_used) == (0, 0)
+        assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
         runner.batch.apply(self.scheduler.drop_plan())
         assert not runner.batch.row_of, "the runner holds a sequence that has ended"
 

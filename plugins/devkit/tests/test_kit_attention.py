@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionType
+from toolkit_lm.attention import AttentionBackend, AttentionType, FullSpec, PageTensor
 from toolkit_lm_devkit import AttentionBackendConformance
 
 
@@ -14,28 +14,33 @@ class Right(AttentionBackend):
 
     @classmethod
     def refuses(cls, spec):
-        if spec.dtype not in ("float32", "bfloat16") or spec.type is not AttentionType.DECODER or spec.block_size is None:
+        if spec.dtype not in ("float32", "bfloat16") or spec.type is not AttentionType.DECODER or not isinstance(spec.kv_cache, FullSpec):
             return "not that"
         return "no such feature" if spec.sinks or spec.bias or spec.spans or spec.window or spec.soft_cap else None
 
     @classmethod
-    def kv_cache_shape(cls, spec, num_blocks):
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+    def page_layout(cls, spec):
+        return [PageTensor((spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)] * 2
 
     def build(self, batch):
         return batch
 
-    def write_kv(self, layer, k, v, kv_cache, slot_mapping):
+    def write_kv(self, layer, k, v, kv_cache, meta):
+        stored = self.stored(meta.slot_mapping)
+        slots = meta.slot_mapping[stored]
         for half, new in zip(kv_cache, (k, v), strict=True):
-            half.view(-1, *new.shape[1:])[slot_mapping] = new
+            half[slots // half.shape[1], slots % half.shape[1]] = new[stored]
+
+    def stored(self, slots):
+        return slots >= 0
 
     def forward(self, layer, q, k, v, kv_cache, meta, out):
-        size, group = kv_cache.shape[2], layer.num_heads // layer.num_kv_heads
+        size, group = kv_cache[0].shape[1], layer.num_heads // layer.num_kv_heads
         for row, end in enumerate(meta.seq_lens.tolist()):
             tokens = slice(int(meta.query_start[row]), int(meta.query_start[row + 1]))
             keys = self.keys(end, size)
-            slots = meta.block_table[row][keys // size].long() * size + keys % size
-            k_row, v_row = (half.view(-1, *k.shape[1:])[slots].float().repeat_interleave(group, 1).transpose(0, 1) for half in kv_cache)
+            blocks = meta.block_table[row][keys // size].long()
+            k_row, v_row = (half[blocks, keys % size].float().repeat_interleave(group, 1).transpose(0, 1) for half in kv_cache)
             scores = q[tokens].float().transpose(0, 1) @ k_row.transpose(1, 2) * layer.scale
             first = end - tokens.stop + tokens.start
             hidden = keys[None] > torch.arange(first, end)[:, None]
@@ -68,8 +73,15 @@ class Silent(Right):
 
 class Wasteful(Right):
     @classmethod
-    def kv_cache_shape(cls, spec, num_blocks):
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size + 1)
+    def page_layout(cls, spec):
+        return [PageTensor((spec.block_size, spec.num_kv_heads, spec.head_size + 1), spec.dtype)] * 2
+
+
+class Unpadded(Right):
+    """Stores padding in the last slot."""
+
+    def stored(self, slots):
+        return slots >= -1
 
 
 def kit(name):
@@ -108,7 +120,7 @@ def test_a_refusal_without_a_reason_is_found():
 
 def test_a_cache_of_another_size_is_found():
     with pytest.raises(AssertionError):
-        kit(Wasteful).test_cache_shape_counts_blocks_and_bytes()
+        kit(Wasteful).test_page_layout_fills_the_page()
 
 
 def test_a_backend_that_runs_nothing_is_found():
@@ -119,3 +131,9 @@ def test_a_backend_that_runs_nothing_is_found():
 
     with pytest.raises(AssertionError, match="refuses every layer"):
         kit(Refusing).test_runs_some_layers()
+
+
+def test_padding_that_is_stored_is_found():
+    kit(Right).test_padding_is_not_stored()
+    with pytest.raises(AssertionError, match="padding is stored"):
+        kit(Unpadded).test_padding_is_not_stored()

@@ -135,7 +135,7 @@ def test_a_backend_without_its_methods(install, check):
     target = "from toolkit_lm.attention import AttentionBackend\n\nclass run(AttentionBackend):\n    def build(self, batch): ...\n"
     code, report = check(install("unfinished", entry, target))
     assert (code, len(report["problems"])) == (1, 1)
-    assert "'unfinished_target:run' does not define forward, kv_cache_shape, refuses, write_kv, which" in report["problems"][0]
+    assert "'unfinished_target:run' does not define forward, page_layout, refuses, write_kv, which" in report["problems"][0]
 
 
 def test_a_model_with_another_constructor(install, check):

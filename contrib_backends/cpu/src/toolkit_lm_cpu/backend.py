@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec, LayerParams
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec, LayerParams, PageTensor
 from torch import Tensor
 
 try:
@@ -41,16 +41,26 @@ class CpuBackend(AttentionBackend):
         return f"no kernel with {' and '.join(asked)}" if asked else None
 
     @classmethod
-    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
         raise NotImplementedError("encoder layers have no cache")
 
     def build(self, batch: BatchView) -> BatchView:
         return batch
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: BatchView) -> None:
         raise NotImplementedError("encoder layers have no cache")
 
-    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: BatchView, out: Tensor) -> None:
+    def forward(
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        kv_cache: tuple[Tensor, ...] | None,
+        meta: BatchView,
+        out: Tensor,
+    ) -> None:
+        assert k is not None and v is not None
         q, k, v, to = (_side_by_side(x) for x in (q, k, v, out))
         starts = meta.query_start
         _kernels.attend(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec, LayerParams
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, FullSpec, KVCacheSpec, LayerParams, PageTensor
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -17,7 +17,7 @@ _CHUNK_SCORES = 2**22
 
 
 class SdpaBackend(AttentionBackend):
-    """Exact attention on any device. KV cache: (2, num_blocks, block_size, num_kv_heads, head_size), keys before values.
+    """Exact attention on any device. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
 
     Decode rows of similar length are computed together, padded; sequences of an encoder together where they are of equal length; other
     rows one by one, with torch's scaled_dot_product_attention where it can. In an encoder, a window hides keys at a distance of `window`
@@ -28,6 +28,10 @@ class SdpaBackend(AttentionBackend):
     def refuses(cls, spec: AttentionSpec) -> str | None:
         if spec.dtype not in _DTYPES:
             return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
+        if spec.type not in tuple(AttentionType):
+            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+        if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
+            return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
         if spec.type is AttentionType.CROSS:
             asked = [name for name in ("window", "bias", "spans") if getattr(spec, name)]
             if asked:
@@ -35,46 +39,67 @@ class SdpaBackend(AttentionBackend):
         return None
 
     @classmethod
-    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size)
+    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
+        assert isinstance(spec, FullSpec)
+        return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
 
     def build(self, batch: BatchView) -> Metadata:
-        return Metadata(batch)
+        return Metadata.of(batch)
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        keys, values = kv_cache.view(2, -1, layer.num_kv_heads, layer.head_size).unbind()
-        keys.index_copy_(0, slot_mapping, k)
-        values.index_copy_(0, slot_mapping, v)
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+        keys, values = halves(kv_cache, layer.head_size * layer.num_kv_heads)
+        slots, k, v = meta.slots(kv_cache[0].shape[2]), k.flatten(1), v.flatten(1)
+        if meta.stored is not None:
+            k, v = k[meta.stored], v[meta.stored]
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
 
-    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Metadata, out: Tensor) -> None:
+    def forward(
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        kv_cache: tuple[Tensor, ...] | None,
+        meta: Metadata,
+        out: Tensor,
+    ) -> None:
         plan = meta.plan(layer, kv_cache)
+        cache = None if kv_cache is None else halves(kv_cache, layer.head_size)
         for tokens in plan.keyless:
             out[tokens].zero_()
         for bucket in plan.buckets:
-            assert kv_cache is not None
-            _decode(layer, q, kv_cache, bucket, out)
+            assert cache is not None
+            _decode(layer, q, cache, bucket, out)
         for rows in plan.equal_length:
+            assert k is not None and v is not None
             attend_equal_length(layer, q, k, v, rows, out)
         for row in plan.rows:
             if row.index is None:
+                assert k is not None and v is not None
                 own = slice(row.tokens.start, row.tokens.start + len(row.k_positions))
                 keys, values = k[own].transpose(0, 1), v[own].transpose(0, 1)
             else:
-                assert kv_cache is not None
-                keys, values = (_gather(half, row.index) for half in kv_cache)
+                assert cache is not None
+                keys, values = (_gather(half, row.index) for half in cache)
             if layer.soft_cap is None and layer.sinks is None and layer.bias is None:
                 _attend_fast(layer, q, keys, values, row, out)
             else:
                 _attend_explicit(layer, q, keys, values, row, out)
 
 
+def halves(kv_cache: tuple[Tensor, ...], size: int) -> tuple[Tensor, Tensor]:
+    """The cache as vectors [N, size], from the first key on and from the first value on: one index finds a key and its value."""
+    vectors = kv_cache[0].view(-1, size)
+    return vectors, vectors[kv_cache[0][0, 0].numel() // size :]
+
+
 def _gather(half: Tensor, index: Tensor) -> Tensor:
     """Keys (or values) [*index.shape, head_size] out of their half of the cache."""
-    head_size = half.shape[-1]
-    return half.view(-1, head_size).index_select(0, index.view(-1)).view(*index.shape, head_size)
+    return half.index_select(0, index.view(-1)).view(*index.shape, half.shape[-1])
 
 
-def _decode(layer: LayerParams, q: Tensor, kv_cache: Tensor, bucket: Bucket, out: Tensor) -> None:
+def _decode(layer: LayerParams, q: Tensor, kv_cache: tuple[Tensor, Tensor], bucket: Bucket, out: Tensor) -> None:
     """The query heads that share a KV head are the rows of one small matrix product, so keys are read once for all of them."""
     num_rows, kv_heads, group = len(bucket.mask), layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
     queries = q if bucket.tokens is None else q[bucket.tokens]

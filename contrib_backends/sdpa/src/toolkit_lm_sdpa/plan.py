@@ -29,9 +29,9 @@ class LayerKey(NamedTuple):
     block_size: int | None
 
     @classmethod
-    def of(cls, layer: LayerParams, kv_cache: Tensor | None) -> LayerKey:
+    def of(cls, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None) -> LayerKey:
         shaped = layer.soft_cap is not None or layer.sinks is not None
-        block_size = None if kv_cache is None else kv_cache.shape[2]
+        block_size = None if kv_cache is None else kv_cache[0].shape[2]
         return cls(layer.attention_type, layer.window, layer.spans, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
 
     @property
@@ -47,7 +47,7 @@ class Bucket:
     tokens: Tensor | None
     """[N] int64: their queries; None: the whole batch, in order."""
     index: Tensor
-    """[N * num_kv_heads, L] int64: their keys in the cache, seen as vectors [num_blocks * block_size * num_kv_heads, head_size]."""
+    """[N * num_kv_heads, L] int64: their keys in the cache, seen as vectors [num_blocks * 2 * block_size * num_kv_heads, head_size]."""
     mask: Tensor
     """[N, 1, 1, L] fp32, 0 or -inf."""
     q_positions: Tensor
@@ -99,9 +99,28 @@ class Metadata:
     """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts."""
 
     batch: BatchView
+    stored: Tensor | None
+    """[S] int64: the tokens whose keys and values are stored; None: all."""
     _plans: dict[LayerKey, Plan] = field(default_factory=dict)
+    _slots: dict[int, Tensor] = field(default_factory=dict)
 
-    def plan(self, layer: LayerParams, kv_cache: Tensor | None) -> Plan:
+    @classmethod
+    def of(cls, batch: BatchView) -> Metadata:
+        if not batch.has_padding or batch.slot_mapping is None:
+            return cls(batch, None)
+        return cls(batch, torch.ge(batch.slot_mapping, 0).nonzero()[:, 0])
+
+    def slots(self, block_size: int) -> Tensor:
+        """[S] int64: where their keys go in the cache, seen as [num_blocks * 2 * block_size, ...]."""
+        if block_size not in self._slots:
+            slots = self.batch.slot_mapping
+            assert slots is not None
+            if self.stored is not None:
+                slots = slots[self.stored]
+            self._slots[block_size] = slots + slots.div(block_size, rounding_mode="floor").mul_(block_size)
+        return self._slots[block_size]
+
+    def plan(self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None) -> Plan:
         key = LayerKey.of(layer, kv_cache)
         plan = self._plans.get(key)
         if plan is None:
@@ -214,7 +233,7 @@ class _Planner:
         assert self.batch.block_table is not None and block_size is not None
         table = self.batch.block_table[self._device(rows)]
         blocks = table.gather(1, self._device(positions // block_size)).long()
-        slots = blocks * block_size + self._device(positions % block_size)
+        slots = blocks * (2 * block_size) + self._device(positions % block_size)
         heads = torch.arange(num_kv_heads, device=self.device)
         return (slots[:, None] * num_kv_heads + heads[:, None]).flatten(0, 1)
 

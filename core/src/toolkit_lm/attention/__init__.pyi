@@ -1,19 +1,22 @@
 from .backend import (
     AttentionBackend as AttentionBackend,
     AttentionBias as AttentionBias,
+    BatchLimits as BatchLimits,
     BatchView as BatchView,
+    CacheBackend as CacheBackend,
     GraphSupport as GraphSupport,
+    GroupSetup as GroupSetup,
     LayerParams as LayerParams,
+    PageTensor as PageTensor,
 )
-from .context import Binding as Binding, GroupMetadata as GroupMetadata, forward_context as forward_context
-from .kv_cache import (
-    KVCacheConfig as KVCacheConfig,
-    KVGroup as KVGroup,
-    Shape as Shape,
-    block_bytes as block_bytes,
-    group_layers as group_layers,
-    tensors_per_shape as tensors_per_shape,
-)
-from .layer import Attention as Attention
+from .context import Binding as Binding, StepContext as StepContext, current as current, step_context as step_context
+from .kv_cache import KVCacheConfig as KVCacheConfig, KVGroup as KVGroup, KVPool as KVPool, plan_groups as plan_groups
+from .layer import Attention as Attention, CacheLayer as CacheLayer
 from .selector import Candidate as Candidate, Selection as Selection, select_backend as select_backend
-from .spec import AttentionSpec as AttentionSpec, AttentionType as AttentionType, KVCacheSpec as KVCacheSpec
+from .spec import (
+    AttentionSpec as AttentionSpec,
+    AttentionType as AttentionType,
+    FullSpec as FullSpec,
+    KVCacheSpec as KVCacheSpec,
+    WindowSpec as WindowSpec,
+)

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,7 +60,9 @@ class BatchView:
     query_start: np.ndarray
     """[R + 1] int32, on the host."""
     seq_lens: np.ndarray
-    """[R] int32, on the host: keys that row r sees, this step's included (for cross attention: the encoder's length)."""
+    """[R] int32, on the host: keys that row r sees, this step's included (for cross attention: the encoder's length). 0: it is padding."""
+    starts: np.ndarray
+    """[R] int64, on the host: tokens of row r that were computed before this step. 0: it begins anew."""
     query_start_device: Tensor
     """[R + 1] int32."""
     seq_lens_device: Tensor
@@ -68,9 +70,11 @@ class BatchView:
     block_table: Tensor | None
     """[R, most blocks] int32; None where nothing is cached. Entries past a row's keys are arbitrary valid block ids."""
     slot_mapping: Tensor | None
-    """[T] int64: where each token's key and value go, block id * block_size + offset; None where nothing is cached."""
+    """[T] int64: where each token's key and value go, block id * block_size + offset, -1 for padding; None where nothing is cached."""
     max_query_len: int
     max_seq_len: int
+    has_padding: bool = False
+    """Some rows are padding: their slots are -1, nothing of theirs is stored, and what they give is not read."""
     spans: Sequence[Sequence[tuple[int, int]]] | None = None
     """Per row, [start, end) positions whose tokens see each other in both directions."""
 
@@ -83,14 +87,58 @@ class BatchView:
         return int(self.query_start[-1])
 
 
-class AttentionBackend(ABC):
-    """Attention over the flat batch and the paged cache. One instance serves all layers of one KV group."""
+class BatchLimits(NamedTuple):
+    """The largest step of an engine."""
 
-    block_axis: ClassVar[int] = 1
-    """The axis of the KV cache tensor that counts blocks."""
+    num_rows: int
+    num_tokens: int
+    max_model_len: int
+    """Most keys of a row."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSetup:
+    """What a backend is made for: the layers of one KV group, or those that cache nothing."""
+
+    layers: Sequence[AttentionSpec]
+    """Of each layer, in the model's order. Empty for layers that are no attention."""
+    kv_cache: KVCacheSpec | None
+    """None: nothing is cached."""
+    limits: BatchLimits
+    device: torch.device
+    options: Any = None
+    """The plugin's own: an instance of its `Options`, or None where it has none."""
+
+
+class PageTensor(NamedTuple):
+    """A tensor in a layer's page of the cache."""
+
+    shape: tuple[int, ...]
+    """For one block."""
+    dtype: str
+
+
+class CacheBackend(ABC):
+    """How layers use the KV cache. One instance serves all layers of one KV group."""
+
+    def __init__(self, setup: GroupSetup) -> None:
+        self.setup = setup
+
+    @classmethod
+    @abstractmethod
+    def page_layout(cls, spec: KVCacheSpec) -> Sequence[PageTensor]:
+        """The tensors in a page, one after the other: together spec.page_bytes.
+
+        A layer's `kv_cache` are these tensors with one more axis, the first, which counts blocks.
+        """
+
+    @abstractmethod
+    def build(self, batch: BatchView) -> Any:
+        """This backend's metadata for one step, made once and used by every layer of the group."""
+
+
+class AttentionBackend(CacheBackend):
+    """Attention over the flat batch and the paged cache."""
 
     @classmethod
     @abstractmethod
@@ -102,23 +150,23 @@ class AttentionBackend(ABC):
         """Which batches of such a layer can run inside a CUDA graph."""
         return GraphSupport.NEVER
 
-    @classmethod
     @abstractmethod
-    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache tensor, of spec.dtype; num_blocks on `block_axis`."""
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any) -> None:
+        """Stores k and v [T, num_kv_heads, head_size] at the step's slots, but for those that are -1."""
 
     @abstractmethod
-    def build(self, batch: BatchView) -> Any:
-        """This backend's metadata for one step, made once and used by every layer of the group."""
-
-    @abstractmethod
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Stores k and v [T, num_kv_heads, head_size] at their slots [T]."""
-
-    @abstractmethod
-    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
+    def forward(
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        kv_cache: tuple[Tensor, ...] | None,
+        meta: Any,
+        out: Tensor,
+    ) -> None:
         """Writes attention of q [T, num_heads, head_size] to out, of the same shape.
 
-        With a cache, keys and values are read from it (this step's are written already); without (None), they are k and v, of
-        the same tokens as q.
+        With a cache, keys and values are read from it (this step's are written already; k and v are None where it has none); without,
+        they are k and v, of the same tokens as q.
         """

@@ -1,31 +1,26 @@
-"""How the layers' caches are laid out: which layers share block tables, and which groups share memory.
+"""How the layers' caches are laid out: which layers share block tables, and which groups of layers share memory.
 
-A block id belongs to one sequence in one group. Groups of like shape keep their keys and values in the same tensors, the first layer of
-each in the first, and so on: what one group does not use, another can. A model whose windowed and full layers differ in number is
-therefore cut into groups of about equal size (as in "Jenga", Zhang et al. 2025).
+A block id belongs to one sequence in one KV group. Groups whose layers have pages of one size draw their blocks from one pool: what one
+group does not use, another can. A model whose windowed and full layers differ in number is therefore cut into groups of about equal size
+(as in "Jenga", Zhang et al. 2025), unless these would be too many, or leave too much of a block unused. Pages of another size, and
+layers that cannot be cut evenly, have a pool of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 from toolkit_lm.attention.spec import KVCacheSpec
+from toolkit_lm.plugin import KVKindRegistry
 
 _MOST_GROUPS = 8
-"""Of one shape: each has a block table per sequence, and its own metadata per step."""
-
-
-class Shape(NamedTuple):
-    """Groups of equal shape share memory."""
-
-    backend: str
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
+"""Of one pool: each has a block table per sequence, and its own metadata per step."""
+_MOST_WASTE = 0.1
+"""Of a pool's pages: those that no layer uses, because its groups differ in size."""
 
 
 class KVGroup(Struct, frozen=True):
@@ -35,48 +30,77 @@ class KVGroup(Struct, frozen=True):
     backend: str
     """Name of the layers' attention backend."""
     layers: list[str]
+    pool: int = 0
+    """Index of the pool that its blocks are from."""
+
+
+class KVPool(Struct, frozen=True):
+    """Blocks of one size. A block has a page for each layer of a group."""
+
+    page_bytes: int
+    num_pages: int
+    """Pages of a block: the layers of the largest group."""
+    num_blocks: int = 0
+    num_host_blocks: int = 0
+    """In host memory, which preempted requests are swapped to."""
 
     @property
-    def shape(self) -> Shape:
-        spec = self.spec
-        return Shape(self.backend, spec.block_size, spec.num_kv_heads, spec.head_size, spec.dtype)
+    def block_bytes(self) -> int:
+        return self.page_bytes * self.num_pages
 
 
 class KVCacheConfig(Struct, frozen=True):
-    """The whole KV cache of an engine. Groups draw block ids from one pool; a block id is valid in every group's tensors."""
+    """The whole KV cache of an engine."""
 
-    num_blocks: int
     groups: list[KVGroup]
-    num_host_blocks: int = 0
-    """Of the pool in host memory that preempted requests are swapped to."""
+    pools: list[KVPool]
+
+    @classmethod
+    def decode(cls, message: msgspec.Raw, kinds: KVKindRegistry) -> KVCacheConfig:
+        """From msgpack, as `msgspec.msgpack.encode` makes it. `kinds`: those of its specs."""
+        plain: Any = msgspec.msgpack.decode(message)
+        for group in plain["groups"]:
+            group["spec"] = msgspec.convert(group["spec"], kinds.load(group["spec"]["kind"]))
+        return cls([KVGroup(**group) for group in plain["groups"]], msgspec.convert(plain["pools"], list[KVPool]))
+
+    def sized(self, num_blocks: Sequence[int], num_host_blocks: Sequence[int]) -> KVCacheConfig:
+        """A copy with so many blocks in each pool."""
+        sizes = zip(self.pools, num_blocks, num_host_blocks, strict=True)
+        return KVCacheConfig(self.groups, [KVPool(pool.page_bytes, pool.num_pages, *size) for pool, *size in sizes])
+
+    def max_blocks(self, num_tokens: int, chunk: int) -> list[int]:
+        """Per pool, most blocks that a sequence of `num_tokens` holds at a time when a step computes at most `chunk` of them."""
+        counts = [0] * len(self.pools)
+        for group in self.groups:
+            counts[group.pool] += group.spec.max_blocks(num_tokens, chunk)
+        return counts
 
 
-def group_layers(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -> list[KVGroup]:
-    """The KV groups of a model, in the order of their first layers. Both mappings are by layer."""
+def plan_groups(specs: Mapping[str, KVCacheSpec], backends: Mapping[str, str]) -> KVCacheConfig:
+    """The KV groups of a model, in the order of their first layers, and their pools without blocks. Both mappings are by layer."""
     alike: dict[tuple[KVCacheSpec, str], list[str]] = {}
     for layer, spec in specs.items():
         alike.setdefault((spec, backends[layer]), []).append(layer)
-    whole = [KVGroup(spec, backend, layers) for (spec, backend), layers in alike.items()]
-    return [part for group in whole for part in _split(group, [g for g in whole if g.shape == group.shape])]
+    sharing: dict[int, list[int]] = {}
+    """By page size, the numbers of layers that are alike."""
+    for (spec, _), layers in alike.items():
+        sharing.setdefault(spec.page_bytes, []).append(len(layers))
+    sizes = {page_bytes: _group_size(counts) for page_bytes, counts in sharing.items()}
+    groups: list[KVGroup] = []
+    pools: dict[tuple[int, int], int] = {}
+    for (spec, backend), layers in alike.items():
+        size = sizes[spec.page_bytes] or len(layers)
+        pool = pools.setdefault((spec.page_bytes, size), len(pools))
+        parts = -(-len(layers) // size)
+        groups += [KVGroup(spec, backend, layers[i::parts], pool) for i in range(parts)]
+    return KVCacheConfig(groups, [KVPool(page_bytes, size) for page_bytes, size in pools])
 
 
-def _split(group: KVGroup, sharing: Sequence[KVGroup]) -> list[KVGroup]:
-    """`group` in parts of the size of the smallest group that shares its memory, but not in too many."""
-    counts = [len(g.layers) for g in sharing]
-    size = max(min(counts), -(-sum(counts) // _MOST_GROUPS))
-    parts = -(-len(group.layers) // size)
-    return [KVGroup(group.spec, group.backend, group.layers[i::parts]) for i in range(parts)]
-
-
-def tensors_per_shape(groups: Sequence[KVGroup]) -> dict[Shape, int]:
-    """How many cache tensors the groups of each shape share: as many as the largest of them has layers."""
-    counts: dict[Shape, int] = {}
-    for group in groups:
-        counts[group.shape] = max(counts.get(group.shape, 0), len(group.layers))
-    return counts
-
-
-def block_bytes(groups: Sequence[KVGroup]) -> int:
-    """Bytes that one block id takes, over all tensors."""
-    counts = tensors_per_shape(groups)
-    return sum({group.shape: group.spec.block_bytes * counts[group.shape] for group in groups}.values())
+def _group_size(counts: Sequence[int]) -> int | None:
+    """Layers of a group where layers that are alike, so many of each sort, share a pool. None: they are better off apart."""
+    total = sum(counts)
+    for size in range(max(counts), 0, -1):
+        num_groups = sum(-(-count // size) for count in counts)
+        if num_groups <= max(_MOST_GROUPS, len(counts)) and num_groups * size <= (1 + _MOST_WASTE) * total:
+            return size
+    return None

@@ -1,23 +1,57 @@
-"""The Attention layer that models use. It declares what it needs; the runner binds a backend and a cache to it."""
+"""The layers that keep something of each sequence. They declare what they need; the runner binds a backend and a cache to them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from toolkit_lm.attention.backend import AttentionBias, LayerParams
+from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams
 from toolkit_lm.attention.context import current
-from toolkit_lm.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
+from toolkit_lm.attention.selector import Selection, select_backend
+from toolkit_lm.attention.spec import AttentionSpec, AttentionType, FullSpec, KVCacheSpec, WindowSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.plugin import AttentionBackendRegistry
 
 
-class Attention(nn.Module):
+class CacheLayer(nn.Module):
+    """Base of layers that keep something of each sequence in the KV cache: attention, a recurrence.
+
+    `prefix` is the layer's name in the checkpoint, and its key in the engine. In its forward pass, `current(prefix)` gives the layer its
+    binding and the metadata that its backend built for the step.
+    """
+
+    backend: type[CacheBackend]
+    """How it uses the cache, unless `select` chooses among several."""
+    params: Any = None
+    """What the backend is told of the layer."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self.prefix = prefix
+
+    def kv_cache_spec(self) -> KVCacheSpec | None:
+        """What this layer keeps; None when it keeps nothing."""
+        raise NotImplementedError(f"{type(self).__name__} must define kv_cache_spec")
+
+    def attention_spec(self, device: torch.device, *, cached: bool) -> AttentionSpec | None:
+        """What this layer asks of an attention backend; None: it is no attention."""
+        return None
+
+    def select(self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool) -> Selection:
+        """The class of its backend, and why. `wanted` is the option `attention_backend`; `cached`: the engine has a cache."""
+        return Selection(type(self).__name__, self.backend, [])
+
+
+class Attention(CacheLayer):
     """Attention over the flat batch: q [T, num_heads * head_size], k and v [T, num_kv_heads * head_size] -> as q.
 
     Head counts are this rank's. `scale` multiplies q·k. `bias` and `sinks` [num_heads] are the model's own modules or parameters.
-    `prefix` is the layer's name in the checkpoint, and its key in the engine.
     """
+
+    params: LayerParams
 
     def __init__(
         self,
@@ -35,7 +69,7 @@ class Attention(nn.Module):
         sinks: Tensor | None = None,
         spans: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(prefix)
         num_kv_heads = num_kv_heads if num_kv_heads is not None else num_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise CheckpointError(f"layer {prefix!r}: {num_heads} query heads cannot share {num_kv_heads} KV heads evenly.")
@@ -57,12 +91,10 @@ class Attention(nn.Module):
             self.bias = bias
         if isinstance(sinks, nn.Parameter):
             self.sinks = sinks
-        self.prefix = prefix
         self.dtype = vllm_config.model.dtype
         self.block_size = vllm_config.cache.block_size
 
-    def spec(self, device: torch.device) -> AttentionSpec:
-        """What this layer asks of a backend on `device`."""
+    def attention_spec(self, device: torch.device, *, cached: bool) -> AttentionSpec:
         return AttentionSpec(
             layer=self.prefix,
             type=self.params.attention_type,
@@ -71,7 +103,7 @@ class Attention(nn.Module):
             head_size=self.params.head_size,
             dtype=self.dtype,
             device=device.type,
-            block_size=None if self.params.attention_type is AttentionType.ENCODER else self.block_size,
+            kv_cache=self.kv_cache_spec() if cached else None,
             window=self.params.window,
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks is not None,
@@ -80,27 +112,41 @@ class Attention(nn.Module):
         )
 
     def kv_cache_spec(self) -> KVCacheSpec | None:
-        """What this layer keeps per token; None when it keeps nothing."""
-        if self.params.attention_type is AttentionType.ENCODER:
+        params = self.params
+        if params.attention_type is AttentionType.ENCODER:
             return None
-        kind = "cross" if self.params.attention_type is AttentionType.CROSS else "full" if self.params.window is None else "window"
-        return KVCacheSpec(
-            kind=kind,
-            block_size=self.block_size,
-            num_kv_heads=self.params.num_kv_heads,
-            head_size=self.params.head_size,
-            dtype=self.dtype,
-            window=self.params.window,
-        )
+        shape = {"block_size": self.block_size, "num_kv_heads": params.num_kv_heads, "head_size": params.head_size}
+        return FullSpec(dtype=self.dtype, **shape) if params.window is None else WindowSpec(dtype=self.dtype, window=params.window, **shape)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        binding, metadata = current(self.prefix)
-        q = q.view(-1, self.params.num_heads, self.params.head_size)
-        k = k.view(-1, self.params.num_kv_heads, self.params.head_size)
-        v = v.view(-1, self.params.num_kv_heads, self.params.head_size)
+    def select(self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool) -> Selection:
+        return select_backend(self.attention_spec(device, cached=cached), registry, wanted)
+
+    def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        """k and v are None where the step brings no keys: cross attention, once the encoder's are cached."""
+        params = self.params
+        q = q.view(-1, params.num_heads, params.head_size)
+        if k is not None and v is not None:
+            k = k.view(-1, params.num_kv_heads, params.head_size)
+            v = v.view(-1, params.num_kv_heads, params.head_size)
         out = torch.empty_like(q)
-        if binding.kv_cache is not None:
-            assert metadata.slot_mapping is not None, f"{self.prefix}: a cache, but no slot mapping"
-            binding.backend.write_kv(self.params, k, v, binding.kv_cache, metadata.slot_mapping)
-        binding.backend.forward(self.params, q, k, v, binding.kv_cache, metadata.meta, out)
-        return out.view(-1, self.params.num_heads * self.params.head_size)
+        if torch.compiler.is_compiling():
+            torch.ops.toolkit_lm.attention(q, k, v, out, self.prefix)
+        else:
+            attend(q, k, v, out, self.prefix)
+        return out.view(-1, params.num_heads * params.head_size)
+
+
+def attend(q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, layer: str) -> None:
+    """Stores k and v in the cache of the layer of that name, and writes attention to out. The op `toolkit_lm::attention`."""
+    binding, meta = current(layer)
+    backend: Any = binding.backend
+    if binding.kv_cache is not None and k is not None:
+        backend.write_kv(binding.params, k, v, binding.kv_cache, meta)
+    backend.forward(binding.params, q, k, v, binding.kv_cache, meta, out)
+
+
+# To a compiler attention is one opaque op: whatever a backend does, the model's graph is whole.
+_library = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) out, str layer) -> ()")  # type: ignore[no-untyped-call]
+_library.impl("attention", attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("toolkit_lm::attention", lambda q, k, v, out, layer: None, lib=_library)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar
 
 from msgspec import Struct
 
@@ -20,6 +21,77 @@ class AttentionType(StrEnum):
     """All tokens of the request's encoder sequence, whose keys and values are cached."""
 
 
+class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """What one layer keeps of a sequence, in blocks. Layers with equal specs form a KV group and share block tables.
+
+    Each kind is a subclass with a tag of its own; `toolkit_register_kv_kinds` makes a plugin's kind known. A kind says how many blocks
+    a sequence holds and which of them a step writes. What is in a block is between the layer and its backend.
+    """
+
+    caches_prefixes: ClassVar[bool] = True
+    """A block's content depends on the tokens up to its end alone, so that other sequences with these tokens can use it."""
+    forks_anywhere: ClassVar[bool] = True
+    """A fork can begin at any computed token. False: only where its parent stands."""
+
+    block_size: int
+    """Tokens per block."""
+
+    @property
+    def kind(self) -> str:
+        """Name of the kind: "full", "window", or one that a plugin adds."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one block of one layer."""
+        raise NotImplementedError(f"{type(self).__name__} must define page_bytes")
+
+    def num_blocks(self, num_tokens: int) -> int:
+        """Entries of the block table of a sequence with so many computed tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def written(self, start: int, end: int) -> range:
+        """The entries that a step writes when it computes tokens [start, end)."""
+        return range(start // self.block_size, self.num_blocks(end))
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first entry that the token after `num_tokens` can see. The blocks before it are given back."""
+        return 0
+
+    def max_blocks(self, num_tokens: int, chunk: int) -> int:
+        """Most blocks that a sequence of `num_tokens` holds at a time when at most `chunk` of them are computed in one step."""
+        return self.num_blocks(num_tokens)
+
+    def num_shared(self, num_tokens: int) -> int:
+        """Blocks that forks after `num_tokens` share for good: none of them writes there."""
+        return num_tokens // self.block_size
+
+
+class FullSpec(KVCacheSpec, frozen=True, kw_only=True, tag="full"):
+    """Keys and values of all tokens."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+
+    @property
+    def page_bytes(self) -> int:
+        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
+
+
+class WindowSpec(FullSpec, frozen=True, kw_only=True, tag="window"):
+    """Keys and values of the last `window` tokens."""
+
+    window: int
+
+    def first_needed(self, num_tokens: int) -> int:
+        return max(0, num_tokens - self.window + 1) // self.block_size
+
+    def max_blocks(self, num_tokens: int, chunk: int) -> int:
+        # Those of the window before the chunk and of the chunk, plus one, since neither begins at a block's edge.
+        return min(self.num_blocks(num_tokens), -(-(self.window - 1 + chunk) // self.block_size) + 1)
+
+
 class AttentionSpec(Struct, frozen=True, kw_only=True):
     """All that a backend needs to know to say whether it can run a layer. Head counts are per rank."""
 
@@ -31,8 +103,8 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     dtype: str
     device: str
     """Device type: "cpu", "cuda", ..."""
-    block_size: int | None
-    """None: no cache."""
+    kv_cache: KVCacheSpec | None
+    """What the layer keeps; None: nothing is cached."""
     window: int | None = None
     """Sliding window: a token at position p sees positions above p - window; in an encoder, also only those below p + window."""
     soft_cap: float | None = None
@@ -43,31 +115,3 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     """An additive bias per head and pair of positions (ALiBi, T5)."""
     spans: bool = False
     """Spans of the sequence whose tokens see each other in both directions (images in a prompt)."""
-
-
-class KVCacheSpec(Struct, frozen=True, kw_only=True):
-    """What one layer keeps per token. Layers with equal specs form a KV group and share block tables."""
-
-    kind: str
-    """"full", "window", "cross", or a kind that a plugin adds."""
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    dtype: str
-    window: int | None = None
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of one layer: keys and values."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype]
-
-    def blocks_for(self, num_tokens: int, chunk: int) -> int:
-        """Most blocks that a sequence of `num_tokens` holds at a time when at most `chunk` of them are computed in one step.
-
-        With a window, blocks that no later token can see are given back before a step: what is left are those of the window before
-        the chunk and of the chunk, plus one, since neither begins at a block's edge.
-        """
-        whole = -(-num_tokens // self.block_size)
-        if self.window is None:
-            return whole
-        return min(whole, -(-(self.window - 1 + chunk) // self.block_size) + 1)

@@ -155,7 +155,13 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 class AttentionConfig(Struct, frozen=True, kw_only=True):
     """Which attention backend runs the layers."""
 
-    attention_backend: Annotated[str, option("Attention backend, by name. auto: for each layer the best that can run it.")] = "auto"
+    attention_backend: Annotated[
+        str,
+        option(
+            "Attention backend by name, or names by kind of layer: decoder=A,window=B,encoder=C. "
+            "auto: for each layer the best that can run it."
+        ),
+    ] = "auto"
 
 
 class RendererConfig(Struct, frozen=True, kw_only=True):

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
-from toolkit_lm.attention import KVCacheConfig, block_bytes, group_layers
+from toolkit_lm.attention import KVCacheConfig, plan_groups
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine.memory import host_bytes, kv_cache_bytes
-from toolkit_lm.errors import CapacityError, EngineDeadError
+from toolkit_lm.engine.memory import size_kv_cache
+from toolkit_lm.errors import EngineDeadError, UnsupportedError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_FAILURES = 3
 """Failed steps in a row, with no result and no culprit in between, before the engine gives up."""
-_CACHED_SEQUENCES = 64
-"""Of max_model_len: for how many the cache has room at least, where there is memory."""
 
 
 class InFlightStep(NamedTuple):
@@ -73,29 +71,17 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.kv_cache, policy, plugins.fingerprint().digest)
 
     def _plan_kv_cache(self) -> KVCacheConfig:
-        """How many blocks. Raises CapacityError when they do not fit, or a single sequence of max_model_len does not fit in them."""
-        groups = group_layers(self.executor.kv_cache_specs(), self.executor.backends())
-        cache, length, chunk = self.config.cache, self.config.max_model_len, self.config.scheduler.token_budget
-        each, one_sequence = block_bytes(groups), sum(group.spec.blocks_for(length, chunk) for group in groups)
-        free = self.executor.free_memory()
-        memory = kv_cache_bytes(cache, self.config.device.device, free) if cache.num_kv_blocks is None else cache.num_kv_blocks * each
-        device = self.config.device.device
-        if memory > free:
-            raise CapacityError(f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
-        num_blocks = memory // each if each else 0
-        if num_blocks < one_sequence:
-            given = f"num_kv_blocks is {num_blocks}"
-            if cache.num_kv_blocks is None:
-                given = f"kv_cache_memory is {memory / 2**10:.0f} KiB, {num_blocks} blocks of {each / 2**10:.0f} KiB"
-            option = "--kv-cache-memory" if cache.num_kv_blocks is None else "--num-kv-blocks"
-            raise CapacityError(
-                f"the KV cache cannot hold one sequence of max_model_len {length}: it takes {one_sequence} blocks, but {given}. "
-                f"Lower --max-model-len or raise {option}."
-            )
-        host_blocks = host_bytes(cache, self.executor.free_host_memory() - (memory if device == "cpu" else 0)) // each if each else 0
-        # More than all sequences at full length is used for cached prefixes only.
-        num_seqs = max(self.config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1)
-        return KVCacheConfig(min(num_blocks, one_sequence * num_seqs), groups, host_blocks)
+        """Groups, pools and their blocks. Raises CapacityError, and UnsupportedError where layers cannot do what was asked for."""
+        specs = self.executor.kv_cache_specs()
+        if self.config.cache.enable_prefix_caching:
+            for layer, spec in specs.items():
+                if not spec.caches_prefixes:
+                    raise UnsupportedError(
+                        f"prefix caching: layer {layer!r} keeps a cache of kind {spec.kind!r}, which other sequences cannot use. "
+                        "Able: --no-enable-prefix-caching."
+                    )
+        planned = plan_groups(specs, self.executor.backends())
+        return size_kv_cache(planned, self.config, self.executor.free_memory(), self.executor.free_host_memory())
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestError."""

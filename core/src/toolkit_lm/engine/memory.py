@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from toolkit_lm.config import CacheConfig, parse_memory
+from bisect import bisect_right
+
+from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.config import CacheConfig, VllmConfig, parse_memory
 from toolkit_lm.errors import CapacityError
 
 # What `auto` takes: of a GPU nearly all that is free; of a host, which others use too, a quarter and no more than this.
 _AUTO_GPU_FRACTION = 0.9
 _AUTO_HOST_FRACTION = 0.25
 _AUTO_HOST_BYTES = 4 * 2**30
+
+_CACHED_SEQUENCES = 64
+"""Of max_model_len: for how many the cache has room at least, where there is memory."""
+_USUAL_TOKENS = 1024
+"""Of a sequence: where there are several pools, they run full together when sequences are of this length."""
 
 
 def kv_cache_bytes(config: CacheConfig, device: str, free: int) -> int:
@@ -30,3 +38,52 @@ def host_bytes(config: CacheConfig, free: int) -> int:
     if wanted > free:
         raise CapacityError(f"swap_memory is {wanted / 2**20:.0f} MiB, but the host has {max(free, 0) / 2**20:.0f} MiB free.")
     return wanted
+
+
+def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_on_host: int) -> KVCacheConfig:
+    """`kv_cache` with as many blocks as its options give it, of a device and a host with so many bytes to spare.
+
+    Raises CapacityError when they are not there, or a single sequence of max_model_len does not fit in them.
+    """
+    cache, length, chunk, device = config.cache, config.max_model_len, config.scheduler.token_budget, config.device.device
+    each = [pool.block_bytes for pool in kv_cache.pools]
+    least, usual = kv_cache.max_blocks(length, chunk), kv_cache.max_blocks(min(length, _USUAL_TOKENS), chunk)
+    # More than all sequences at full length is used for cached prefixes only.
+    num_seqs = max(config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1)
+
+    def blocks(first: int) -> list[int]:
+        """Per pool, where the first one has so many, but for what no sequences could use. The others hold one sequence at least."""
+        others = [min(num_seqs * one, max(one, first * share // usual[0])) for one, share in zip(least, usual, strict=True)]
+        return [min(num_seqs * least[0], first), *others[1:]]
+
+    def num_bytes(num_blocks: list[int]) -> int:
+        return sum(count * size for count, size in zip(num_blocks, each, strict=True))
+
+    if not each:
+        return kv_cache
+    if cache.num_kv_blocks is None:
+        memory = kv_cache_bytes(cache, device, free)
+    else:
+        memory = cache.num_kv_blocks * each[0] + num_bytes([0, *blocks(cache.num_kv_blocks)[1:]])
+    if memory > free:
+        raise CapacityError(f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
+    first = cache.num_kv_blocks
+    if first is None:
+        first = bisect_right(range(1, memory // each[0] + 1), memory, key=lambda count: num_bytes(blocks(count)))
+    num_blocks = blocks(first)
+    for pool, (given, needed) in enumerate(zip(num_blocks, least, strict=True)):
+        if given < needed:
+            raise CapacityError(_too_small(config, memory, given, needed, each[pool]))
+    on_host = host_bytes(cache, free_on_host - (memory if device == "cpu" else 0))
+    scale = on_host / num_bytes(num_blocks)
+    return kv_cache.sized(num_blocks, [int(count * scale) for count in num_blocks])
+
+
+def _too_small(config: VllmConfig, memory: int, given: int, needed: int, each: int) -> str:
+    what, option = f"num_kv_blocks is {config.cache.num_kv_blocks}", "--num-kv-blocks"
+    if config.cache.num_kv_blocks is None:
+        what, option = f"kv_cache_memory is {memory / 2**10:.0f} KiB, {given} blocks of {each / 2**10:.0f} KiB", "--kv-cache-memory"
+    return (
+        f"the KV cache cannot hold one sequence of max_model_len {config.max_model_len}: it takes {needed} blocks, but {what}. "
+        f"Lower --max-model-len or raise {option}."
+    )

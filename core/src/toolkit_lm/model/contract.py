@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.model.matching import load_parameters
+from toolkit_lm.model.state import ModelState
 
 IntermediateTensors = dict[str, Tensor]
 """What a pipeline rank hands to the next one, by name; [T, H] each."""
@@ -28,6 +29,8 @@ class Model(nn.Module):
     """Regular expressions and replacements that turn the checkpoint's names into the model's."""
     ignored: ClassVar[Sequence[str]] = ()
     """Regular expressions of weights to pass over."""
+    state: ClassVar[type[ModelState]] = ModelState
+    """What the runner keeps of its sequences, and hands to `forward` beside tokens."""
     takes_token_types: ClassVar[bool] = False
     """`forward` takes `token_type_ids` [T] int64 too: 1 for the tokens of a pair's second text, else 0."""
 
@@ -44,7 +47,7 @@ class Model(nn.Module):
         inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
-        """Hidden states [T, H] of tokens `input_ids` [T] at `positions` [T] (int64), or what the next pipeline rank needs.
+        """Hidden states [T, H] of tokens `input_ids` [T] at `positions` [T] or [3, T] (int64), or what the next pipeline rank needs.
 
         `inputs_embeds` [T, H] stands in for `input_ids`; `intermediate` is the previous pipeline rank's result.
         """

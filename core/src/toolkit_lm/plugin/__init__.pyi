@@ -15,6 +15,7 @@ from .registry import (
     Entry as Entry,
     ExecutorEntry as ExecutorEntry,
     ExecutorRegistry as ExecutorRegistry,
+    KVKindRegistry as KVKindRegistry,
     LoaderEntry as LoaderEntry,
     LoaderRegistry as LoaderRegistry,
     LogitsProcessorEntry as LogitsProcessorEntry,

@@ -1,15 +1,21 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, scheduling policies, load formats, and the commands that run no
-model."""
+"""What core itself brings, by the same hooks as any plugin: an executor, KV kinds, scheduling policies, load formats, and the commands that
+run no model."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registry import CommandRegistry, ExecutorRegistry, LoaderRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registry import CommandRegistry, ExecutorRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl
 def toolkit_register_executors(executors: ExecutorRegistry) -> None:
     executors.add("in_process", "toolkit_lm.executor.in_process:InProcessExecutor", max_ranks=1)
+
+
+@hookimpl
+def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
+    kv_kinds.add("full", "toolkit_lm.attention.spec:FullSpec")
+    kv_kinds.add("window", "toolkit_lm.attention.spec:WindowSpec")
 
 
 @hookimpl

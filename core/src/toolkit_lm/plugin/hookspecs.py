@@ -19,6 +19,7 @@ from toolkit_lm.plugin.registry import (
     CommandRegistry,
     ConverterRegistry,
     ExecutorRegistry,
+    KVKindRegistry,
     LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
@@ -59,6 +60,14 @@ def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> N
 @hookspec
 def toolkit_register_executors(executors: ExecutorRegistry) -> None:
     """Registers executors: how an engine reaches its workers.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
+    """Registers kinds of KV cache specs: what layers keep of sequences, beside the keys and values of all tokens or of a window.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

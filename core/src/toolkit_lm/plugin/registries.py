@@ -12,6 +12,7 @@ from toolkit_lm.plugin.registry import (
     CommandRegistry,
     ConverterRegistry,
     ExecutorRegistry,
+    KVKindRegistry,
     LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
@@ -30,6 +31,7 @@ class Registries:
 
     models: ModelRegistry = field(default_factory=ModelRegistry)
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
+    kv_kinds: KVKindRegistry = field(default_factory=KVKindRegistry)
     executors: ExecutorRegistry = field(default_factory=ExecutorRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)

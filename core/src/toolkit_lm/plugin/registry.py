@@ -420,6 +420,13 @@ class LoaderRegistry(Registry[LoaderEntry]):
         return next((e.key for e in self.entries() if any(filter(names, pattern) for pattern in e.reads)), None)
 
 
+class KVKindRegistry(PlainRegistry):
+    """Subclasses of toolkit_lm.attention.KVCacheSpec, by their tags. Their modules import no torch."""
+
+    noun = "KV kind"
+    base = "toolkit_lm.attention:KVCacheSpec"
+
+
 class QuantizationRegistry(PlainRegistry):
     """Subclasses of toolkit_lm.model.Quantization, by the `quant_method` of checkpoints, or a name for those that quantize at load."""
 

@@ -1,9 +1,10 @@
 """The runner: model, caches and the persistent batch on one device."""
 
 from toolkit_lm.runner.backends import load_model_class, select_backends
-from toolkit_lm.runner.batch import PersistentBatch, StepInputs
+from toolkit_lm.runner.batch import PersistentBatch
+from toolkit_lm.runner.buffers import StepBuffers
 from toolkit_lm.runner.memory import free_memory
 from toolkit_lm.runner.model_runner import ModelRunner
 from toolkit_lm.runner.warm_up import warm_up
 
-__all__ = ["ModelRunner", "PersistentBatch", "StepInputs", "free_memory", "load_model_class", "select_backends", "warm_up"]
+__all__ = ["ModelRunner", "PersistentBatch", "StepBuffers", "free_memory", "load_model_class", "select_backends", "warm_up"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from toolkit_lm.attention import Attention, AttentionType, Selection, select_backend
+from toolkit_lm.attention import Attention, AttentionType, CacheLayer, Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import Model
@@ -18,18 +18,24 @@ _FED = {
 """By runner type, the attention types whose inputs the runner makes."""
 
 
+def has_cache(config: VllmConfig) -> bool:
+    """False: every prompt is computed at once, and nothing comes after it."""
+    return config.model.runner != "pooling" or bool(config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching)
+
+
 def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, registry: AttentionBackendRegistry) -> dict[str, Selection]:
-    """By layer name, for every Attention layer of the model. Raises UnsupportedError, naming the layer and the reasons."""
+    """By layer name, for every layer of the model that uses the cache. Raises UnsupportedError, naming the layer and the reasons."""
     selections: dict[str, Selection] = {}
     runner = "pooling" if config.model.runner == "pooling" else "generate"
-    for layer in attention_layers(model).values():
-        if layer.params.attention_type not in _FED[runner] or layer.params.spans:
+    for layer in cache_layers(model).values():
+        if isinstance(layer, Attention) and (layer.params.attention_type not in _FED[runner] or layer.params.spans):
             what = "bidirectional spans" if layer.params.spans else f"attention of type {layer.params.attention_type.value!r}"
             raise UnsupportedError(
                 f"layer {layer.prefix!r} has {what}, which the runner {runner!r} cannot feed. "
                 f"Supported: layers of type {' or '.join(type.value for type in _FED[runner])}."
             )
-        selections[layer.prefix] = select_backend(layer.spec(device), registry, config.attention.attention_backend)
+        wanted = config.attention.attention_backend
+        selections[layer.prefix] = layer.select(device, registry, wanted, cached=has_cache(config))
     return selections
 
 
@@ -43,11 +49,11 @@ def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
     return converted
 
 
-def attention_layers(model: nn.Module) -> dict[str, Attention]:
+def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:
     """By name. Raises CheckpointError when two have the same name."""
-    layers: dict[str, Attention] = {}
-    for layer in (m for m in model.modules() if isinstance(m, Attention)):
+    layers: dict[str, CacheLayer] = {}
+    for layer in (m for m in model.modules() if isinstance(m, CacheLayer)):
         if layer.prefix in layers:
-            raise CheckpointError(f"the model names two attention layers {layer.prefix!r}: each needs its own prefix.")
+            raise CheckpointError(f"the model names two layers {layer.prefix!r}: each needs its own prefix.")
         layers[layer.prefix] = layer
     return layers

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
+from toolkit_lm.attention import KVCacheSpec
 from toolkit_lm.messages import NewSequence, StepPlan
+from toolkit_lm.model.state import GroupInputs, StepInputs
+from toolkit_lm.runner.buffers import StepBuffers
 from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
 
-
-class StepInputs(NamedTuple):
-    """One step's flat batch on the host: R rows in the plan's order, T tokens."""
-
-    rows: np.ndarray
-    """[R] the persistent row of each."""
-    input_ids: np.ndarray
-    """[T] int64."""
-    positions: np.ndarray
-    """[T] int64."""
-    query_start: np.ndarray
-    """[R + 1] int32."""
-    seq_lens: np.ndarray
-    """[R] int32."""
-    slot_mappings: list[np.ndarray]
-    """Per KV group, [T] int64."""
-    block_tables: list[np.ndarray]
-    """Per KV group, [R, most blocks] int32."""
-    sampling: np.ndarray
-    """Indices into `rows` of those that draw a token."""
+_NO_SLOTS = np.zeros(0, np.int64)
+_NO_TABLE = np.zeros((0, 0), np.int32)
 
 
 class PersistentBatch:
     """Rows of fixed capacity; a sequence keeps its row while it lives."""
 
-    def __init__(self, num_rows: int, max_model_len: int, block_sizes: list[int], processors: ProcessorTable | None = None) -> None:
-        """`block_sizes`: per KV group. `processors`: the plugins' logits processors, where sequences may ask for them."""
-        self.block_sizes = block_sizes
+    def __init__(
+        self, buffers: StepBuffers, specs: Sequence[KVCacheSpec], max_model_len: int, processors: ProcessorTable | None = None
+    ) -> None:
+        """`buffers`: of the KV groups, whose `specs` these are, and then of what caches nothing.
+
+        `processors`: the plugins' logits processors, where sequences may ask for them.
+        """
+        num_rows = len(buffers.query_start.host) - 1
+        self.buffers = buffers
+        self.block_sizes = [spec.block_size for spec in specs]
         self.row_of: dict[int, int] = {}
         """By seq_id."""
         self.history = TokenHistory(num_rows, max_model_len)
@@ -45,8 +37,8 @@ class PersistentBatch:
         """Per row, prompt tokens whose log probabilities are known."""
         self._free_rows = list(range(num_rows))[::-1]
         self._num_computed = np.zeros(num_rows, np.int64)
-        self._block_tables = [np.zeros((num_rows, -(-max_model_len // size)), np.int32) for size in block_sizes]
-        self._num_blocks = np.zeros((len(block_sizes), num_rows), np.int64)
+        self._block_tables = [np.zeros_like(group.table.host) for group in buffers.groups[: len(specs)]]
+        self._num_blocks = np.zeros((len(specs), num_rows), np.int64)
 
     def apply(self, plan: StepPlan) -> None:
         """Takes in what a plan says of sequences that leave, join and grow."""
@@ -68,7 +60,7 @@ class PersistentBatch:
                         self._append_blocks(self.row_of[scheduled.seq_id], group, blocks)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
-        """The flat batch of a plan, and the computed counts advanced past it."""
+        """The flat batch of a plan, in the buffers, and the computed counts advanced past it."""
         row_list, counts, sampling = [], [], []
         for index, scheduled in enumerate(plan.scheduled):
             row_list.append(self.row_of[scheduled.seq_id])
@@ -76,28 +68,45 @@ class PersistentBatch:
             if scheduled.samples:
                 sampling.append(index)
         rows, num_tokens = np.array(row_list, np.int64), np.array(counts, np.int64)
-        query_start = np.zeros(len(rows) + 1, np.int32)
+        query_start = self.buffers.query_start.host[: len(rows) + 1]
         np.cumsum(num_tokens, out=query_start[1:])
+        total = int(query_start[-1])
         row_of_token = np.repeat(rows, num_tokens)
         starts = self._num_computed[rows]
-        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], num_tokens)
+        token_index, input_ids = self.buffers.positions.host[:total], self.buffers.input_ids.host[:total]
+        token_index[:] = np.arange(total) + np.repeat(starts - query_start[:-1], num_tokens)
+        input_ids[:] = self.history.token_ids[row_of_token, token_index]
         self._num_computed[rows] += num_tokens
-        seq_lens = self._num_computed[rows].astype(np.int32)
-        longest = int(seq_lens.max())
-        slot_mappings, block_tables = [], []
-        for table, size in zip(self._block_tables, self.block_sizes, strict=True):
-            slot_mappings.append(table[row_of_token, positions // size].astype(np.int64) * size + positions % size)
-            block_tables.append(table[rows, : -(-longest // size)])
         return StepInputs(
+            plan=plan,
             rows=rows,
-            input_ids=self.history.token_ids[row_of_token, positions].astype(np.int64),
-            positions=positions,
+            input_ids=input_ids,
+            token_index=token_index,
             query_start=query_start,
-            seq_lens=seq_lens,
-            slot_mappings=slot_mappings,
-            block_tables=block_tables,
+            starts=starts,
+            groups=self._groups(rows, row_of_token, token_index),
             sampling=np.array(sampling, np.int64),
+            histories=self.history,
         )
+
+    def _groups(self, rows: np.ndarray, row_of_token: np.ndarray, token_index: np.ndarray) -> list[GroupInputs]:
+        lengths = self._num_computed[rows]
+        longest = int(lengths.max())
+        groups = []
+        for index, buffer in enumerate(self.buffers.groups):
+            seq_lens = buffer.seq_lens.host[: len(rows)]
+            seq_lens[:] = lengths
+            if index >= len(self.block_sizes):
+                groups.append(GroupInputs(seq_lens, _NO_SLOTS, _NO_TABLE))
+                continue
+            table, size = self._block_tables[index], self.block_sizes[index]
+            slots, width = buffer.slots.host[: len(token_index)], min(-(-longest // size), table.shape[1])
+            # A table with one entry for all tokens has one slot per token as well, past its only block.
+            slots[:] = table[row_of_token, np.minimum(token_index // size, width - 1)].astype(np.int64) * size + token_index % size
+            step_table = buffer.table.host[: len(rows), :width]
+            step_table[:] = table[rows, :width]
+            groups.append(GroupInputs(seq_lens, slots, step_table))
+        return groups
 
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """Remembers the tokens drawn for `rows`, the inputs of a later step."""

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.messages import StepPlan, TokenLogprobs
-from toolkit_lm.runner.batch import PersistentBatch, StepInputs
+from toolkit_lm.messages import TokenLogprobs
+from toolkit_lm.model import StepInputs
+from toolkit_lm.runner.batch import PersistentBatch
 from toolkit_lm.sampling import token_logprobs
 
 _MOST_ROWS = 128
@@ -17,13 +18,13 @@ _MOST_ROWS = 128
 
 
 def prompt_logprobs(
-    plan: StepPlan, inputs: StepInputs, batch: PersistentBatch, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor]
+    inputs: StepInputs, batch: PersistentBatch, hidden_states: Tensor, compute_logits: Callable[[Tensor], Tensor]
 ) -> dict[int, list[TokenLogprobs]]:
     """By seq_id, of the prompt tokens after those that this step computed; what was returned before is left out."""
     found: dict[int, list[TokenLogprobs]] = {}
     for index in np.flatnonzero(batch.sampling.prompt_logprobs[inputs.rows] >= 0):
         row, offset, end = int(inputs.rows[index]), int(inputs.query_start[index]), int(inputs.query_start[index + 1])
-        start = int(inputs.positions[offset])
+        start = int(inputs.starts[index])
         # The hidden state at a position speaks of the token after it.
         first = max(start, int(batch.num_prompt_logprobs[row]))
         last = min(start + end - offset, int(batch.history.num_prompt_tokens[row]) - 1)
@@ -35,5 +36,5 @@ def prompt_logprobs(
             known += token_logprobs(logits, following, np.full(stop - position, batch.sampling.prompt_logprobs[row]))
         if known:
             batch.num_prompt_logprobs[row] = last
-            found[plan.scheduled[index].seq_id] = known
+            found[inputs.plan.scheduled[index].seq_id] = known
     return found

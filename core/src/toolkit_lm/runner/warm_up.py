@@ -38,7 +38,7 @@ def _made_up(runner: ModelRunner, seq_id: int, num_tokens: int) -> NewSequence:
         token_ids=[0] * num_tokens,
         num_prompt_tokens=num_tokens,
         num_computed_tokens=0,
-        block_tables=[list(range(-(-(num_tokens + 1) // group.spec.block_size))) for group in runner.kv_cache.groups],
+        block_tables=[list(range(group.spec.num_blocks(num_tokens + 1))) for group in runner.kv_cache.groups],
         params=SamplingParams(temperature=0),
         seed=0,
         stop_token_ids=[],

@@ -56,8 +56,8 @@ def load_event(num_running: int, num_waiting: int, blocks: BlockManager) -> Load
         time=time.monotonic(),
         num_running=num_running,
         num_waiting=num_waiting,
-        num_used_blocks=blocks.pool.num_used,
-        num_total_blocks=blocks.pool.num_blocks,
-        num_used_host_blocks=blocks.host_pool.num_used,
-        num_total_host_blocks=blocks.host_pool.num_blocks,
+        num_used_blocks=blocks.num_used,
+        num_total_blocks=sum(pool.num_blocks for pool in blocks.pools),
+        num_used_host_blocks=blocks.num_used_on_host,
+        num_total_host_blocks=sum(pool.num_blocks for pool in blocks.host_pools),
     )

@@ -26,9 +26,8 @@ class RequestLimits:
         self.max_model_len = config.max_model_len
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
-        self.num_blocks = kv_cache.num_blocks
-        self.specs = [group.spec for group in kv_cache.groups]
-        self._one_fits = self._most_blocks(self.max_model_len, 1, 1) <= self.num_blocks
+        self.kv_cache = kv_cache
+        self._one_fits = self._too_many_blocks(self.max_model_len, 1, 1) is None
         """A single sequence of any length fits: nobody need count."""
 
     def check(self, message: EngineRequest) -> int:
@@ -51,11 +50,9 @@ class RequestLimits:
             raise RequestError(f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", param)
         if width == 1 and self._one_fits:
             return max_tokens
-        needed = self._most_blocks(prompt, max_tokens, width)
-        if needed > self.num_blocks:
+        if (excess := self._too_many_blocks(prompt, max_tokens, width)) is not None:
             raise RequestError(
-                f"{width} sequences of up to {prompt + max_tokens} tokens take {needed} KV cache blocks, but there are "
-                f"{self.num_blocks}: lower {param} or max_tokens.",
+                f"{width} sequences of up to {prompt + max_tokens} tokens take {excess}: lower {param} or max_tokens.",
                 param if width > 1 else "max_tokens",
             )
         return max_tokens
@@ -85,20 +82,23 @@ class RequestLimits:
         if not rules.chunkable and prompt > self.max_num_batched_tokens:
             limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
             raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
-        if (needed := self._most_blocks(prompt, 1, 1)) > self.num_blocks:
-            raise RequestError(f"a prompt of {prompt} tokens takes {needed} KV cache blocks, but there are {self.num_blocks}.", "prompt")
+        if (excess := self._too_many_blocks(prompt, 1, 1)) is not None:
+            raise RequestError(f"a prompt of {prompt} tokens takes {excess}.", "prompt")
         return 0
 
     def _too_long(self, prompt: int) -> str:
         """Clients look for "maximum context length"."""
         return f"the prompt has {prompt} tokens; this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
 
-    def _most_blocks(self, prompt: int, max_tokens: int, n: int) -> int:
-        """Blocks that a request can come to own. The last output token's key and value are never stored."""
-        total = 0
-        for spec in self.specs:
-            each = spec.blocks_for(prompt + max_tokens - 1, self.max_num_batched_tokens)
-            whole = -(-(prompt + max_tokens - 1) // spec.block_size)
-            shared = (prompt - 1) // spec.block_size if n > 1 and each == whole else 0
-            total += shared + n * (each - shared)
-        return total
+    def _too_many_blocks(self, prompt: int, max_tokens: int, n: int) -> str | None:
+        """Blocks that a request can come to own, where they are more than there are. The last output token is never stored."""
+        num_tokens = prompt + max_tokens - 1
+        needed = [0] * len(self.kv_cache.pools)
+        for group in self.kv_cache.groups:
+            each = group.spec.max_blocks(num_tokens, self.max_num_batched_tokens)
+            shared = group.spec.num_shared(prompt - 1) if n > 1 and each == group.spec.num_blocks(num_tokens) else 0
+            needed[group.pool] += shared + n * (each - shared)
+        for count, pool in zip(needed, self.kv_cache.pools, strict=True):
+            if count > pool.num_blocks:
+                return f"{count} KV cache blocks, but there are {pool.num_blocks}"
+        return None

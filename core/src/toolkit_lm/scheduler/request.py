@@ -152,10 +152,12 @@ class Request:
         default_seed: int | None = None,
         chunked: bool = True,
         pipelined: bool = False,
+        forks_anywhere: bool = True,
     ) -> None:
         """`ids`: of its sequences, and of beams to come. `chunked`: prompts may be computed in several steps.
 
         `pipelined`: a drawn token is computed once it is known, and not before.
+        `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they do.
         """
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
@@ -168,6 +170,7 @@ class Request:
         self.context = message.context
         self.draws_tokens = message.draws_tokens
         self.chunkable = chunked and message.chunkable
+        self.forks_anywhere = forks_anywhere
         self.reads_prefix_cache = message.reads_prefix_cache
         self.swappable = message.swappable
         self.root_hash = root_hash
@@ -221,12 +224,18 @@ class Request:
             # Beams advance together: those that are computed would wait for the others.
             return ranges
         for seq in ready:
-            pending = seq.num_pending_tokens
+            pending = self._until_fork(seq) or seq.num_pending_tokens
             num_tokens = min(pending, budget)
             if num_tokens > 0 and (num_tokens == pending or self.chunkable):
                 budget -= num_tokens
                 ranges.append(TokenRange(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
         return ranges
+
+    def _until_fork(self, seq: Sequence) -> int:
+        """Tokens of the leader before the prompt's last one, where others must fork; 0: it need not stop there."""
+        if self.forks_anywhere or len(self.unfinished) == 1 or seq is not self.leader:
+            return 0
+        return max(0, self.num_prompt_tokens - 1 - seq.num_computed_tokens)
 
     def _ready(self) -> list[Sequence]:
         """The sequences that can compute: the leader, and those that have forked from it; but none that waits for its last token.

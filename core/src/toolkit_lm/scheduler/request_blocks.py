@@ -31,24 +31,26 @@ class RequestBlocks:
         known = request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
         return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
 
-    def num_to_admit(self, request: Request, budget: int, num_cached: int) -> int:
-        """Free blocks that a waiting request takes: for the whole of its prompt, not only the first chunk."""
+    def num_to_admit(self, request: Request, budget: int, num_cached: int) -> list[int]:
+        """Free blocks per pool that a waiting request takes: for the whole of its prompt, not only the first chunk."""
         ranges = request.token_ranges(budget)
         growth = self.blocks.blocks_needed(ranges)
         if request.swapped:
-            return self.blocks.num_swapped(request.request_id, request.seq_ids) + growth
+            return [sum(both) for both in zip(self.blocks.num_swapped(request.seq_ids), growth, strict=True)]
         leader = request.leader
         if not num_cached and ranges[:1] == [(leader.seq_id, 0, leader.num_tokens)]:
             # The first chunk is the whole.
             return growth
-        whole = self.blocks.blocks_for(leader.num_tokens, self.chunk)
-        return whole - self.blocks.num_shared(leader.block_hashes, num_cached) if num_cached else max(whole, growth)
+        whole = self.blocks.config.max_blocks(leader.num_tokens, self.chunk)
+        if not num_cached:
+            return [max(both) for both in zip(whole, growth, strict=True)]
+        return [all_ - shared for all_, shared in zip(whole, self.blocks.num_shared(leader.block_hashes, num_cached), strict=True)]
 
     def admit(self, request: Request, num_cached: int) -> list[BlockCopy]:
         """Brings a waiting request's blocks back from the host, or gives it its cached prefix. Returns what is to be copied."""
         if request.swapped:
             request.swapped = False
-            return self.blocks.swap_in(request.request_id, request.seq_ids)
+            return self.blocks.swap_in(request.seq_ids)
         if num_cached:
             self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, num_cached)
             request.leader.num_computed_tokens = num_cached
@@ -66,7 +68,7 @@ class RequestBlocks:
                 if request.needs_tokens and tokens.end > request.num_prompt_tokens:
                     plan.tokens[seq.seq_id] = seq.token_ids[tokens.start : tokens.end]
             else:
-                tables = [self.blocks.get_block_table(seq.seq_id, group) for group in range(len(self.blocks.specs))]
+                tables = [self.blocks.get_block_table(seq.seq_id, group) for group in range(len(self.blocks.groups))]
                 # No query reads what a window has left behind: any block will do for it.
                 plan.new.append(seq.as_new([[max(block, 0) for block in table] for table in tables]))
                 seq.on_worker = True
@@ -93,7 +95,7 @@ class RequestBlocks:
         It happens with the step that completes the prompt, since the leader may end with that step.
         """
         leader, shared = request.leader, request.num_prompt_tokens - 1
-        if leader.num_computed_tokens <= shared or shared == 0:
+        if shared == 0 or leader.num_computed_tokens < shared or (request.forks_anywhere and leader.num_computed_tokens == shared):
             return
         for seq in request.unfinished:
             if seq is not leader and seq.num_computed_tokens == 0:
@@ -110,9 +112,9 @@ class RequestBlocks:
         if not request.swappable:
             return None
         num_tokens = sum(seq.num_computed_tokens for seq in request.unfinished)
-        if not self.preemption.prefers_swap(num_tokens, self.blocks.num_own_blocks(request.request_id, request.seq_ids)):
+        if not self.preemption.prefers_swap(num_tokens, self.blocks.num_own_bytes(request.seq_ids)):
             return None
-        copies = self.blocks.swap_out(request.request_id, request.seq_ids)
+        copies = self.blocks.swap_out(request.seq_ids)
         request.swapped = copies is not None
         return copies
 

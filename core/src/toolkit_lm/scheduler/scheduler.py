@@ -22,7 +22,6 @@ from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.block_manager import BlockManager
-from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog, load_event
 from toolkit_lm.scheduler.policies import SchedulingPolicy
@@ -55,15 +54,13 @@ class Scheduler:
         self.default_seed = config.model.seed
         self.salt = salt
         self.roster = Roster(policy)
-        self.blocks = BlockManager(
-            BlockPool(kv_cache.num_blocks), [group.spec for group in kv_cache.groups], BlockPool(kv_cache.num_host_blocks)
-        )
+        self.blocks = BlockManager(kv_cache)
         self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
         self.request_blocks = RequestBlocks(
             self.blocks,
             self.preemption,
             self.roster.sequences,
-            caching=config.cache.enable_prefix_caching is not False and self.blocks.has_tables,
+            caching=config.cache.enable_prefix_caching is not False and self.blocks.caches_prefixes,
             chunk=self.max_num_batched_tokens,
         )
         self.quarantine = Quarantine()
@@ -87,6 +84,7 @@ class Scheduler:
             default_seed=self.default_seed,
             chunked=self.chunked,
             pipelined=self.pipelined,
+            forks_anywhere=self.blocks.forks_anywhere,
         )
         self.roster.add(request)
         if request.deadline is not None:
@@ -113,7 +111,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Nobody will find what blocks hold now. Requests under way go on."""
-        self.blocks.pool.forget_all()
+        self.blocks.forget_all_contents()
 
     def load(self) -> LoadEvent:
         """How full the engine is."""
@@ -186,7 +184,7 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns what is left of the budget, and whether a request was preempted."""
-        if self.blocks.has_windows:
+        if self.blocks.trims:
             for request in self.roster.running:
                 self.request_blocks.trim(request)
         preempted = False
@@ -213,8 +211,7 @@ class Scheduler:
                 break
             num_cached = self.request_blocks.num_cached(request)
             # Leave each running sequence a block to grow into: admitting one that is preempted at once would waste its prefill.
-            reserve = num_running if self.blocks.has_tables else 0
-            if self.request_blocks.num_to_admit(request, budget, num_cached) + reserve > self.blocks.pool.num_free:
+            if not self.blocks.has_free(self.request_blocks.num_to_admit(request, budget, num_cached), reserve=num_running):
                 if self.roster.running or not self.request_blocks.discard_swapped(self.roster.waiting):
                     break
                 continue
@@ -325,7 +322,6 @@ class Scheduler:
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
-            self.blocks.free_cross(request.request_id)
             self.events.add("aborted" if reason in ("abort", "timeout") else "finished", request, reason)
 
     def _release(self, seq: Sequence) -> None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, GraphSupport, KVCacheSpec
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, FullSpec, GraphSupport, KVCacheSpec, WindowSpec
 
 from toolkit_lm_devkit.attention_step import BIASES, LAYER, AttentionStep
 from toolkit_lm_devkit.conformance import Conformance
@@ -39,6 +39,12 @@ FACTORS: Mapping[str, list[Any]] = {
     "bias": [None, *BIASES],
     "spans": [False, True],
 }
+
+
+class _StrangeSpec(KVCacheSpec, frozen=True, kw_only=True, tag="strange"):
+    @property
+    def page_bytes(self) -> int:
+        return 64
 
 
 class AttentionBackendConformance(Conformance):
@@ -85,13 +91,19 @@ class AttentionBackendConformance(Conformance):
             head_size=case["head_size"],
             dtype=case["dtype"],
             device=torch.device(cls.device).type,
-            block_size=case["block_size"] if kind in ("decoder", "cross") else None,
+            kv_cache=cls.kv_cache(case) if kind in ("decoder", "cross") else None,
             window=case["window"],
             soft_cap=case["soft_cap"],
             sinks=case["sinks"],
             bias=case["bias"] is not None,
             spans=case["spans"],
         )
+
+    @classmethod
+    def kv_cache(cls, case: Case) -> KVCacheSpec:
+        """What the layer of a case keeps."""
+        shape = {"block_size": case["block_size"], "num_kv_heads": case["heads"][1], "head_size": case["head_size"], "dtype": case["dtype"]}
+        return FullSpec(**shape) if case["window"] is None else WindowSpec(window=case["window"], **shape)
 
     @classmethod
     def runs(cls, case: Case) -> bool:
@@ -116,11 +128,22 @@ class AttentionBackendConformance(Conformance):
         else:
             assert_bf16_error([ours], [step.eager()], [exact])
 
+    def test_padding_is_not_stored(self) -> None:
+        """Nor does it change what the others give."""
+        for batch in BATCHES:
+            plain, padded = (self.step(batch=batch, padding=padding) for padding in (0, 3))
+            if self.backend.refuses(plain.layer.attention_spec(torch.device(self.device), cached=True)) is None:
+                (expected, before), (out, after) = plain.run_and_keep(), padded.run_and_keep()
+                assert before is not None and after is not None
+                for one, other in zip(before, after, strict=True):
+                    assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), "padding is stored"
+                assert (out - expected).abs().max() <= TOLERANCE, "padding changes what other rows give"
+
     def test_encoder_of_tokens_that_are_not_seen(self) -> None:
         asked: list[dict[str, Any]] = [{}, {"window": 8}, {"bias": "table"}, {"window": 8, "bias": "alibi"}, {"soft_cap": 2.0}]
         for features in asked:
             step = AttentionStep(self.backend, UNSEEN, type=AttentionType.ENCODER, cached=False, device=self.device, **features)
-            if self.backend.refuses(step.layer.spec(torch.device(self.device))) is None:
+            if self.backend.refuses(step.layer.attention_spec(torch.device(self.device), cached=False)) is None:
                 assert (step.run() - torch.from_numpy(step.naive())).abs().max() <= TOLERANCE, features
 
     def test_runs_some_layers(self) -> None:
@@ -136,17 +159,17 @@ class AttentionBackendConformance(Conformance):
     def test_refuses_what_it_does_not_know(self) -> None:
         plain = self.spec({factor: values[0] for factor, values in self.factors.items()})
         assert self.backend.refuses(msgspec.structs.replace(plain, dtype="int3")), "a dtype that does not exist is not refused"
+        sideways: Any = "sideways"
+        assert self.backend.refuses(msgspec.structs.replace(plain, type=sideways)), "an attention type that does not exist is not refused"
+        strange = msgspec.structs.replace(plain, kv_cache=_StrangeSpec(block_size=16))
+        assert self.backend.refuses(strange), "a cache of a kind that the backend cannot know is not refused"
 
-    def test_cache_shape_counts_blocks_and_bytes(self) -> None:
+    def test_page_layout_fills_the_page(self) -> None:
         for case in self.parameters()["case"].values():
-            asked = self.spec(case)
-            if asked.block_size is None:
-                continue
-            names = ("block_size", "num_kv_heads", "head_size", "dtype")
-            spec = KVCacheSpec(kind="full", **{name: getattr(asked, name) for name in names})
-            shape = self.backend.kv_cache_shape(spec, 11)
-            assert shape[self.backend.block_axis] == 11
-            assert torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta").nbytes == 11 * spec.block_bytes
+            spec = self.spec(case).kv_cache
+            if spec is not None:
+                layout = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in self.backend.page_layout(spec)]
+                assert sum(one.nbytes for one in layout) == spec.page_bytes, "the tensors of a page are not its bytes"
 
     def test_graph_support_is_stated(self) -> None:
         for case in self.parameters()["case"].values():

@@ -13,10 +13,12 @@ from toolkit_lm.attention import (
     AttentionBackend,
     AttentionBias,
     AttentionType,
+    BatchLimits,
     BatchView,
     Binding,
-    GroupMetadata,
-    forward_context,
+    GroupSetup,
+    StepContext,
+    step_context,
 )
 from toolkit_lm.config import VllmConfig
 from torch import Tensor
@@ -80,6 +82,8 @@ class AttentionStep:
     spans: Sequence[Sequence[tuple[int, int]]] | None = None
     """Per row."""
     device: str = "cpu"
+    padding: int = 0
+    """Rows of padding after the others: a query each, whose key and value are NaN."""
     seed: int = 0
     layer: Attention = field(init=False)
 
@@ -132,28 +136,35 @@ class AttentionStep:
         )
 
     def run(self) -> Tensor:
-        """[T, heads, size] by the backend, through the Attention layer."""
-        backend = self.backend(torch.device(self.device))
+        """[T, heads, size] by the backend, through the Attention layer, padding left out."""
+        return self.run_and_keep()[0]
+
+    def run_and_keep(self) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """As `run`; and what the cache holds afterwards."""
+        spec = self.layer.attention_spec(torch.device(self.device), cached=self.cached)
+        num_tokens, longest = sum(queries for queries, _ in self.rows), max(max(row) for row in self.rows)
+        limits = BatchLimits(len(self.rows) + self.padding, num_tokens + self.padding, longest)
+        backend = self.backend(GroupSetup(layers=[spec], kv_cache=spec.kv_cache, limits=limits, device=torch.device(self.device)))
         kv_cache, table = self._cache(backend) if self.cached else (None, None)
         slots = None if table is None else torch.cat([self._slots(table, row, self._new(row)) for row in range(len(self.rows))])
-        query_start = np.cumsum([0, *(queries for queries, _ in self.rows)], dtype=np.int32)
-        lengths = np.array([keys for _, keys in self.rows], dtype=np.int32)
-        batch = BatchView(
-            query_start=query_start,
-            seq_lens=lengths,
-            query_start_device=self._to(torch.from_numpy(query_start)),
-            seq_lens_device=self._to(torch.from_numpy(lengths)),
-            block_table=self._to(table),
-            slot_mapping=self._to(slots),
-            max_query_len=max(queries for queries, _ in self.rows),
-            max_seq_len=int(lengths.max()),
-            spans=self.spans,
+        if slots is not None and table is not None:
+            slots = torch.cat([slots, torch.full((self.padding,), -1)])
+            table = torch.cat([table, torch.zeros(self.padding, table.shape[1], dtype=torch.int32)])
+        none = [0] * self.padding
+        batch = self._batch(
+            [*(queries for queries, _ in self.rows), *[1] * self.padding],
+            [*(keys for _, keys in self.rows), *none],
+            [*(self._new(row) for row in range(len(self.rows))), *none],
+            table,
+            slots,
         )
-        k, v = (torch.cat([self._brought(x[row], row) for row in range(len(self.rows))]) for x in (self.k, self.v))
-        arguments = [self._to(x.flatten(1)) for x in (torch.cat(self.q), k, v)]
-        with forward_context({LAYER: Binding(backend, kv_cache, 0)}, [GroupMetadata(backend.build(batch), batch.slot_mapping)]):
+        brought = [torch.cat([self._brought(x[row], row) for row in range(len(self.rows))]) for x in (self.k, self.v)]
+        padded = [torch.cat([x, torch.full((self.padding, *x.shape[1:]), torch.nan)]) for x in (torch.cat(self.q), *brought)]
+        arguments = [self._to(x.to(self.dtype).flatten(1)) for x in padded]
+        bindings = {LAYER: Binding(backend, self.layer.params, kv_cache, 0)}
+        with step_context(StepContext(bindings, [backend.build(batch)])):
             out: Tensor = self.layer(*arguments)
-        return out.view(-1, self.heads[0], self.head_size).cpu()
+        return out.view(-1, self.heads[0], self.head_size)[:num_tokens].cpu(), kv_cache
 
     def _brought(self, x: Tensor, row: int) -> Tensor:
         """A row's keys or values that this step brings."""
@@ -178,13 +189,16 @@ class AttentionStep:
         first = max(0, self._new(row) - self.window + 1)
         return min([first, *(start for start, end in (self.spans[row] if self.spans else ()) if end > self._new(row))])
 
-    def _cache(self, backend: AttentionBackend) -> tuple[Tensor, Tensor]:
+    def _cache(self, backend: AttentionBackend) -> tuple[tuple[Tensor, ...], Tensor]:
         """The cache before the step, in scattered blocks, and the block table, padded with a block of garbage."""
         counts = [-(-keys // self.block_size) for _, keys in self.rows]
         num_blocks = sum(counts) + 3
         spec = self.layer.kv_cache_spec()
         assert spec is not None
-        kv_cache = torch.full(backend.kv_cache_shape(spec, num_blocks), torch.nan, dtype=self.dtype, device=self.device)
+        kv_cache = tuple(
+            torch.full((num_blocks, *one.shape), torch.nan, dtype=getattr(torch, one.dtype), device=self.device)
+            for one in backend.page_layout(spec)
+        )
         order = torch.randperm(num_blocks, generator=self.table_order).tolist()
         garbage = order.pop()
         table = torch.full((len(self.rows), max(counts) + 2), garbage, dtype=torch.int32)
@@ -194,8 +208,27 @@ class AttentionStep:
             past = slice(self._visible(row), self._new(row))
             if past.start < past.stop:
                 slots = self._slots(table, row, past.start)[: past.stop - past.start]
-                backend.write_kv(self.layer.params, self._to(self.k[row][past]), self._to(self.v[row][past]), kv_cache, self._to(slots))
+                meta = backend.build(self._batch([len(slots)], [past.stop], [past.start], table[row : row + 1], slots))
+                backend.write_kv(self.layer.params, self._to(self.k[row][past]), self._to(self.v[row][past]), kv_cache, meta)
         return kv_cache, table
+
+    def _batch(
+        self, queries: Sequence[int], lengths: Sequence[int], starts: Sequence[int], table: Tensor | None, slots: Tensor | None
+    ) -> BatchView:
+        query_start, seq_lens = np.cumsum([0, *queries], dtype=np.int32), np.array(lengths, np.int32)
+        return BatchView(
+            query_start=query_start,
+            seq_lens=seq_lens,
+            starts=np.array(starts),
+            query_start_device=self._to(torch.from_numpy(query_start)),
+            seq_lens_device=self._to(torch.from_numpy(seq_lens)),
+            block_table=self._to(table),
+            slot_mapping=self._to(slots),
+            max_query_len=max(queries),
+            max_seq_len=max(lengths),
+            has_padding=bool((seq_lens == 0).any()),
+            spans=self.spans,
+        )
 
     def _slots(self, table: Tensor, row: int, first: int) -> Tensor:
         """Slots of a row's keys from `first` on."""

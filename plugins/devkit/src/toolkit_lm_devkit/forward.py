@@ -15,12 +15,15 @@ from toolkit_lm.attention import (
     AttentionBackend,
     AttentionSpec,
     AttentionType,
+    BatchLimits,
     BatchView,
     Binding,
-    GroupMetadata,
+    GroupSetup,
     KVCacheSpec,
     LayerParams,
-    forward_context,
+    PageTensor,
+    StepContext,
+    step_context,
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Model, load_model
@@ -38,16 +41,26 @@ class FormulaAttention(AttentionBackend):
         return None
 
     @classmethod
-    def kv_cache_shape(cls, spec: KVCacheSpec, num_blocks: int) -> tuple[int, ...]:
+    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
         raise NotImplementedError("FormulaAttention runs without a KV cache")
 
     def build(self, batch: BatchView) -> Any:
         raise NotImplementedError("FormulaAttention runs without an engine")
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any) -> None:
         raise NotImplementedError("FormulaAttention runs without a KV cache")
 
-    def forward(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, kv_cache: Tensor | None, meta: Any, out: Tensor) -> None:
+    def forward(
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        kv_cache: tuple[Tensor, ...] | None,
+        meta: Any,
+        out: Tensor,
+    ) -> None:
+        assert k is not None and v is not None, "FormulaAttention has the keys of its own tokens only"
         k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (k, v))
         for rows in zip(*(torch.split(x, meta) for x in (q, k, v, out)), strict=True):
             self._attend(layer, *rows)
@@ -90,12 +103,14 @@ def hidden_states(stages: Sequence[Model], sequences: Sequence[Tensor], **inputs
     `stages` are those of a pipeline, most often one. `inputs` are further arguments of the models' `forward`, for the whole batch.
     """
     layers = [module for stage in stages for module in stage.modules() if isinstance(module, Attention)]
-    bindings = {layer.prefix: Binding(FormulaAttention(torch.device("cpu")), None, 0) for layer in layers}
-    assert len(bindings) == len(layers), "two attention layers have one prefix"
     lengths = [len(sequence) for sequence in sequences]
+    limits = BatchLimits(len(lengths), sum(lengths), max(lengths))
+    backend = FormulaAttention(GroupSetup(layers=[], kv_cache=None, limits=limits, device=torch.device("cpu")))
+    bindings = {layer.prefix: Binding(backend, layer.params, None, 0) for layer in layers}
+    assert len(bindings) == len(layers), "two attention layers have one prefix"
     positions = torch.cat([torch.arange(length) for length in lengths])
     out: Any = None
-    with forward_context(bindings, [GroupMetadata(lengths, None)]):
+    with step_context(StepContext(bindings, [lengths])):
         for stage in stages:
             out = stage(torch.cat(list(sequences)), positions, intermediate=out, **inputs)
     return list(out.split(lengths))

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from toolkit_lm.attention import Attention, KVCacheSpec, group_layers
+from toolkit_lm.attention import CacheLayer, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import CheckpointWeights, Model, check_constructor
@@ -119,11 +119,11 @@ class ModelConformance(Conformance):
         subject = subjects(variant)
         specs = self.kv_cache_specs(subject)
         # It holds one sequence of the greatest length, but not all of them.
-        num_blocks = sum(spec.blocks_for(self.max_model_len, CHUNK) for spec in specs) + 2
+        num_blocks = sum(spec.max_blocks(self.max_model_len, CHUNK) for spec in specs) + 2
         pool = {"num_kv_blocks": num_blocks, "max_num_seqs": len(self.lengths), "max_num_batched_tokens": CHUNK}
         generated = self.check_parity(subject, **pool)
         # Where all layers are windowed, sequences give back as many blocks as they take.
-        if any(spec.window is None for spec in specs):
+        if not all(isinstance(spec, WindowSpec) for spec in specs):
             assert generated.preemptions > 0, f"{num_blocks} KV blocks were meant to be too few"
 
     def test_parity_of_one_token_at_a_time(self, first: Subject) -> None:
@@ -156,9 +156,9 @@ class ModelConformance(Conformance):
 
     def kv_cache_specs(self, subject: Subject) -> list[KVCacheSpec]:
         """That of each KV group."""
-        layers = [module for module in self.make_model(subject).modules() if isinstance(module, Attention)]
+        layers = [module for module in self.make_model(subject).modules() if isinstance(module, CacheLayer)]
         specs = {layer.prefix: spec for layer in layers if (spec := layer.kv_cache_spec())}
-        return [group.spec for group in group_layers(specs, dict.fromkeys(specs, "auto"))]
+        return [group.spec for group in plan_groups(specs, dict.fromkeys(specs, "auto")).groups]
 
     # Construction and weights
 

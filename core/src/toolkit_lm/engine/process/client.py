@@ -14,6 +14,7 @@ import zmq
 from msgspec.structs import replace
 
 from toolkit_lm import errors
+from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine.client import EngineClient, EngineInfo
 from toolkit_lm.engine.process import wire
@@ -27,7 +28,7 @@ _LOOK = 1.0
 """Seconds between two looks at whether the process lives, should a fork of it hold its lifeline open."""
 _LAST_WORDS = 200
 """Milliseconds to wait for a dead process's last report, which may be on its way still."""
-_ENGINE_REGISTRIES = ("models", "attention_backends", "executors", "logits_processors", "pooling", "scheduling_policies")
+_ENGINE_REGISTRIES = ("models", "attention_backends", "executors", "kv_kinds", "logits_processors", "pooling", "scheduling_policies")
 _ENGINE_HOOKS = tuple(f"toolkit_register_{what}" for what in _ENGINE_REGISTRIES)
 
 
@@ -44,6 +45,7 @@ class ProcessClient(EngineClient):
         self.process = process
         start = _encode_start(config, plugins)
         self._plugins = config.plugins
+        self._kv_kinds = plugins.kv_kinds
         self._start_timeout = config.engine.start_timeout
         self._progress_time = time.monotonic()
         self._deadline = self._progress_time + self._start_timeout
@@ -178,8 +180,9 @@ class ProcessClient(EngineClient):
             self.process.disown_folder()
         elif isinstance(report, wire.Ready):
             # The front has options of its own: those of plugins given from code.
-            config = replace(report.info.config, plugins=self._plugins)
-            self._info = EngineInfo(config=config, kv_cache=report.info.kv_cache, pooling=report.info.pooling)
+            config = replace(report.config, plugins=self._plugins)
+            kv_cache = KVCacheConfig.decode(report.kv_cache, self._kv_kinds)
+            self._info = EngineInfo(config=config, kv_cache=kv_cache, pooling=report.pooling)
         else:
             self._death = _as_error(report)
 

@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
+import msgspec
 import zmq
 
 from toolkit_lm import errors
-from toolkit_lm.engine.client import EngineInfo
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.engine.process import wire
 from toolkit_lm.errors import PluginError, ToolkitError
@@ -36,7 +36,7 @@ def serve(folder: str, connected: Callable[[], None]) -> None:
         assert isinstance(start, wire.Start)
         connected()
         core = _load(start, lambda name: socket.send(wire.encode(wire.Phase(name))))
-        socket.send(wire.encode(wire.Ready(EngineInfo(config=core.config, kv_cache=core.kv_cache, pooling=core.pooling))))
+        socket.send(wire.encode(wire.Ready(core.config, msgspec.Raw(wire.encode(core.kv_cache)), core.pooling)))
         _Loop(core, socket).run()
     except BaseException as error:
         socket.send(wire.encode(_failed(error)))

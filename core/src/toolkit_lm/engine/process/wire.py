@@ -7,8 +7,8 @@ import zmq
 from msgspec import Struct
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.engine.client import EngineInfo
-from toolkit_lm.messages import EngineOutputs, EngineRequest
+from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Fingerprint
 
@@ -59,7 +59,11 @@ class Phase(Struct, tag="phase"):
 class Ready(Struct, tag="ready"):
     """The model is loaded and warm."""
 
-    info: EngineInfo
+    config: VllmConfig
+    """With nothing left open."""
+    kv_cache: msgspec.Raw
+    """A KVCacheConfig, in msgpack: plugins may have added kinds of specs."""
+    pooling: dict[PoolingTask, PoolingRules]
 
 
 class Outputs(Struct, tag="outputs"):

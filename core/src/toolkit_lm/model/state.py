@@ -1,0 +1,75 @@
+"""ModelState: what a model keeps of sequences between steps beside its KV cache, and what its forward pass takes beside tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.messages import NewSequence, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from toolkit_lm.model.contract import Model
+
+
+@dataclass(slots=True)
+class GroupInputs:
+    """One step as one KV group sees it, on the host: R rows, T tokens. The arrays may be changed in place."""
+
+    seq_lens: np.ndarray
+    """[R] int32: keys that each row sees."""
+    slots: np.ndarray
+    """[T] int64: where each token's key and value go; empty where nothing is cached."""
+    table: np.ndarray
+    """[R, most blocks] int32: block tables; empty where nothing is cached."""
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """One step's flat batch on the host: R rows in the plan's order, T tokens. The arrays are views of buffers."""
+
+    plan: StepPlan
+    rows: np.ndarray
+    """[R] the persistent row of each."""
+    input_ids: np.ndarray
+    """[T] int64."""
+    token_index: np.ndarray
+    """[T] int64: each token's index in its sequence. Slots follow from it, and rotary positions, unless a ModelState gives others."""
+    query_start: np.ndarray
+    """[R + 1] int32."""
+    starts: np.ndarray
+    """[R] int64: tokens that were computed before this step."""
+    groups: list[GroupInputs]
+    sampling: np.ndarray
+    """Indices into `rows` of those that draw a token."""
+    histories: Any
+    """Their tokens: toolkit_lm.sampling.TokenHistory, by persistent row."""
+
+
+class ModelState:
+    """One per runner. This base does nothing; `Model.state` names the class that a model needs. Methods are called once per step."""
+
+    def __init__(self, model: Model, config: VllmConfig, device: torch.device) -> None:
+        self.model = model
+        self.config = config
+        self.device = device
+
+    def add(self, seq: NewSequence) -> None:
+        """A sequence joins the batch: admitted, forked, or back from a preemption. Called once even if the state has heard of it before."""
+
+    def remove(self, seq_id: int) -> None:
+        """A sequence leaves the batch: ended or preempted. Unknown ones are no error."""
+
+    def groups(self, inputs: StepInputs) -> None:
+        """Changes what KV groups see, in place."""
+
+    def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
+        """Arguments of the forward pass, on the device: further ones, or others in place of `positions` ([T] or [3, T] int64)."""
+        return {}
+
+    def finish(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+        """Adds to a step's result what it makes of its hidden states [T, H]."""
