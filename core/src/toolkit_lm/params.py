@@ -131,10 +131,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = False
     ignore_eos: Annotated[bool, param("Continue after an end-of-sequence token.", use="both")] = False
     max_tokens: Annotated[
-        int | None, param("Most output tokens.", none="as many as fit in max_model_len, the default of a chat", ge=1, use="both")
+        int | None, param("Maximum output tokens.", none="as many as fit in max_model_len, the default of a chat", ge=1, use="both")
     ] = 16
     min_tokens: Annotated[
-        int, param("Fewest output tokens. Until then no end-of-sequence token, stop token or stop text ends a sequence.", ge=0, use="both")
+        int, param("Minimum output tokens. Until then no end-of-sequence token, stop token or stop text ends a sequence.", ge=0, use="both")
     ] = 0
     logprobs: Annotated[
         int | None,

@@ -57,11 +57,11 @@ def _print_version(wanted: bool) -> None:
 def toolkit(
     config: Annotated[str | None, typer.Option(metavar="FILE", help="YAML file of options.")] = None,
     plugins: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Plugins to load, and no others. One that fails is fatal.")
+        list[str] | None, typer.Option(metavar="NAME", help="Plugins to load, and no others. If one of them fails, the start fails.")
     ] = None,
     disable_plugins: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Plugins not to load.")] = None,
     plugin_option: Annotated[list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="An option of a plugin.")] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error. Stands anywhere on the line.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
     version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """LLM inference and serving. Options of engine, server and client may also come from TOOLKIT_LM_... variables or --config's file."""

@@ -17,7 +17,7 @@ from toolkit_lm.plugin import Plugins
 
 @engine_command()
 def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Say what runs a model, and why each other candidate does not."""
+    """Show what runs a model, and why each other candidate does not."""
     from toolkit_lm.resolution import explain as explain_model
 
     found = explain_model(config, plugins)

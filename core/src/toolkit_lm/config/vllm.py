@@ -22,9 +22,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
     ] = "auto"
-    max_model_len: Annotated[int | None, option("Most tokens of prompt plus output.", none="the checkpoint's", ge=1)] = None
+    max_model_len: Annotated[int | None, option("Maximum tokens of prompt plus output.", none="the checkpoint's", ge=1)] = None
     seed: Annotated[int | None, option("Seed of requests that have none.", none="a fresh one for each request", ge=0, le=2**63 - 1)] = None
-    trust_remote_code: Annotated[bool, option("Run code that the checkpoint brings.")] = False
+    trust_remote_code: Annotated[bool, option("Run Python code that comes with the checkpoint.")] = False
     runner: Annotated[
         Literal["auto", "generate", "pooling", "draft"],
         option("Runner type: what the engine is for. auto: as the checkpoint's architecture says."),
@@ -33,7 +33,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         str,
         option("Pooling adapter that converts the model: none, embed, classify or a plugin's. auto: the one that the runner type needs."),
     ] = "auto"
-    extra_tasks: Annotated[list[str], option("Tasks that a generating engine serves besides: embed.")] = field(default_factory=list)
+    extra_tasks: Annotated[list[str], option("Pooling tasks that a generating engine serves: embed.")] = field(default_factory=list)
     model_impl: Annotated[
         str,
         option(
@@ -86,10 +86,10 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 class SchedulerConfig(Struct, frozen=True, kw_only=True):
     """How requests are batched. Prompts longer than what is left of a step's budget are computed in chunks."""
 
-    max_num_seqs: Annotated[int, option("Most sequences in a step.", ge=1, le=65536)] = 256
+    max_num_seqs: Annotated[int, option("Maximum number of sequences in a step.", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
         int | None,
-        option("Token budget of a step, over all sequences.", none="2048; where prompts are computed whole 8192, in float32 4096", ge=1),
+        option("Token budget of a step, over all sequences.", none="2048; for pooling in one step 8192, in float32 4096", ge=1),
     ] = None
     enable_chunked_prefill: Annotated[
         bool | None,
@@ -117,11 +117,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
         bool | None, option("Run the engine in a process of its own.", none="on for AsyncLLM and the server, off for LLM")
     ] = None
     overlap: Annotated[
-        bool | None, option("Plan a step while the one before is computed. Results are equal.", none="off, since a CPU gains nothing")
+        bool | None, option("Plan the next step while one is computed. Results are the same.", none="off, since a CPU gains nothing")
     ] = None
-    start_timeout: Annotated[float, option("Seconds for an engine process to load the model and warm up.", ge=0.1)] = 1800.0
+    start_timeout: Annotated[float, option("Seconds that an engine process may take to load the model and warm up.", ge=0.1)] = 1800.0
     step_timeout: Annotated[float, option("Seconds without progress after which the engine counts as stalled.", ge=0.1)] = 120.0
-    restart_engine: Annotated[int, option("Restarts of an engine process that has died.", ge=0)] = 0
+    restart_engine: Annotated[int, option("Maximum number of restarts of an engine process that has died.", ge=0)] = 0
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
@@ -205,15 +205,15 @@ class PoolerConfig(Struct, frozen=True, kw_only=True):
 class LimitsConfig(Struct, frozen=True, kw_only=True):
     """Bounds on what a client may ask for."""
 
-    max_n: Annotated[int, option("Most sequences per request (n).", ge=1)] = 128
-    max_logprobs: Annotated[int, option("Most log probabilities per token (logprobs, prompt_logprobs).", ge=0)] = 20
+    max_n: Annotated[int, option("Maximum number of sequences per request (n).", ge=1)] = 128
+    max_logprobs: Annotated[int, option("Maximum number of log probabilities per token (logprobs, prompt_logprobs).", ge=0)] = 20
     max_queued_requests: Annotated[
         int | None,
-        option("Most requests that wait for a place in the batch. More are refused, by AsyncLLM and the server.", none="no bound", ge=0),
+        option("Maximum number of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0),
     ] = 1024
     max_queued_tokens: Annotated[
         int | None,
-        option("Most prompt tokens of the requests that wait. More are refused, by AsyncLLM and the server.", none="no bound", ge=0),
+        option("Maximum number of prompt tokens of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0),
     ] = None
 
 
@@ -221,7 +221,7 @@ class PluginsConfig(Struct, frozen=True, kw_only=True):
     """Which plugins are loaded, and with what options."""
 
     plugins: Annotated[
-        list[str] | None, option("Plugins to load, and no others. One that fails is fatal.", none="all that are installed")
+        list[str] | None, option("Plugins to load, and no others. If one of them fails, the start fails.", none="all that are installed")
     ] = None
     disable_plugins: Annotated[list[str], option("Plugins not to load.")] = field(default_factory=list)
     plugin_option: Annotated[dict[str, dict[str, Any]], option("Options of plugins: NAME.KEY=VALUE as a flag, a mapping in the file.")] = (

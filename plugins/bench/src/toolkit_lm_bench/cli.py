@@ -29,19 +29,22 @@ def bench() -> None:
 def startup(
     config: VllmConfig,
     plugins: Plugins,
-    runs: Annotated[int, typer.Option(min=1, help="Starts of each kind, of which the median is shown.")] = 3,
+    runs: Annotated[int, typer.Option(min=1, help="Number of starts of each kind. The median is shown.")] = 3,
     ways: Annotated[
-        str, typer.Option(metavar="NAME,...", help="offline: LLM in a process of its own. server: toolkit serve.")
+        str, typer.Option(metavar="NAME,...", help="Ways to start. offline: LLM in a process of its own. server: toolkit serve.")
     ] = "offline,server",
     states: Annotated[
-        str, typer.Option(metavar="NAME,...", help="cold: nothing in memory, no bytecode. warm: right after another.")
+        str,
+        typer.Option(
+            metavar="NAME,...", help="States of the machine. cold: no file in memory, no bytecode. warm: right after another start."
+        ),
     ] = "cold,warm",
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure the time from the start of a process to its first token.
 
-    Cold: the pages of the checkpoint's and of all installed packages' files are dropped from the page cache, as far as no process has
-    them mapped, and Python finds no bytecode, so that it compiles each module that it imports. Warm: the same start has just been made.
+    Cold: the files of the checkpoint and of all installed packages are dropped from the page cache, unless a process has them mapped.
+    Python finds no bytecode, and compiles each module that it imports. Warm: the same start was made just before.
     """
     found = [
         measure(config, plugins, way, state, runs)

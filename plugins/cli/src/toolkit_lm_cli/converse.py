@@ -39,11 +39,11 @@ def chat(
     plugins: Plugins,
     flags: SamplingFlags,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    message: Annotated[str | None, typer.Option(help="Message to answer. Default: a conversation.")] = None,
+    message: Annotated[str | None, typer.Option(help="One message to answer. Default: a conversation.")] = None,
 ) -> None:
     """Talk with a model, in this process or on a server (--url).
 
-    Without --message: a conversation; what is not typed at a terminal is read as one message a line.
+    Without --message it is a conversation. Standard input that is not a terminal is read as one message per line.
     """
     _refuse_many(flags)
     talker = _talker(ctx, config, client, plugins)

@@ -64,26 +64,27 @@ def embed(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Vectors: a .npy or .parquet file, in the order of the lines.")],
     field: Annotated[str | None, typer.Option(metavar="NAME", help="Key of the text in a .jsonl file's objects. Default: text.")] = None,
-    task: Annotated[str, typer.Option(metavar="|".join(_TASKS), help="What is computed of each text.")] = "embed",
+    task: Annotated[str, typer.Option(metavar="|".join(_TASKS), help="Task: what is computed from each text.")] = "embed",
     prompt_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Name of the checkpoint's prompt that is put before each text.")
+        str | None, typer.Option(metavar="NAME", help="Name of a prompt of the checkpoint, which is put before each text.")
     ] = None,
     truncate_prompt_tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="INTEGER", help="Tokens after which a text is cut. -1: what the model takes. Default: longer texts are errors."
+            metavar="INTEGER",
+            help="Maximum number of tokens of a text; the rest is cut. -1: what the model takes. Default: a longer text is an error.",
         ),
     ] = None,
     dimensions: Annotated[
-        int | None, typer.Option(metavar="INTEGER", help="Dimensions of an embedding that are kept, the first ones. Default: all.")
+        int | None, typer.Option(metavar="INTEGER", help="Number of an embedding's first dimensions to keep. Default: all.")
     ] = None,
 ) -> None:
     """Embed a file of texts, offline.
 
-    Each line has its row in the output. That of a line that cannot be embedded holds NaN (.npy), or null and an error (.parquet); the line
-    is told with its number, the others go on, and the exit code is 1.
+    Each line has one row in the output. If a line cannot be embedded, its row is NaN (.npy), or null with an error (.parquet), and its
+    number and error go to stderr. The other lines go on. The exit code is then 1.
 
-    Options of the engine, from "Model" on, may also come from TOOLKIT_LM_... variables or from the file of --config; those before may not.
+    The options from "Model" on may also come from TOOLKIT_LM_... variables or from --config's file. Those before may not.
     """
     if task not in _TASKS:
         raise ConfigError(f"option 'task': {task!r} must be one of {', '.join(_TASKS)}, which give one row for each text.")

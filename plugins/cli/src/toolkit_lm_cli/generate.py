@@ -33,8 +33,8 @@ def generate(
 ) -> None:
     """Complete a file of prompts, offline, as one batch.
 
-    A line of a .jsonl file holds "prompt", "prompt_token_ids" or "messages", and, beside it, sampling parameters of its own. A prompt
-    that cannot be served gets an "error" in its line of the output; the others go on. The exit code is then 1.
+    A line of a .jsonl file holds "prompt", "prompt_token_ids" or "messages", and may hold sampling parameters of its own. If a prompt
+    cannot be served, its line of the output has an "error". The other prompts go on. The exit code is then 1.
     """
     lines = _read(prompts)
     if out.exists() and out.samefile(prompts):

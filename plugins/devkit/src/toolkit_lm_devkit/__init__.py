@@ -22,4 +22,4 @@ __getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 @hookimpl
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("plugins new", "toolkit_lm_devkit.cli.new:new_plugin", help="Write a new plugin, with tests that it passes.")
-    commands.add("plugins check", "toolkit_lm_devkit.cli.check:check_plugin", help="Say what a plugin's distribution should change.")
+    commands.add("plugins check", "toolkit_lm_devkit.cli.check:check_plugin", help="Show what a plugin's distribution should change.")

@@ -14,16 +14,16 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
-    api_key: Annotated[str | None, option("Key that clients must send, except to /health and /ready.", none="none needed")] = None
-    routes: Annotated[list[str], option("Plugins whose HTTP routes are served.")] = field(default_factory=list)
+    api_key: Annotated[str | None, option("API key that clients must send, except to /health and /ready.", none="none needed")] = None
+    routes: Annotated[list[str], option("Plugins whose HTTP routes are served, by name.")] = field(default_factory=list)
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
-    max_body_size: Annotated[str, option("Largest request body ('16MiB').")] = "16MiB"
-    max_prompts: Annotated[int, option("Most prompts in a completion request.", ge=1)] = 256
-    max_inputs: Annotated[int, option("Most inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
+    max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
+    max_prompts: Annotated[int, option("Maximum number of prompts in a completion request.", ge=1)] = 256
+    max_inputs: Annotated[int, option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("Log level of the HTTP server.")] = "info"
     access_log: Annotated[bool, option("Log each HTTP request.")] = True
-    shutdown_timeout: Annotated[int, option("Seconds that running requests get to end when the server stops.", ge=0)] = 10
+    shutdown_timeout: Annotated[int, option("Seconds that running requests get to finish when the server stops.", ge=0)] = 10
 
     def __post_init__(self) -> None:
         if not isinstance(parse_memory(self.max_body_size), int):

@@ -42,7 +42,7 @@ _ABOUT = {
 
 def new_plugin(
     kind: Annotated[Kind, typer.Argument(metavar="KIND", help=f"Kind of plugin: {', '.join(Kind)}.")],
-    name: Annotated[str, typer.Argument(help="Name of the plugin, such as 'my-model'.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the plugin, such as 'my-model'.")],
     directory: Annotated[Path, typer.Option("--dir", metavar="FOLDER", help="Folder in which the plugin's folder is made.")] = Path(),
 ) -> None:
     """Write a new plugin: a distribution with one class or command, a README, and tests that it passes."""
