@@ -32,7 +32,7 @@ def find_source(config: ModelConfig, plugins: Plugins) -> Path:
     if _HUB_ID.fullmatch(model):
         return _download(config)
     raise CheckpointError(
-        f"model {model!r} is neither a folder or file, nor a hub id (owner/name), nor a name that a plugin registers. "
+        f"model {model!r} is neither a folder nor a file, nor a hub id (owner/name), nor a name that a plugin registers. "
         f"{nearest(model, plugins.checkpoints.keys())}"
     )
 

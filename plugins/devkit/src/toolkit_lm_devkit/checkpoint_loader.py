@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -79,7 +80,8 @@ class CheckpointLoaderConformance(Conformance):
         if source.is_dir():
             return
         command = [sys.executable, "-c", _UNPACK, self.loader.__module__, self.loader.__name__, str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr or f"{self.loader.__name__} imports torch"
         folder = Path(done.stdout.strip())
         assert json.loads((folder / "config.json").read_text())["architectures"]

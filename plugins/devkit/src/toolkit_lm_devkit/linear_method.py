@@ -97,7 +97,8 @@ class LinearMethodConformance(Conformance):
                 param: Any = made.get_parameter(key)
                 param.weight_loader(param, tensor, index if len(pieces) > 1 else None)
         if made.bias is not None:
-            made.bias.weight_loader(made.bias, torch.randn(_full(made.spec.outputs), generator=_generator(99)))  # type: ignore[operator]
+            bias: Any = made.bias
+            bias.weight_loader(bias, torch.randn(_full(made.spec.outputs), generator=_generator(99)))
         if process:
             made.method.process(made)
         return made
@@ -146,7 +147,7 @@ class LinearMethodConformance(Conformance):
             total = torch.stack([shard.method.apply(_share(x, shard.spec.inputs), None) for shard in shards]).sum(0)
             torch.testing.assert_close(total, expected, atol=TOLERANCE, rtol=0)
             return
-        outputs = expected.split([part.full for part in whole.spec.outputs], dim=-1)
+        outputs = torch.split(expected, [part.full for part in whole.spec.outputs], dim=-1)
         for shard in shards:
             mine = torch.cat([_share(out, part) for out, part in zip(outputs, shard.spec.outputs, strict=True)], dim=-1)
             torch.testing.assert_close(shard.method.apply(x, None), mine, atol=TOLERANCE, rtol=0)
@@ -165,9 +166,9 @@ class LinearMethodConformance(Conformance):
             except UnsupportedError:
                 return
         weight = torch.randn(VOCABULARY, INPUTS, generator=_generator(3)) * INPUTS**-0.5
-        for key, param in embedding.named_parameters():
-            tensor: Any = self.stored(weight).get(key, weight)
-            param.weight_loader(param, tensor)  # type: ignore[operator]
+        for key, parameter in embedding.named_parameters():
+            param: Any = parameter
+            param.weight_loader(param, self.stored(weight).get(key, weight))
         for module in (embedding, head):
             module.method.process(module)
         rows, x = embedding(torch.arange(VOCABULARY)), torch.randn(4, INPUTS)
