@@ -17,6 +17,8 @@ from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, Request
 from toolkit_lm.plugin.info import PluginInfo, PluginWarning
 
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+LENGTH_KEYS = ("max_position_embeddings", "n_positions")
+"""Keys of config.json that most models state their longest sequence under."""
 _FOLDER = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[\w-]+(/[\w-]+)*")
 
 
@@ -49,7 +51,9 @@ class ModelEntry(Entry):
     renderer: str | None = None
     """Name of the renderer that it needs; None: any that can read the checkpoint."""
     reserved_positions: int = 0
-    """Of the checkpoint's max_position_embeddings, how many no token ever has (RoBERTa: those up to padding's)."""
+    """Of the positions that the checkpoint states, how many no token ever has (RoBERTa: those up to padding's)."""
+    length_keys: tuple[str, ...] = LENGTH_KEYS
+    """Keys of config.json: the first that is there states the longest sequence. Empty: there is none, as with ALiBi."""
     is_fallback: bool = False
     """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
 
@@ -261,11 +265,13 @@ class ModelRegistry(Registry[ModelEntry]):
         runner: str = "generate",
         renderer: str | None = None,
         reserved_positions: int = 0,
+        length_keys: tuple[str, ...] = LENGTH_KEYS,
         override: bool = False,
     ) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
-        fields = {"runner": runner, "renderer": renderer, "reserved_positions": reserved_positions, "override": override}
-        self.add_entry(ModelEntry, architecture, target, "module:Class", **fields)
+        positions = {"reserved_positions": reserved_positions, "length_keys": length_keys}
+        fields = {"runner": runner, "renderer": renderer, "override": override}
+        self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **positions)
 
     def add_fallback(
         self, name: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False

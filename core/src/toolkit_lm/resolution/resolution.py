@@ -10,7 +10,7 @@ from typing import Any
 
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import ModelEntry, Plugins
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
 from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, read_checkpoint
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
@@ -35,9 +35,7 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     config = config.with_checkpoint(checkpoint)
     config = config.replace(
         dtype=_dtype(config.model.dtype, checkpoint),
-        max_model_len=_max_model_len(
-            config.model.max_model_len, checkpoint, plugins.models.get(checkpoint.architecture).reserved_positions
-        ),
+        max_model_len=_max_model_len(asked_len, checkpoint, plugins.models.get(checkpoint.architecture)),
         renderer=choose_renderer(config, plugins)[0],
         executor=choose_executor(config, plugins)[0],
         load_format=choose_load_format(config, plugins),
@@ -111,24 +109,22 @@ def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
     return dtype
 
 
-def _max_model_len(wanted: int | None, checkpoint: Checkpoint, reserved: int) -> int:
-    """`reserved`: positions that no token has."""
-    longest = checkpoint_max_len(checkpoint.hf_config)
-    longest = None if longest is None else longest - reserved
-    if longest is None:
+def _max_model_len(wanted: int | None, checkpoint: Checkpoint, entry: ModelEntry) -> int:
+    stated = next((value for key in entry.length_keys if isinstance(value := checkpoint.hf_config.get(key), int)), None)
+    if stated is None:
         if wanted is None:
-            raise ConfigError("the checkpoint's config.json states no max_position_embeddings: give --max-model-len.")
+            keys = " or ".join(entry.length_keys)
+            lack = f"the checkpoint's config.json states no {keys}" if keys else f"{entry.key} has no longest sequence"
+            raise ConfigError(f"{lack}: give --max-model-len.")
         return wanted
+    longest = _stretched(stated, checkpoint.hf_config) - entry.reserved_positions
     if wanted is not None and wanted > longest:
         raise ConfigError(f"max_model_len is {wanted}, but the checkpoint has {longest} positions: give --max-model-len {longest} or less.")
     return wanted or longest
 
 
-def checkpoint_max_len(hf_config: dict[str, Any]) -> int | None:
-    """Positions that a checkpoint can tell apart; rotary scaling that stretches them included."""
-    length = hf_config.get("max_position_embeddings") or hf_config.get("n_positions")
-    if not isinstance(length, int):
-        return None
+def _stretched(length: int, hf_config: dict[str, Any]) -> int:
+    """The positions that a checkpoint can tell apart, rotary scaling included, where it states `length`."""
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         raise CheckpointError(f"config.json: rope_parameters must be an object, not {rope!r}.")
