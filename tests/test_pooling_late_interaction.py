@@ -321,14 +321,14 @@ class TestUnattended:
         reference = Reference(tmp_path)
         model.save_pretrained(tmp_path)
         reference.pylate()
-        with pytest.raises(CheckpointError, match="encoders only"):
+        with pytest.raises(CheckpointError, match="Only encoders can do that"):
             LLM(str(tmp_path))
 
 
 class TestRefused:
     def test_lengths_that_contradict_each_other(self, reference):
         reference.own({"query_expansion": {"strategy": "fixed", "length": 16, "attend": True}, "query_length": 12}, {})
-        with pytest.raises(CheckpointError, match="up to 16 tokens, but cuts them to 12"):
+        with pytest.raises(CheckpointError, match="pads queries to 16 tokens, but cuts them to 12"):
             LLM(str(reference.folder))
 
     @pytest.mark.parametrize("token", [None, "[MISSING]"])
@@ -342,5 +342,5 @@ class TestRefused:
 
     def test_no_room_for_a_filled_up_query(self, reference):
         reference.pylate(query_length=24, attend_to_expansion_tokens=True)
-        with pytest.raises(ConfigError, match=r"max_model_len is 20.*up to 24 tokens"):
+        with pytest.raises(ConfigError, match=r"max_model_len is 20.*pads its queries to 24 tokens"):
             LLM(str(reference.folder), max_model_len=20)

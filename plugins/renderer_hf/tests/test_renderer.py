@@ -114,7 +114,7 @@ def test_truncation_counts_the_special_tokens_of_what_is_cut(make_renderer, byte
     [text] = renderer.render_texts(["Hello world"], max_tokens=3)
     assert (text.token_ids[0], len(text.token_ids), text.token_ids[-1]) == (first, 3, last)
     for texts, most in (["Hello world"], 2), ([("Hello", "world")], 3), (["Hello", ("Hello", "world")], 3):
-        with pytest.raises(RequestError, match=f"{most} tokens leave no room for a text: {most} of them are special") as raised:
+        with pytest.raises(RequestError, match=f"{most} tokens leave no room for a text beside {most} special tokens") as raised:
             renderer.render_texts(texts, max_tokens=most)
         assert raised.value.param == "truncate_prompt_tokens"
 
@@ -129,7 +129,7 @@ def test_texts_are_cut_where_their_tokens_end(make_renderer, byte_level):
     assert [renderer.cut_texts([text], most)[0] for most in range(2, 8)] == cuts
     for most in range(2, 8):
         assert renderer.render_texts(renderer.cut_texts([text], most)) == renderer.render_texts([text], max_tokens=most)
-    with pytest.raises(RequestError, match="1 tokens leave no room for a text: 1 of them are special") as caught:
+    with pytest.raises(RequestError, match="1 tokens leave no room for a text beside 1 special tokens") as caught:
         renderer.cut_texts([text], 1)
     assert caught.value.param == "max_tokens"
     # Characters of several tokens.

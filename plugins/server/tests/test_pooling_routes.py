@@ -548,7 +548,7 @@ async def test_special_tokens_leave_no_text(ask):
     ):
         reply = await ask("encoder", path, **body)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
-        assert "1 tokens leave no room for a text: 1 of them are special" in reply.json()["error"]["message"]
+        assert "1 tokens leave no room for a text beside 1 special tokens" in reply.json()["error"]["message"]
 
 
 async def test_coheres_embed(engine_of, ask):

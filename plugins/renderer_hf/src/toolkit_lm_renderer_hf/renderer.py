@@ -78,7 +78,8 @@ class HfRenderer(Renderer):
         most_special = special[any(second is not None for _, second in pairs)]
         if max_tokens is not None and max_tokens <= most_special:
             raise RequestError(
-                f"{max_tokens} tokens leave no room for a text: {most_special} of them are special. Ask for more.", "truncate_prompt_tokens"
+                f"{max_tokens} tokens leave no room for a text beside {most_special} special tokens: ask for more.",
+                "truncate_prompt_tokens",
             )
         firsts = self._tokenize([first for first, _ in pairs])
         seconds = iter(self._tokenize([second for _, second in pairs if second is not None]))
@@ -91,7 +92,7 @@ class HfRenderer(Renderer):
         room = max_tokens - self._tokenizer.num_special_tokens_to_add(False)
         if room < 1:
             raise RequestError(
-                f"{max_tokens} tokens leave no room for a text: {max_tokens - room} of them are special. Ask for more.", "max_tokens"
+                f"{max_tokens} tokens leave no room for a text beside {max_tokens - room} special tokens: ask for more.", "max_tokens"
             )
         return [_cut(text, encoding, room) for text, encoding in zip(texts, self._tokenize(list(texts)), strict=True)]
 
