@@ -5,12 +5,15 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-all lint bench docs clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
 test: lint docs
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint docs
 	$(BIN)/python -m pytest
 
 lint: $(STAMP)

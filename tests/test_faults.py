@@ -279,6 +279,7 @@ def good(server: Server, number: int) -> list[str]:
     return tokens
 
 
+@pytest.mark.slow
 def test_one_bad_request_of_every_kind_among_50_good_ones(server):
     expected = [good(server, number) for number in range(25)] * 2
     with ThreadPoolExecutor(20) as pool:
@@ -369,6 +370,7 @@ def test_cached_tokens_are_counted(server):
 # Start, health, end
 
 
+@pytest.mark.slow
 def test_a_server_answers_while_its_engine_starts(serve):
     server = serve(FAULTY_LOADING="1.5")
     wait_for(lambda: server.status("/health") == 200, 30)
@@ -419,6 +421,7 @@ def test_a_dead_engine_is_told_and_ends_the_server(serve):
     wait_for(server.has_left_nothing, 5)
 
 
+@pytest.mark.slow
 def test_a_dead_engine_is_started_anew(serve):
     server = serve("--restart-engine", "1", FAULTY_LOADING="1").wait_ready()
     expected = good(server, 3)
@@ -434,6 +437,7 @@ def test_a_dead_engine_is_started_anew(serve):
     assert server.end()[0] == 1
 
 
+@pytest.mark.slow
 def test_a_hang_is_told_and_dumps_all_stacks(serve):
     server = serve("--step-timeout", "1").wait_ready()
     with ThreadPoolExecutor() as pool:
@@ -464,6 +468,7 @@ def test_health_stays_good_under_load(server):
         assert {load.result().status_code for load in loads} == {200}
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_429(serve):
     server = serve("--max-num-seqs", "1", "--max-queued-requests", "2").wait_ready()
     with server.stream() as response, ThreadPoolExecutor(6) as pool:

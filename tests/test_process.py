@@ -320,7 +320,7 @@ def start_front(phase: str) -> tuple[subprocess.Popen, int, Path]:
 class TestKills:
     """`kill -9`, at every phase of an engine's life."""
 
-    @pytest.mark.parametrize("phase", PHASES)
+    @pytest.mark.parametrize("phase", [*(pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES[:-1]), PHASES[-1]])
     def test_of_the_front(self, slow, phase):
         slow(phase)
         front, engine, _ = start_front(phase)
@@ -328,6 +328,7 @@ class TestKills:
             front.kill()
             wait_until_gone(front.pid, engine)
 
+    @pytest.mark.slow
     def test_of_a_forked_front_when_the_socket_folder_is_somebody_elses(self, sockets):
         code = f"""
             import os, time
@@ -354,7 +355,7 @@ class TestKills:
             folder.mkdir()
         folder.rmdir()
 
-    @pytest.mark.parametrize("phase", PHASES)
+    @pytest.mark.parametrize("phase", [*(pytest.param(phase, marks=pytest.mark.slow) for phase in PHASES[:-1]), PHASES[-1]])
     def test_of_the_engine(self, slow, phase):
         slow(phase)
         llm = AsyncLLM(VllmConfig.make(**SMALL), wait=False)
@@ -429,9 +430,9 @@ class TestLastWords:
         ("phase", "how", "words"),
         [
             ("printing", "it ended with exit code 7", "ValueError: no more\nof that"),
-            ("aborting", "it was killed by SIGABRT", "Fatal Python error: Aborted"),
-            ("silent", "it ended with exit code 7", None),
-            ("talking", "it ended with exit code 7", "y" * 500 + "..."),
+            pytest.param("aborting", "it was killed by SIGABRT", "Fatal Python error: Aborted", marks=pytest.mark.slow),
+            pytest.param("silent", "it ended with exit code 7", None, marks=pytest.mark.slow),
+            pytest.param("talking", "it ended with exit code 7", "y" * 500 + "...", marks=pytest.mark.slow),
         ],
     )
     def test_while_serving(self, slow, capfd, phase, how, words):
@@ -448,6 +449,7 @@ class TestLastWords:
         if phase == "talking":
             assert err.count("y") == 1_000_000
 
+    @pytest.mark.slow
     def test_a_kill_is_not_blamed_on_what_was_written_before(self, slow):
         slow("writing")
 
@@ -460,6 +462,7 @@ class TestLastWords:
 
         asyncio.run(body())
 
+    @pytest.mark.slow
     def test_it_is_written_as_it_comes_and_a_closed_terminal_harms_nobody(self, slow):
         slow("writing")
         code = f"""

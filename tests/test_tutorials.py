@@ -47,6 +47,7 @@ def bin_folder(sources, fresh_environment) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES.values(), *GENERATED.values()])
 def test_it_passes_its_own_tests(sources, bin_folder, name):
     command = [bin_folder / "python", "-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", "tests"]
@@ -55,6 +56,7 @@ def test_it_passes_its_own_tests(sources, bin_folder, name):
     assert re.search(r"^\d+ passed in ", done.stdout, re.MULTILINE), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES.values(), *GENERATED.values()])
 def test_it_passes_the_check(bin_folder, name):
     command = [bin_folder / "toolkit", "plugins", "check", f"toolkit-lm-{name}", "--json"]

@@ -55,11 +55,13 @@ def test_the_meta_distribution_depends_on_all():
     assert needed == {project(folder)["name"] for folder in FOLDERS}
 
 
+@pytest.mark.slow
 def test_wheels_share_one_version(wheels):
     versions = {wheel.name.split("-")[1] for wheel in wheels.glob("*.whl")}
     assert len(versions) == 1 and len(list(wheels.glob("*.whl"))) == len(FOLDERS) + 1
 
 
+@pytest.mark.slow
 def test_wheels_say_whose_they_are(wheels):
     for path in wheels.glob("*.whl"):
         with zipfile.ZipFile(path) as wheel:

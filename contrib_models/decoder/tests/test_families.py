@@ -49,6 +49,7 @@ def test_pipeline_stages(make, architecture, variant):
     assert_same_logprobs(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS))
 
 
+@pytest.mark.slow
 def test_two_ranks(make):
     work = [Computed(our_class(case[0]), make(*case)[0]) for case in FIRST_CASES]
     for case, of_ranks in zip(FIRST_CASES, logits_of_ranks(work, INPUT_IDS), strict=True):

@@ -50,6 +50,7 @@ def test_pipeline_stages(tmp_path, family):
     assert_same_states([load(cls, tmp_path, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)], theirs)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     theirs = {}
     for family in VARIANTS:
