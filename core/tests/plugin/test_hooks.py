@@ -108,7 +108,7 @@ def test_toolkit_register_executors(example):
 
 
 def test_toolkit_register_kv_kinds(example):
-    assert example().kv_kinds.get("recurrent").target == "toolkit_lm_mine.spec:RecurrentSpec"
+    assert load(example).kv_kinds.get("recurrent").target == "toolkit_lm_mine.spec:RecurrentSpec"
 
 
 def test_toolkit_register_renderers(example):
