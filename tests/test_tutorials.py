@@ -15,7 +15,12 @@ TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorials"
 NAMES = {"model": "seed", "attention_backend": "naive", "renderer": "bytes"}
 """Page -> the plugin that it makes."""
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
-GENERATED = {Kind.MODEL: "new-model", Kind.COMMAND: "new-command"}
+GENERATED = {
+    Kind.MODEL: "new-model",
+    Kind.QUANTIZATION: "new-quantization",
+    Kind.CHECKPOINT_LOADER: "new-loader",
+    Kind.COMMAND: "new-command",
+}
 """Those of the other kinds are written down in the tutorials."""
 
 

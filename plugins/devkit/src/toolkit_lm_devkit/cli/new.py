@@ -24,6 +24,8 @@ class Kind(StrEnum):
     MODEL = "model"
     ATTENTION_BACKEND = "attention-backend"
     RENDERER = "renderer"
+    QUANTIZATION = "quantization"
+    CHECKPOINT_LOADER = "checkpoint-loader"
     COMMAND = "command"
 
 
@@ -36,6 +38,8 @@ _ABOUT = {
     Kind.MODEL: _About("A model", ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")),
     Kind.ATTENTION_BACKEND: _About("An attention backend"),
     Kind.RENDERER: _About("A renderer"),
+    Kind.QUANTIZATION: _About("A quantization"),
+    Kind.CHECKPOINT_LOADER: _About("A checkpoint loader"),
     Kind.COMMAND: _About("A command of toolkit"),
 }
 
