@@ -40,7 +40,7 @@ BAD: list[tuple[str, str, Any, int]] = [
     ("POST", COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400),
     ("POST", COMPLETIONS, {"prompt": "a", "stop": [""]}, 400),
     ("POST", COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, 400),
-    ("POST", COMPLETIONS, {"prompt": "a", "logits_processors": {"nope": {}}}, 400),
+    ("POST", COMPLETIONS, {"prompt": "a", "xtc_threshold": -1}, 400),
     ("POST", COMPLETIONS, b'{"prompt": "' + b"a" * 2**17 + b'"}', 413),
     ("POST", "/v1/nothing", {}, 404),
     ("GET", CHAT, None, 405),

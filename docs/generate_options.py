@@ -5,17 +5,21 @@ usage: python docs/generate_options.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
 from msgspec import Struct
-from toolkit_lm.config import Option, VllmConfig, options_of
+from toolkit_lm.config import Option, PluginsConfig, VllmConfig, options_of
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS
+from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_server.options import ServerOptions
 
 DOCS = Path(__file__).parent
+PLUGINS = ("sampling_extra",)
+"""Those that bring sampling parameters."""
 BEGIN = "<!-- written by docs/generate_options.py -->\n"
 END = "<!-- end of what is written -->\n"
 
@@ -53,9 +57,20 @@ def table(title: str, section: type[Struct]) -> str:
 
 
 def sampling_table() -> str:
-    """One row for each sampling parameter."""
+    """The tables of sampling parameters: core's, then those of plugins."""
+    return params_table(SAMPLING_PARAMS.values()) + "".join(map(plugin_table, PLUGINS))
+
+
+def plugin_table(plugin: str) -> str:
+    """The sampling parameters that a plugin brings."""
+    registry = Plugins.load(PluginsConfig(plugins=[plugin])).logits_processors
+    return f"Of the plugin `{plugin}`, which is toolkit-lm-{plugin.replace('_', '-')}:\n{params_table(registry.params.values())}"
+
+
+def params_table(params: Iterable[Option]) -> str:
+    """A heading, and one row for each parameter."""
     rows = ""
-    for o in SAMPLING_PARAMS.values():
+    for o in params:
         none = spec_of(o).none
         shown = f"`{o.default!r}`" + (f": {none}" if none and o.default is None else "")
         meaning = o.help + (f" `None`: {none}." if none and o.default is not None else "")
@@ -69,7 +84,7 @@ def param_values(o: Option) -> str:
     most = f"up to {spec.max_items} " if spec.max_items else ""
     if o.is_mapping:
         key, _ = get_args(next(kind for kind in o.kinds if get_origin(kind) is dict))
-        return f"{most}token ids, each with a number {spec.range}" if key is int else f"{most}names, each with arguments"
+        return f"{most}token ids, each with a number {spec.range}" if key is int else f"{most}names, each with a value"
     if o.is_list:
         (item,) = get_args(next(kind for kind in o.kinds if get_origin(kind) is list))
         words = " or ".join(word for kind, word in ((str, "texts"), (int, "token ids")) if kind in (item, *get_args(item)))
@@ -77,7 +92,7 @@ def param_values(o: Option) -> str:
         return f"{one}{most}{words}" + (f", of up to {spec.max_length} characters" if spec.max_length else "")
     if bool in o.kinds:
         return ", ".join(["switch", *(f'`"{choice}"`' for kind in o.kinds for choice in get_args(kind))])
-    return ("number " if float in o.kinds else "integer ") + spec.range
+    return "text" if str in o.kinds else ("number " if float in o.kinds else "integer ") + spec.range
 
 
 def values(o: Option) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from toolkit_lm import LLM, SamplingParams, VllmConfig
-from toolkit_lm.cli.sampling import FLAGS as SAMPLING_FLAGS
+from toolkit_lm.cli.sampling import sampling_flags
 from toolkit_lm.config import options_of
 from toolkit_lm.plugin import API_VERSION, Plugins
 from toolkit_lm.resolution import explain
@@ -205,7 +205,11 @@ def test_the_tables_of_options_are_current():
 
 def test_the_flags_in_the_guides_exist():
     options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions)
-    known = {o.flag for o in options} | {f"--no-{o.flag[2:]}" for o in options if o.is_flag} | {o.flag for o in SAMPLING_FLAGS.values()}
+    known = (
+        {o.flag for o in options}
+        | {f"--no-{o.flag[2:]}" for o in options if o.is_flag}
+        | {o.flag for o in sampling_flags(Plugins.load().logits_processors).values()}
+    )
     known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out"}
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
     # Those of `toolkit bench startup`, and of the scripts in benchmarks/.

@@ -25,7 +25,17 @@ ROOT = Path(__file__).parents[1]
 RAISES, NANS, HANGS, DIES = 1530, 1531, 1532, 1533
 """Tokens on which the plugin's model fails, where one comes twice in a row."""
 ENTRY = """
+from typing import Annotated, Literal
+from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.plugin import hookimpl
+
+class FaultyParams(ProcessorParams):
+    faulty_how: Annotated[Literal["add", "raise", "shape", "nan", "after_draw", "prepare"] | None, param("How it fails.")] = None
+
+    def prepare(self, renderer):
+        if self.faulty_how == "prepare":
+            raise RuntimeError("this processor cannot prepare")
+        return {"how": self.faulty_how}
 
 @hookimpl
 def toolkit_register_models(models):
@@ -33,7 +43,7 @@ def toolkit_register_models(models):
 
 @hookimpl
 def toolkit_register_logits_processors(processors):
-    processors.add("faulty", "faulty_targets:FaultyProcessor")
+    processors.add("faulty", "faulty_targets:FaultyProcessor", params=FaultyParams)
 """
 TARGETS = f"""
 import os, signal, time
@@ -59,24 +69,28 @@ class Faulty(LlamaForCausalLM):
         return hidden.masked_fill((twice == {NANS})[:, None], float("nan"))
 
 class FaultyProcessor(LogitsProcessor):
-    argmax_invariant = False
+    stage = "logits"
+    how = dict()
 
-    @classmethod
-    def check(cls, arguments):
-        pass
-
-    def add(self, key, arguments, prompt_token_ids):
-        self.how = arguments["how"]
-        if self.how == "add":
+    def add(self, row, arguments, state):
+        self.how[row.key] = arguments["how"]
+        if arguments["how"] == "add":
             raise RuntimeError("this processor takes nobody")
 
     def remove(self, key):
-        pass
+        self.how.pop(key)
 
-    def apply(self, logits, rows):
-        if self.how == "raise":
+    def apply(self, values, rows):
+        hows = [self.how[row.key] for row in rows]
+        if "raise" in hows:
             raise RuntimeError("this processor does nothing")
-        return logits[:, :1] if self.how == "shape" else logits * float("nan")
+        if "nan" in hows:
+            values[hows.index("nan")] = float("nan")
+        return values[:, :1] if "shape" in hows else values
+
+    def after_draw(self, row, token_id, prob):
+        if self.how[row.key] == "after_draw":
+            raise RuntimeError("this processor takes no tokens")
 """
 FLAGS = ["tiny", "--dtype", "float32", "--device", "cpu", "--no-access-log", "--log-level", "warning"]
 
@@ -257,7 +271,7 @@ FAILING = [
     {"prompt": [RAISES, RAISES]},
     {"prompt": [NANS, NANS]},
     {"prompt": [5, NANS, NANS], "prompt_logprobs": 1},
-    *({"prompt": "a", "logits_processors": {"faulty": {"how": how}}} for how in ("add", "raise", "shape", "nan")),
+    *({"prompt": "a", "faulty_how": how} for how in ("add", "raise", "shape", "nan", "after_draw")),
 ]
 """Requests on which the model or a plugin fails."""
 

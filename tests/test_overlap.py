@@ -25,8 +25,6 @@ PARAMS = {
     "logprobs": SEEDED.replace(logprobs=3),
     "prompt logprobs": SEEDED.replace(prompt_logprobs=2),
     "penalties": SEEDED.replace(presence_penalty=0.5, frequency_penalty=0.4, repetition_penalty=1.2),
-    "dry": SEEDED.replace(dry_multiplier=0.8, dry_allowed_length=1),
-    "mirostat": SEEDED.replace(mirostat_tau=2.0),
     "bad words": SEEDED.replace(bad_words=["a", "b"]),
     "min tokens": SamplingParams(temperature=1.5, seed=9, min_tokens=10, max_tokens=40),
 }

@@ -5,11 +5,16 @@ front → engine: EngineRequest, abort ids. engine → front: EngineOutputs. eng
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct, field
 
 from toolkit_lm.events import Event
 from toolkit_lm.params import FinishReason, SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
+
+SamplerState = dict[str, dict[str, float]]
+"""By logits processor, what it keeps of a sequence from draw to draw."""
 
 
 class PoolingRules(Struct, frozen=True):
@@ -33,18 +38,13 @@ class Array(Struct, frozen=True):
     """A view of the tensor's own memory, or of the message's: it is not copied on the way in."""
 
 
-class TokenizedParams(Struct, kw_only=True, frozen=True):
-    """What the texts among the sampling parameters are in tokens."""
-
-    bad_words: list[list[int]] = field(default_factory=list)
-    """Sequences of which the last token is not to be drawn after the others."""
-    dry_breakers: list[int] = field(default_factory=list)
-
-
 class SequenceInputs(Struct, kw_only=True, frozen=True):
     """What the runner needs of a request beside its tokens and parameters. The scheduler carries it, and never reads it."""
 
-    tokenized_params: TokenizedParams = field(default_factory=TokenizedParams)
+    bad_words: list[list[int]] = field(default_factory=list)
+    """Sequences of tokens of which the last is not to be drawn after the others."""
+    logits_processors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name, the arguments of the plugins' logits processors that are applied."""
     pooling: PoolingParams | None = None
     """Set: the prompt is pooled, and the sampling parameters have no meaning."""
     second_text_start: int | None = None
@@ -160,7 +160,7 @@ class NewSequence(Struct, kw_only=True):
     stop_token_ids: list[int]
     """All tokens that end it; they are kept from being drawn while fewer than min_tokens are out."""
     inputs: SequenceInputs = field(default_factory=SequenceInputs)
-    sampler_state: dict[str, float] = field(default_factory=dict)
+    sampler_state: SamplerState = field(default_factory=dict)
     """What the sampler returned with the sequence's last token. Empty before the first."""
     num_prompt_logprobs: int = 0
     """Prompt tokens whose log probabilities were returned before: they are not computed again."""
@@ -231,7 +231,7 @@ class StepResult(Struct, kw_only=True):
     """Per row; empty when no row asked for any."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for them."""
-    sampler_state: dict[int, dict[str, float]] = field(default_factory=dict)
+    sampler_state: dict[int, SamplerState] = field(default_factory=dict)
     """By seq_id, what NewSequence is to bring back after a preemption. Only the sampler knows what it means."""
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """By seq_id, of the rows of beam searches. They draw no token."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -38,23 +39,11 @@ class ParamSpec(OptionSpec):
     """The parameter has a flag on the command line."""
     max_items: int | None = None
     max_length: int | None = None
-    """Most characters of a text in a list."""
+    """Most characters of a text, or of each in a list."""
 
 
-def param(
-    help: str,
-    *,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    none: str = "",
-    use: Use = "draws",
-    flag: bool = True,
-    max_items: int | None = None,
-    max_length: int | None = None,
-) -> ParamSpec:
-    """States a parameter."""
-    return ParamSpec(help, ge=ge, gt=gt, le=le, none=none, use=use, flag=flag, max_items=max_items, max_length=max_length)
+param = ParamSpec
+"""States a parameter."""
 
 
 def params_of(struct: type[msgspec.Struct]) -> dict[str, Option]:
@@ -68,6 +57,24 @@ def spec_of(o: Option) -> ParamSpec:
     return o.spec
 
 
+class ProcessorParams(msgspec.Struct):
+    """The front half of a logits processor: the request's parameters that turn it on, fields with a default and `param(help, ...)`.
+
+    It is made where a request that gives any of them arrives, and raises RequestError for a value out of range. Its module imports no
+    torch.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self, checks_of(type(self)))
+
+    def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
+        """The arguments that the worker's half gets for a sequence: numbers, texts, lists and mappings of them. None: it is not applied.
+
+        `renderer` is the engine's toolkit_lm.renderer.Renderer. A ValueError fails the request; as RequestError it may name the parameter.
+        """
+        return msgspec.structs.asdict(self)
+
+
 class FieldCheck(NamedTuple):
     """The check of one parameter. Its default needs none."""
 
@@ -76,6 +83,7 @@ class FieldCheck(NamedTuple):
     check: Check
 
 
+@cache
 def checks_of(struct: type[msgspec.Struct]) -> tuple[FieldCheck, ...]:
     """The checks of a struct's parameters, made once and run by `check_fields`."""
     return tuple(FieldCheck(o.name, o.default, _check_of(o)) for o in options_of(struct))
@@ -125,6 +133,8 @@ def _check_of_arms(o: Option, arms: list[Any]) -> Check:
         return _number_check(o, "a finite number", is_number)
     if arms == [int]:
         return _number_check(o, "an integer of at most 64 bits", _is_integer)
+    if arms == [str]:
+        return _text_check(o)
     if any(get_origin(arm) is dict for arm in arms):
         return _mapping_check(o)
     lists = [arm for arm in arms if get_origin(arm) is list]
@@ -144,12 +154,24 @@ def _number_check(o: Option, wanted: str, is_kind: Callable[[object], bool]) -> 
 
 def _choice_check(o: Option, arms: list[Any]) -> Check:
     choices = [choice for arm in arms for choice in ((True, False) if arm is bool else get_args(arm))]
+    if not choices:
+        raise TypeError(f"{o.name} is neither a number, a switch, a text, a choice, a mapping nor a list of texts or token ids.")
     words = [str(choice).lower() if isinstance(choice, bool) else f'"{choice}"' for choice in choices]
     wanted = f"{', '.join(words[:-1])} or {words[-1]}"
 
     def check(value: Any) -> None:
         # 1 is no true, though it is equal.
         require(any(type(value) is type(choice) and value == choice for choice in choices), o.name, wanted, value)
+
+    return check
+
+
+def _text_check(o: Option) -> Check:
+    longest = spec_of(o).max_length
+
+    def check(value: Any) -> None:
+        require(isinstance(value, str), o.name, "a text", value)
+        require(longest is None or len(value) <= longest, o.name, f"a text of at most {longest} characters", len(value))
 
     return check
 

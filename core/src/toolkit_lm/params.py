@@ -26,10 +26,6 @@ class RequestOutputKind(Enum):
     """There is one output, at the end."""
 
 
-DRY_BREAKERS = ("\n", ":", '"', "*")
-"""What ends a repetition where dry_sequence_breakers is not given."""
-
-
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are drawn and when a sequence ends. Names and meanings are vLLM's.
 
@@ -70,13 +66,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1),
     ] = 1.0
     """Tokens are taken in the order of how far their surprise is from the entropy (Meister et al. 2022)."""
-    xtc_probability: Annotated[float, param("XTC (exclude top choices): probability that it applies to a draw. 0: off.", ge=0, le=1)] = 0.0
-    xtc_threshold: Annotated[
-        float, param("XTC: probability from which a token is a top choice. Only the least likely top choice is kept.", ge=0, le=1)
-    ] = 0.1
-    mirostat_tau: Annotated[float | None, param("Mirostat 2.0: target surprise of a token, in bits.", none="off", gt=0, le=100)] = None
-    """Basu et al. 2021."""
-    mirostat_eta: Annotated[float, param("Mirostat 2.0: learning rate.", ge=0, le=1, flag=False)] = 0.1
     repetition_penalty: Annotated[
         float, param("Tokens of prompt and output: positive logits are divided by it, negative ones multiplied.", gt=0, le=1000)
     ] = 1.0
@@ -85,24 +74,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: Annotated[
         float, param("Subtracted from the logits of the tokens in the output, once per occurrence.", ge=-2, le=2)
     ] = 0.0
-    dry_multiplier: Annotated[
-        float, param("DRY (don't repeat yourself): factor of the penalty on tokens that continue a repetition. 0: off.", ge=0, le=1000)
-    ] = 0.0
-    """The penalty is dry_multiplier * dry_base ** (length - dry_allowed_length), for a repetition of `length` tokens."""
-    dry_base: Annotated[float, param("DRY: base of the penalty, whose exponent grows with the repetition.", ge=1, le=100, flag=False)] = (
-        1.75
-    )
-    dry_allowed_length: Annotated[int, param("DRY: tokens of the shortest repetition that is penalized.", ge=1, flag=False)] = 2
-    dry_sequence_breakers: Annotated[
-        list[str | int] | None,
-        param(
-            "DRY: texts or token ids that no repetition reaches across.",
-            none="newline, colon, quotation mark, asterisk",
-            max_items=300,
-            max_length=256,
-            flag=False,
-        ),
-    ] = None
     bad_words: Annotated[list[str] | None, param("Texts that the output must not contain.", max_items=300, max_length=256, use="both")] = (
         None
     )
@@ -112,9 +83,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     allowed_token_ids: Annotated[list[int] | None, param("The only tokens that may be drawn.", max_items=2**18, use="both", flag=False)] = (
         None
     )
-    logits_processors: Annotated[
-        dict[str, dict[str, Any]] | None, param("Logits processors of plugins: arguments, by name.", max_items=16, flag=False)
-    ] = None
+    extra_args: Annotated[dict[str, Any] | None, param("Parameters of plugins' logits processors, by name.", max_items=64, flag=False)] = (
+        None
+    )
     seed: Annotated[
         int | None, param("Seed of the random numbers, which repeats a request's draws.", none="the engine's, else a fresh one", ge=0)
     ] = None
@@ -183,18 +154,17 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def _check_words(self) -> None:
         require(self.detokenize or not self.stop, "stop", "unset where detokenize is off", self.stop)
         require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "at least one token id", [])
-        for name, words in (("bad_words", self.bad_words), ("dry_sequence_breakers", self.dry_sequence_breakers)):
-            blank = any(isinstance(word, str) and not word.strip(" ") for word in words or ())
-            require(not blank, name, "texts of which none is blank", words)
+        blank = any(not word.strip(" ") for word in self.bad_words or ())
+        require(not blank, "bad_words", "texts of which none is blank", self.bad_words)
 
     def _check_mappings(self) -> None:
         if bias := self.logit_bias:
             require(all(map(is_token_id, bias)), "logit_bias", "a mapping from token id to number", bias)
             ok = all(is_number(value) and _LOGIT_BIAS.admits(value) for value in bias.values())
             require(ok, "logit_bias", f"a mapping to numbers {_LOGIT_BIAS.range}", bias)
-        processors = self.logits_processors or {}
-        ok = all(isinstance(name, str) and isinstance(arguments, dict) for name, arguments in processors.items())
-        require(ok, "logits_processors", "a mapping from processor names to mappings of arguments", processors)
+        require(
+            all(isinstance(name, str) for name in self.extra_args or ()), "extra_args", "a mapping from names to values", self.extra_args
+        )
 
     def _refuse_beams(self) -> None:
         for name in _BEAMS_ONLY:
@@ -245,8 +215,14 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 SAMPLING_PARAMS = params_of(SamplingParams)
 """The sampling parameters as they are stated, by name."""
 _CHECKS = checks_of(SamplingParams)
+_SAMPLING_EXTRA = ("dry_", "xtc_", "mirostat_", "epsilon_cutoff", "no_repeat_ngram")
 _BEAMS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "beams"]
 _DRAWS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "draws"]
 _OFF = {"temperature": 0, "top_k": -1}
 """Values that draw as a beam search goes, beside the defaults."""
 _LOGIT_BIAS = SAMPLING_PARAMS["logit_bias"].spec
+
+
+def shipped_with(name: str) -> str:
+    """The end of an error about a parameter that nobody states: the plugin that brings it, where that is known."""
+    return "It comes with toolkit-lm-sampling-extra." if name.startswith(_SAMPLING_EXTRA) else ""

@@ -15,7 +15,9 @@ from toolkit_lm.cli import SamplingFlags, engine_command
 from toolkit_lm.cli.app import LazyGroup
 from toolkit_lm.cli.prescan import plugins_config
 from toolkit_lm.config import PluginsConfig, VllmConfig, option
-from toolkit_lm.errors import ConfigError
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.param_spec import ProcessorParams, param
+from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
 
 
@@ -44,8 +46,18 @@ def other(client: ClientOptions) -> None:
     """Another command."""
 
 
+class LoudParams(ProcessorParams):
+    loud_times: Annotated[int, param("Times that it is loud.", ge=0, le=9)] = 1
+    loud_words: Annotated[list[str] | None, param("What is loud.", none="all")] = None
+    loud_secret: Annotated[bool, param("Nobody hears.", flag=False)] = False
+
+
 class ProbePlugin:
     name = "probe"
+
+    @hookimpl
+    def toolkit_register_logits_processors(self, processors):
+        processors.add("loud", "nowhere:Loud", params=LoudParams)
 
     @hookimpl
     def toolkit_register_commands(self, commands):
@@ -103,6 +115,28 @@ def test_every_kind_of_flag(invoke):
     assert found["flags"] == {"max_tokens": None, "top_k": 5, "stop": ["a", "b,c"], "seed": 7}
     assert found["flags"].params(temperature=0).top_k == 5
     assert found["extra"] == "x"
+
+
+def test_parameters_of_logits_processors_have_flags(invoke):
+    flags = invoke("probe", "--loud-times", "3", "--loud-words", "a", "--loud-words", "b")["flags"]
+    assert flags == {"loud_times": 3, "loud_words": ["a", "b"]}
+    assert flags.params(temperature=0) == SamplingParams(temperature=0, extra_args={"loud_times": 3, "loud_words": ["a", "b"]})
+    assert flags.params({"loud_times": 4, "loud_secret": True}).extra_args == {
+        "loud_times": 4,
+        "loud_words": ["a", "b"],
+        "loud_secret": True,
+    }
+    assert invoke("probe")["flags"].params() == SamplingParams()
+    for overrides, message in (({"loud_times": 10}, "between 0 and 9"), ({"loud_timse": 1}, "Did you mean 'loud_times'")):
+        with pytest.raises(RequestError, match=message):
+            flags.params(overrides)
+    with pytest.raises(ConfigError, match=r"option '--loud-times': loud_times must be between 0 and 9, not 10"):
+        invoke("probe", "--loud-times", "10")
+    with pytest.raises(Exception, match="No such option: --loud-secret"):
+        invoke("probe", "--loud-secret")
+    registry = Plugins.load(PluginsConfig(plugins=[]), extra=[ProbePlugin()]).logits_processors
+    [flag] = get_args(inspect.signature(probe.with_processors(registry)).parameters["loud_times"].annotation)[1:]
+    assert flag.help == "Times that it is loud. Between 0 and 9. Default: 1."
 
 
 def test_a_flag_wins_over_environment_over_file(invoke, tmp_path, monkeypatch):

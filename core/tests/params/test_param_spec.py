@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 from toolkit_lm.errors import RequestError
-from toolkit_lm.param_spec import check_fields, checks_of, param, params_of, spec_of
+from toolkit_lm.param_spec import ProcessorParams, check_fields, checks_of, param, params_of, spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams
 
@@ -21,6 +21,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     words: Annotated[list[str] | None, param("Words.", max_items=2, max_length=3)] = None
     text: Annotated[str | list[str] | None, param("One or several.")] = None
     tokens: Annotated[list[str | int] | None, param("Texts or ids.")] = None
+    word: Annotated[str | None, param("One word.", max_length=3)] = None
     table: Annotated[dict[str, Any] | None, param("A table.", max_items=1)] = None
 
 
@@ -46,6 +47,8 @@ CHECKS = checks_of(Sample)
         ("words", ["a"] * 3, "words must be at most 2 texts, not 3."),
         ("words", ["abcd"], "words must be texts of at most 3 characters, not 4."),
         ("text", 1, "text must be a text or a list of texts, not 1."),
+        ("word", ["a"], "word must be a text, not ['a']."),
+        ("word", "abcd", "word must be a text of at most 3 characters, not 4."),
         ("tokens", [-1], "tokens must be a list of texts or token ids, not [-1]."),
         ("table", [], "table must be a mapping, not []."),
         ("table", {"a": 1, "b": 2}, "table must be a mapping of at most 1 entries, not 2."),
@@ -59,7 +62,9 @@ def test_a_wrong_value_is_told_with_its_parameter(name, value, message):
 
 def test_values_within_the_bounds_pass():
     check_fields(Sample(), CHECKS)
-    check_fields(Sample(share=1, count=1, loud=True, color="green", when="never", words=["a", "abc"], text="a", tokens=["a", 5]), CHECKS)
+    check_fields(
+        Sample(share=1, count=1, loud=True, color="green", when="never", words=["a", "abc"], text="a", tokens=["a", 5], word="abc"), CHECKS
+    )
     check_fields(Sample(when=True, words=[], text=["a"], tokens=(), table={"a": None}), CHECKS)
 
 
@@ -76,3 +81,23 @@ def test_every_field_is_stated_with_a_sentence(struct, stated):
     for o in stated.values():
         assert o.help[0].isupper() and o.help.endswith("."), o.name
         assert o.default == getattr(struct(), o.name)
+
+
+def test_a_type_that_cannot_be_checked_is_an_error():
+    class Odd(msgspec.Struct):
+        odd: Annotated[bytes, param("Odd.")] = b""
+
+    with pytest.raises(TypeError, match="odd is neither a number, a switch, a text"):
+        checks_of(Odd)
+
+
+class Shout(ProcessorParams):
+    shout: Annotated[float, param("Shout.", ge=0, le=1)] = 0.0
+    words: Annotated[list[str] | None, param("Words.")] = None
+
+
+def test_the_parameters_of_a_logits_processor():
+    assert Shout(shout=1).prepare(None) == {"shout": 1, "words": None}
+    with pytest.raises(RequestError, match=r"shout must be between 0 and 1, not 2\.") as error:
+        Shout(shout=2)
+    assert error.value.param == "shout"

@@ -116,8 +116,11 @@ def test_toolkit_register_renderers(example):
 
 
 def test_toolkit_register_logits_processors(example):
-    entry = load(example).logits_processors.get("no_echo")
+    processors = load(example).logits_processors
+    entry = processors.get("no_echo")
     assert (entry.target, entry.plugin) == ("toolkit_lm_mine.no_echo:NoEcho", example.__name__)
+    assert processors.parse({"no_echo_penalty": 2})["no_echo"].prepare(None) == {"penalty": 2}
+    assert processors.parse({"no_echo_penalty": 0})["no_echo"].prepare(None) is None
 
 
 def test_toolkit_register_scheduling_policies(example):

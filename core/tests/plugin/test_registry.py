@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
+from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.plugin import (
     AttentionBackendRegistry,
     CheckpointRegistry,
@@ -208,9 +209,9 @@ def test_a_target_must_be_what_its_registry_is_for(tmp_path, monkeypatch, kind, 
     (tmp_path / "wrong_target.py").write_text(f"import {module}\nclass Other: ...\nclass Unfinished({base}): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "wrong_target", raising=False)
-    registry = kind(owner=ONE)
-    registry.add("other", "wrong_target:Other")
-    registry.add("unfinished", "wrong_target:Unfinished")
+    registry, fields = kind(owner=ONE), {"params": ProcessorParams} if kind is LogitsProcessorRegistry else {}
+    registry.add("other", "wrong_target:Other", **fields)
+    registry.add("unfinished", "wrong_target:Unfinished", **fields)
     with pytest.raises(PluginError, match=rf"plugin 'one' .* 'other': 'wrong_target:Other' must be a subclass of {base}"):
         registry.load("other")
     # A model's methods depend on what it does.

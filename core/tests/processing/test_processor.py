@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import pytest
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.messages import PoolingRules
+from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.validation import check_token_ids
@@ -47,9 +50,30 @@ class CountingRenderer(Renderer):
         return [chr(token) for token in token_ids]
 
 
+class LoudParams(ProcessorParams):
+    loud_times: Annotated[int, param("How often.", ge=0)] = 0
+    loud_word: Annotated[str | list[str], param("What.")] = "a"
+
+    def prepare(self, renderer):
+        token_ids, _ = renderer.render_prompt(self.loud_word)
+        if len(token_ids) > 1:
+            raise ValueError("loud_word must be one token")
+        if self.loud_times == 3:
+            raise KeyError("three")
+        return {"token_ids": token_ids, "times": self.loud_times} if self.loud_times else None
+
+
+class Brings:
+    name = "brings"
+
+    @hookimpl
+    def toolkit_register_logits_processors(self, processors):
+        processors.add("loud", "nowhere:Loud", params=LoudParams)
+
+
 def make_processor(pooling=None, hf_config=None, **options) -> Processor:
     config = VllmConfig.default(hf_config or {"vocab_size": VOCAB}, **{"max_model_len": 16, **options})
-    processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[])))
+    processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[]), [Brings()]))
     processor.set_limits(RequestLimits(config, KVCacheConfig([], []), pooling or {}))
     return processor
 
@@ -85,9 +109,11 @@ def test_the_text_is_that_of_the_prompt_that_is_read(params, read):
         ("a", {"allowed_token_ids": [3, VOCAB]}, "allowed_token_ids"),
         ("a", {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ("a", {"bad_words": ["\u00e9"]}, "bad_words"),
-        ("a", {"dry_multiplier": 1.0, "dry_sequence_breakers": ["a", VOCAB]}, "dry_sequence_breakers"),
         ("a", {"n": 129}, "n"),
-        ("a", {"logits_processors": {"nothing": {}}}, "logits_processors"),
+        ("a", {"extra_args": {"nothing": 1}}, "nothing"),
+        ("a", {"extra_args": {"loud_word": 1}}, "loud_word"),
+        ("a", {"extra_args": {"loud_word": "two words"}}, "loud_word"),
+        ("a", {"extra_args": {"loud_times": 3}}, "loud_times"),
     ],
 )
 def test_what_the_model_cannot_take_is_refused_by_its_parameter(prompt, params, param):
@@ -130,6 +156,18 @@ def test_the_vocabulary_is_that_of_the_text_model():
     processor.prepare("r", {"prompt_token_ids": [99]})
     with pytest.raises(RequestError, match="token id 100 "):
         processor.prepare("r", {"prompt_token_ids": [100]})
+
+
+def test_what_a_logits_processor_makes_of_its_parameters():
+    def inputs(**extra):
+        return make_processor().prepare("r", "a", SamplingParams(extra_args=extra)).message.inputs.logits_processors
+
+    assert inputs(loud_times=2, loud_word="b") == {"loud": {"token_ids": [98], "times": 2}}
+    assert inputs(loud_word="b") == inputs() == {}
+    with pytest.raises(RequestError, match="loud_word must be one token"):
+        inputs(loud_word="bc")
+    with pytest.raises(RequestError, match=r"plugin 'brings' .* failed in prepare\(\) of logits processor 'loud': KeyError: 'three'"):
+        inputs(loud_times=3)
 
 
 def test_a_prompt_that_is_too_long_is_refused_in_one_wording():

@@ -11,9 +11,11 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import NewSequence, ScheduledSequence
 from toolkit_lm.model import Model
 from toolkit_lm.model.loader import DummyLoader
+from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
+from toolkit_lm.plugin import AttentionBackendRegistry, LogitsProcessorRegistry, PluginInfo
 from toolkit_lm.runner import ModelRunner
+from toolkit_lm.sampling import LogitsProcessor
 from torch import Tensor
 
 VOCAB = 32
@@ -62,6 +64,31 @@ class SumModel(Model):
         return -(torch.arange(VOCAB) - hidden_states % VOCAB).abs()
 
 
+class Drift(LogitsProcessor):
+    """Makes a token the likeliest that depends on all tokens drawn before. It remembers them as a number."""
+
+    stage = "logits"
+
+    def __init__(self, config: VllmConfig, device: torch.device) -> None:
+        super().__init__(config, device)
+        self.levels: dict[int, float] = {}
+
+    def add(self, row, arguments, state) -> None:
+        self.levels[row.key] = state.get("level", arguments["level"])
+
+    def remove(self, key: int) -> None:
+        del self.levels[key]
+
+    def apply(self, values: Tensor, rows) -> Tensor:
+        for row, scores in zip(rows, values, strict=True):
+            scores[int(self.levels[row.key]) % NAN] = 100.0
+        return values
+
+    def after_draw(self, row, token_id: int, prob: float):
+        self.levels[row.key] = 1.5 * self.levels[row.key] + token_id + 1
+        return {"level": self.levels[row.key]}
+
+
 def next_token(tokens: list[int]) -> int:
     return sum(tokens) % VOCAB
 
@@ -77,10 +104,12 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 def make_plugins() -> Any:
     """What a runner asks of plugins, with nothing in it but the two classes above and random weights."""
     backends = AttentionBackendRegistry(owner=PluginInfo("test"))
+    processors = LogitsProcessorRegistry(owner=PluginInfo("test"))
+    processors.add("drift", "fake_model:Drift", params=ProcessorParams)
     backends.add("sum", f"{__name__}:SumBackend")
     loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
     models = SimpleNamespace(load=lambda name: SumModel)
-    plugins = {"models": models, "attention_backends": backends, "loaders": loaders, "logits_processors": {}}
+    plugins = {"models": models, "attention_backends": backends, "loaders": loaders, "logits_processors": processors}
     return SimpleNamespace(options=lambda name: None, **plugins)
 
 

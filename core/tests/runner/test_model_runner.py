@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_model import BLOCK_SIZE, NAN, SumBackend, continuation, make_runner, new, next_token, row
-from toolkit_lm.messages import BlockCopy, BlockMove, StepPlan
+from toolkit_lm.messages import BlockCopy, BlockMove, SequenceInputs, StepPlan
 from toolkit_lm.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -98,19 +98,19 @@ def test_log_probabilities_of_those_that_ask(runner):
 
 
 def test_the_sampler_s_state_survives_a_preemption():
-    params = SamplingParams(temperature=1, mirostat_tau=3.0, mirostat_eta=0.5, allowed_token_ids=list(range(NAN)))
+    asking = {"params": SamplingParams(temperature=0), "inputs": SequenceInputs(logits_processors={"drift": {"level": 7.0}})}
     runs = []
     for preempted_after in (None, 3):
         runner = make_runner()
         tokens, states = list(PROMPT), []
-        plan = StepPlan(new=[new(0, PROMPT, [0, 1, 2, 3], params=params)], scheduled=[row(0, 5)])
+        plan = StepPlan(new=[new(0, PROMPT, [0, 1, 2, 3], **asking)], scheduled=[row(0, 5)])
         for step in range(7):
             result = runner.execute(plan)
             tokens += result.token_ids[0]
             states.append(result.sampler_state[0])
             plan = StepPlan(scheduled=[row(0, 1)])
             if step == preempted_after:
-                back = new(0, list(tokens), [4, 5, 6, 7], params=params, num_prompt_tokens=5, sampler_state=states[-1])
+                back = new(0, list(tokens), [4, 5, 6, 7], **asking, num_prompt_tokens=5, sampler_state=states[-1])
                 plan = StepPlan(dropped=[0], new=[back], scheduled=[row(0, len(tokens))])
         runs.append((tokens, states))
         runner.shutdown()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_model import new, row
 from toolkit_lm.attention import BatchLimits, FullSpec
-from toolkit_lm.messages import BlockMove, NewSequence, ScheduledSequence, StepPlan
+from toolkit_lm.messages import BlockMove, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.runner import PersistentBatch, StepBuffers
 
@@ -104,21 +104,24 @@ def test_groups_have_tables_of_their_own():
 def test_only_those_that_ask_register_with_logits_processors():
     class Table:
         def __init__(self):
-            self.calls = []
+            self.calls, self.names = [], {}
 
-        def add(self, seq):
-            self.calls.append(("add", seq.seq_id))
+        def add(self, row, seq):
+            self.calls.append(("add", seq.seq_id, row.token_ids.tolist()))
+            self.names[row.key] = ["some"]
+            return {"logits"}
 
         def remove(self, key):
             self.calls.append(("remove", key))
+            del self.names[key]
 
     table = Table()
     batch = make_batch(2, [4], table)
-    asking = new(5, [1], [0], params=SamplingParams(logits_processors={"some": {}}))
+    asking = new(5, [1], [0], inputs=SequenceInputs(logits_processors={"some": {}}))
     batch.apply(StepPlan(new=[new(4, [1], [1]), asking]))
     batch.apply(StepPlan(dropped=[4, 5], new=[new(6, [1], [0])]))
     batch.apply(StepPlan(dropped=[6]))
-    assert table.calls == [("add", 5), ("remove", 5)]
+    assert table.calls == [("add", 5, [1]), ("remove", 5)]
     assert not batch.sampling.processed.any()
 
 

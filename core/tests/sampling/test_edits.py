@@ -1,14 +1,12 @@
-"""Masks, penalties and DRY, against transformers where it has them, else against their definitions in plain Python."""
+"""Masks and penalties, against transformers where it has them, else against their definitions in plain Python."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from toolkit_lm.messages import TokenizedParams
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.sampling import sample
-from toolkit_lm.sampling.dry import dry
 from toolkit_lm.sampling.masks import mask
 from toolkit_lm.sampling.penalties import penalize
 
@@ -57,8 +55,7 @@ def test_bad_words_are_those_of_transformers(make_rows, make_logits, sequences):
 
     words = [[3], [5, 6], [1, 2, 3]] + [[a, b, c] for a in range(VOCAB) for b in range(VOCAB) for c in (7, 8)] + [[4] * 20]
     logits = make_logits(len(LENGTHS), vocab=VOCAB)
-    tokenized = [TokenizedParams(bad_words=words)] * len(LENGTHS)
-    rows = make_rows(*[SamplingParams()] * len(LENGTHS), outputs=sequences, words=tokenized)
+    rows = make_rows(*[SamplingParams()] * len(LENGTHS), outputs=sequences, bad_words=[words] * len(LENGTHS))
     ours = edited(mask, logits, rows)
     assert 1 < (ours[-1] == -torch.inf).sum() < VOCAB
     for i, tokens in enumerate(sequences):
@@ -67,8 +64,8 @@ def test_bad_words_are_those_of_transformers(make_rows, make_logits, sequences):
 
 
 def test_bad_words_do_not_begin_in_the_prompt(make_rows, make_logits):
-    words = [TokenizedParams(bad_words=[[5, 6, 7]])] * 3
-    rows = make_rows(*[SamplingParams()] * 3, prompts=[[5, 6], [5], [1]], outputs=[[], [6], [5, 6]], words=words)
+    words = [[[5, 6, 7]]] * 3
+    rows = make_rows(*[SamplingParams()] * 3, prompts=[[5, 6], [5], [1]], outputs=[[], [6], [5, 6]], bad_words=words)
     banned = edited(mask, make_logits(3, vocab=VOCAB), rows) == -torch.inf
     assert banned.nonzero().tolist() == [[2, 7]]
 
@@ -93,45 +90,5 @@ def test_bias_allowed_and_min_tokens(make_rows, make_logits):
 
 def test_parameters_that_leave_no_token_fail_alone(make_rows, make_logits):
     params = [SamplingParams(allowed_token_ids=[3]), SamplingParams(), SamplingParams(allowed_token_ids=[3], temperature=0)]
-    words = [TokenizedParams(bad_words=[[3]]), TokenizedParams(), TokenizedParams(bad_words=[[3]])]
-    sampled = sample(make_logits(3), make_rows(*params, words=words))
+    sampled = sample(make_logits(3), make_rows(*params, bad_words=[[[3]], [], [[3]]]))
     assert set(sampled.errors) == {0, 2} and "leave no token" in sampled.errors[0]
-
-
-def dry_by_definition(tokens, logits, p, breakers):
-    """The author's loop."""
-    scores, last = logits.numpy().copy(), tokens[-1]
-    if last in breakers:
-        return scores
-    longest = {}
-    for i in range(len(tokens) - 1):
-        following = tokens[i + 1]
-        if tokens[i] != last or following in breakers:
-            continue
-        length = 1
-        while length < 50 and i - length >= 0 and tokens[i - length] == tokens[-1 - length] and tokens[i - length] not in breakers:
-            length += 1
-        longest[following] = max(length, longest.get(following, 0))
-    for token, length in longest.items():
-        if length >= p.dry_allowed_length:
-            scores[token] -= p.dry_multiplier * p.dry_base ** (length - p.dry_allowed_length)
-    return scores
-
-
-@pytest.mark.parametrize("allowed_length", [1, 2, 4])
-@pytest.mark.parametrize("breakers", [[], [3], [0, 1, 11]])
-def test_dry_is_its_definition(make_rows, make_logits, sequences, allowed_length, breakers):
-    tokens = [*sequences, [1, 2, 3, 4] * 40, [5] * 200, [1, 2, 3, 4, 3, 4, 1, 2, 3, 4]]
-    params = [SamplingParams(dry_multiplier=0.8, dry_base=1.1, dry_allowed_length=allowed_length)] * len(tokens)
-    logits = make_logits(len(tokens), vocab=VOCAB)
-    words = [TokenizedParams(dry_breakers=breakers)] * len(tokens)
-    ours = edited(dry, logits, make_rows(*params, prompts=[t[:1] for t in tokens], outputs=[t[1:] for t in tokens], words=words))
-    assert not torch.equal(ours, logits)
-    for row, line, before in zip(ours, tokens, logits, strict=True):
-        assert np.allclose(row.numpy(), dry_by_definition(line, before, params[0], breakers), rtol=1e-5, atol=1e-5)
-
-
-def test_a_huge_dry_penalty_rules_the_token_out(make_rows, make_logits):
-    params = SamplingParams(temperature=0, dry_multiplier=1000, dry_base=100, dry_allowed_length=1)
-    sampled = sample(make_logits(1) * 0 + torch.eye(64)[5] * 1e4, make_rows(params, outputs=[[5] * 100]))
-    assert sampled.token_ids != [5] and not sampled.errors

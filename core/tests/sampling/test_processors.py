@@ -1,76 +1,128 @@
-"""Logits processors that plugins bring: rows, order, errors."""
+"""Logits processors that plugins bring: rows, order, draws, state, errors."""
 
 from __future__ import annotations
 
 import sys
 import types
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
 import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import PluginError, RequestError
+from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
-from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample
+from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample, uniform, uniforms
+
+
+class Nothing(ProcessorParams):
+    """Of processors whose arguments tests give themselves."""
 
 
 class Only(LogitsProcessor):
     """Leaves one token, which each sequence's arguments name. Raises as asked."""
 
-    argmax_invariant = False
+    stage = "logits"
 
     def __init__(self, config, device):
         super().__init__(config, device)
         self.tokens = {}
         self.raising = set()
 
-    @classmethod
-    def check(cls, arguments):
-        pass
-
-    def add(self, key, arguments, prompt_token_ids):
-        assert prompt_token_ids == [key + 1]
+    def add(self, row, arguments, state):
+        assert (row.token_ids.tolist(), row.num_prompt_tokens) == ([row.key + 1, 7], 1)
         if arguments.get("raise") == "add":
             raise KeyError("no such word")
         if arguments.get("raise"):
-            self.raising.add((key, arguments["raise"]))
-        self.tokens[key] = arguments["token"]
+            self.raising.add((row.key, arguments["raise"]))
+        self.tokens[row.key] = arguments["token"]
 
     def remove(self, key):
         if (key, "remove") in self.raising:
             raise RuntimeError("cannot leave")
         self.tokens.pop(key, None)
 
-    def apply(self, logits, rows):
-        assert logits.shape == (len(rows), 64) and logits.dtype == torch.float32
+    def apply(self, values, rows):
+        assert values.shape == (len(rows), 64) and values.dtype == torch.float32
         for i, row in enumerate(rows):
             assert row.num_prompt_tokens == 1 and row.token_ids.tolist() == [row.key + 1, 7] and not row.token_ids.flags.writeable
-            kept = logits[i, self.tokens[row.key]].clone()
-            logits[i] = -torch.inf
-            logits[i, self.tokens[row.key]] = kept
+            kept = values[i, self.tokens[row.key]].clone()
+            values[i] = -torch.inf
+            values[i, self.tokens[row.key]] = kept
             if (row.key, "apply") in self.raising:
                 raise ZeroDivisionError("division by zero")
-        return logits
+        return values
+
+    def after_draw(self, row, token_id, prob):
+        assert (row.token_ids.tolist(), token_id, prob) == ([row.key + 1, 7], self.tokens[row.key], 1.0)
+        if (row.key, "after_draw") in self.raising:
+            raise ZeroDivisionError("division by zero")
 
 
 class Flat(Only):
     """As a filter, after the others: drops all but the tokens that are still there, of which it makes equals."""
 
-    argmax_invariant = True
+    stage = "probs"
 
-    def apply(self, logits, rows):
-        assert (logits <= 0).all()
-        return torch.where(logits > -torch.inf, 0.0, -torch.inf)
+    def apply(self, values, rows):
+        assert torch.allclose(values.sum(dim=-1), torch.ones(len(rows)))
+        return (values > 0).float()
+
+    def after_draw(self, row, token_id, prob):
+        return {"prob": prob}
+
+
+class Counting(LogitsProcessor):
+    """A state of its own: how many tokens were drawn."""
+
+    stage = "logits"
+
+    def __init__(self, config, device):
+        super().__init__(config, device)
+        self.counts = {}
+
+    def add(self, row, arguments, state):
+        self.counts[row.key] = state.get("count", 0.0)
+
+    def remove(self, key):
+        del self.counts[key]
+
+    def apply(self, values, rows):
+        for row, scores in zip(rows, values, strict=True):
+            scores[int(self.counts[row.key])] = 100.0
+        return values
+
+    def after_draw(self, row, token_id, prob):
+        self.counts[row.key] += 1
+        return {"count": self.counts[row.key]}
 
 
 class Short(Only):
-    def apply(self, logits, rows):
-        return logits[:, :-1]
+    def apply(self, values, rows):
+        return values[:, :-1]
 
 
 class Silent(Only):
-    argmax_invariant = None
+    stage = None
+
+
+class Doubling(Flat):
+    """The first of two: the second sees what it has left."""
+
+    def apply(self, values, rows):
+        return values * (torch.arange(64) >= 32)
+
+
+class Last(Flat):
+    def apply(self, values, rows):
+        assert not values[:, :32].any() and torch.allclose(values.sum(dim=-1), torch.ones(len(rows)))
+        return (torch.arange(64) == 40).float().expand(len(rows), -1)
+
+
+CLASSES = (Only, Flat, Counting, Short, Silent, Last, Doubling)
 
 
 class Brings:
@@ -78,68 +130,126 @@ class Brings:
 
     @hookimpl
     def toolkit_register_logits_processors(self, processors):
-        for one in (Only, Flat, Short, Silent):
-            processors.add(one.__name__.lower(), f"processors_under_test:{one.__name__}")
+        for one in CLASSES:
+            priority = {Last: -1}.get(one, 0)
+            processors.add(one.__name__.lower(), f"processors_under_test:{one.__name__}", params=Nothing, priority=priority)
 
 
 @pytest.fixture
 def make_table(monkeypatch):
     module = types.ModuleType("processors_under_test")
-    module.Only, module.Flat, module.Short, module.Silent = Only, Flat, Short, Silent
+    vars(module).update({one.__name__: one for one in CLASSES})
     monkeypatch.setitem(sys.modules, module.__name__, module)
     registry = Plugins.load(PluginsConfig(plugins=[]), extra=[Brings()]).logits_processors
 
     return lambda: ProcessorTable(registry, VllmConfig.default(), torch.device("cpu"))
 
 
-def rows_of(make_rows, params, table=None):
-    return make_rows(*params, prompts=[[key + 1] for key in range(len(params))], outputs=[[7]] * len(params), processors=table)
+def rows_of(make_rows, arguments, table, params=SamplingParams(temperature=0), **more):
+    """A row for each of `arguments`, {} for one without processors; `params` are all rows' or one's each."""
+    params = params if isinstance(params, list) else [params] * len(arguments)
+    prompts, outputs = [[key + 1] for key in range(len(params))], [[7]] * len(params)
+    return make_rows(*params, prompts=prompts, outputs=outputs, processors=table, arguments=arguments, **more)
 
 
 def only(**arguments):
-    return {"logits_processors": {"only": arguments}}
+    return {"only": arguments}
 
 
 def test_a_sequence_keeps_its_arguments_whatever_its_row(make_rows, make_logits, make_table):
-    params = [SamplingParams(**only(token=3)), SamplingParams(), SamplingParams(temperature=0, **only(token=9))]
-    rows, logits = rows_of(make_rows, params, make_table()), make_logits(3)
-    plain = sample(logits[1:2], rows_of(make_rows, params).select(np.array([1]))).token_ids[0]
-    assert sample(logits, rows).token_ids == [3, plain, 9]
+    rows, logits = rows_of(make_rows, [only(token=3), {}, only(token=9)], make_table()), make_logits(3)
+    assert sample(logits, rows).token_ids == [3, int(logits[1].argmax()), 9]
     order = np.array([2, 0])
     assert sample(logits[:2], rows.select(order)).token_ids == [9, 3]
     rows.clear(2)
     assert sample(logits[:1], rows.select(order[1:])).token_ids == [3]
 
 
-def test_an_argmax_invariant_one_works_last_and_not_on_greedy_rows(make_rows, make_logits, make_table):
-    flat = {"logits_processors": {"flat": {"token": 0}}}
-    params = [SamplingParams(top_k=4, seed=i, **flat) for i in range(4000)] + [SamplingParams(temperature=0, **flat)]
+def test_one_of_the_stage_probs_works_last_and_not_on_greedy_rows(make_rows, make_logits, make_table):
+    params = [SamplingParams(top_k=4)] * 4000 + [SamplingParams(temperature=0)]
     logits = make_logits(1).expand(len(params), -1)
-    *drawn, greedy = sample(logits, rows_of(make_rows, params, make_table())).token_ids
+    sampled = sample(logits, rows_of(make_rows, [{"flat": {"token": 0}}] * len(params), make_table(), params))
+    *drawn, greedy = sampled.token_ids
     assert greedy == int(logits[0].argmax())
     counts = np.bincount(drawn, minlength=64)
     assert set(np.flatnonzero(counts)) == set(logits[0].topk(4).indices.tolist())
     assert (np.abs(counts[counts > 0] - 1000) < 130).all()
+    # It is told of the draws that it had a part in, with the probability that is left after it.
+    assert sorted(sampled.states) == list(range(4000))
+    assert {state["flat"]["prob"] for state in sampled.states.values()} == {0.25}
 
 
-@pytest.mark.parametrize("place", ["add", "apply"])
+def test_of_one_stage_the_highest_priority_works_first(make_rows, make_logits, make_table):
+    arguments = [{"last": {"token": 0}, "doubling": {"token": 0}}]
+    assert sample(make_logits(1), rows_of(make_rows, arguments, make_table(), SamplingParams())).token_ids == [40]
+
+
+def test_the_state_survives_a_preemption(make_rows, make_logits, make_table):
+    logits, arguments, whole, resumed = make_logits(2), [{"counting": {}}, {}], [], []
+    rows = rows_of(make_rows, arguments, make_table())
+    states = [{}, {}]
+    for _ in range(5):
+        sampled = sample(logits, rows)
+        whole.append(sampled.token_ids[0])
+        again = rows_of(make_rows, arguments, make_table(), states=states)
+        found = sample(logits, again)
+        resumed.append(found.token_ids[0])
+        assert list(found.states) == [0]
+        states = [found.states[0], {}]
+    assert whole == resumed == [0, 1, 2, 3, 4]
+    assert states[0] == {"counting": {"count": 5.0}}
+
+
+def test_uniforms_depend_on_seed_number_of_tokens_and_stream_only(make_rows, make_table):
+    rows = make_rows(*[SamplingParams()] * 3, prompts=[[1], [1, 2], [3]], outputs=[[5], [], [5]], seeds=[4, 4, 4])
+    some = [rows.processor_row(i) for i in range(3)]
+    first, second, third = uniforms(some, 2)
+    assert first == third != second
+    assert (uniforms(some[1:], 2) == [second, third]).all() and uniforms(some, 1)[0] != first
+    assert (uniforms(some, 2) == uniform(rows.seed, rows.position, 2)).all()
+
+
+@pytest.mark.parametrize("place", ["add", "apply", "after_draw"])
 def test_one_that_raises_fails_its_request_alone(make_rows, make_logits, make_table, place):
-    params = [SamplingParams(**only(token=3)), SamplingParams(**only(token=4, **{"raise": place})), SamplingParams(**only(token=5))]
     table = make_table()
-    rows = rows_of(make_rows, params, table)
+    rows = rows_of(make_rows, [only(token=3), only(token=4, **{"raise": place}), only(token=5)], table)
     sampled = sample(make_logits(3), rows)
     assert set(sampled.errors) == {1}
-    assert "logits processor 'only' of" in sampled.errors[1] and "brings" in sampled.errors[1]
-    assert ("ZeroDivisionError" if place == "apply" else "KeyError") in sampled.errors[1]
+    assert "plugin 'brings' (" in sampled.errors[1] and "failed in logits processor 'only'" in sampled.errors[1]
+    assert ("KeyError" if place == "add" else "ZeroDivisionError") in sampled.errors[1]
     assert [sampled.token_ids[i] for i in (0, 2)] == [3, 5]
     rows.clear(1)
-    assert table.errors == {}
+    assert table.errors == {} and sorted(table.names) == [0, 2]
 
 
 def test_a_result_of_another_shape_is_an_error(make_rows, make_logits, make_table):
-    params = [SamplingParams(logits_processors={"short": {"token": 1}}), SamplingParams()]
-    sampled = sample(make_logits(2), rows_of(make_rows, params, make_table()))
+    sampled = sample(make_logits(2), rows_of(make_rows, [{"short": {"token": 1}}, {}], make_table()))
     assert list(sampled.errors) == [0] and "returned shape (1, 63) for (1, 64)" in sampled.errors[0]
+
+
+def test_one_that_leaves_no_token_fails_alone(make_rows, make_logits, make_table):
+    params = [SamplingParams(allowed_token_ids=[3]), SamplingParams()]
+    sampled = sample(make_logits(2), rows_of(make_rows, [{"doubling": {"token": 0}}] * 2, make_table(), params))
+    assert list(sampled.errors) == [0] and "leave no token" in sampled.errors[0]
+
+
+def test_one_that_does_not_say_where_it_works(make_rows, make_logits, make_table):
+    sampled = sample(make_logits(2), rows_of(make_rows, [{"silent": {"token": 1}}, {}], make_table()))
+    assert list(sampled.errors) == [0] and "Silent.stage must be one of ('logits', 'probs')" in sampled.errors[0]
+
+
+def test_one_that_raises_in_remove_is_warned_about(make_rows, make_table):
+    rows = rows_of(make_rows, [only(token=3, **{"raise": "remove"})], make_table())
+    with pytest.warns(PluginWarning, match="'only'.*cannot leave"):
+        rows.clear(0)
+
+
+def test_without_any_a_step_asks_none(make_rows, make_logits, make_table, monkeypatch):
+    table = make_table()
+    rows = rows_of(make_rows, [{}, {}], table)
+    for name in ("apply", "after_draw"):
+        monkeypatch.setattr(table, name, None)
+    assert sample(make_logits(2), rows).token_ids == make_logits(2).argmax(-1).tolist()
 
 
 def test_the_class_on_the_hooks_page(make_rows, make_logits, monkeypatch):
@@ -150,22 +260,59 @@ def test_the_class_on_the_hooks_page(make_rows, make_logits, monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
         exec(code.split("```")[0], module.__dict__)
     registry = Plugins.load(PluginsConfig(plugins=[]), extra=[sys.modules["no_echo_plugin"]]).logits_processors
-    with pytest.raises(ValueError, match="penalty"):
-        registry.load("no_echo").check({})
+    with pytest.raises(RequestError, match="no_echo_penalty must be between 0 and 100, not -1"):
+        registry.parse({"no_echo_penalty": -1})
+    arguments = [{name: params.prepare(None) for name, params in registry.parse({"no_echo_penalty": 100.0}).items()}]
     table = ProcessorTable(registry, VllmConfig.default(), torch.device("cpu"))
     logits = make_logits(1)
     best, second = logits[0].topk(2).indices.tolist()
-    params = SamplingParams(temperature=0, logits_processors={"no_echo": {"penalty": 100.0}})
-    assert sample(logits, make_rows(params, prompts=[[best, best]], processors=table)).token_ids == [second]
+    rows = make_rows(SamplingParams(temperature=0), prompts=[[best, best]], processors=table, arguments=arguments)
+    assert sample(logits, rows).token_ids == [second]
 
 
-def test_one_that_does_not_say_what_it_is(make_rows, make_logits, make_table):
-    params = [SamplingParams(logits_processors={"silent": {"token": 1}}), SamplingParams()]
-    sampled = sample(make_logits(2), rows_of(make_rows, params, make_table()))
-    assert list(sampled.errors) == [0] and "must state argmax_invariant = True or False" in sampled.errors[0]
+class Shout(ProcessorParams):
+    shout: Annotated[float, param("Shout.", ge=0, le=1)] = 0.0
 
 
-def test_one_that_raises_in_remove_is_warned_about(make_rows, make_table):
-    rows = rows_of(make_rows, [SamplingParams(**only(token=3, **{"raise": "remove"}))], make_table())
-    with pytest.warns(PluginWarning, match="'only'.*cannot leave"):
-        rows.clear(0)
+class Temperature(ProcessorParams):
+    temperature: Annotated[float, param("Another.")] = 1.0
+
+
+def registry_of(*entries):
+    class Registers:
+        name = "registers"
+
+        @hookimpl
+        def toolkit_register_logits_processors(self, processors):
+            for name, params, options in entries:
+                processors.add(name, "module:Class", params=params, **options)
+
+    return Plugins.load(PluginsConfig(plugins=[]), extra=[Registers()]).logits_processors
+
+
+def test_parameters_are_found_by_name():
+    registry = registry_of(("loud", Shout, {}))
+    assert [(name, o.help) for name, o in registry.params.items()] == [("shout", "Shout.")]
+    assert registry.parse({"shout": 0.5}) == {"loud": Shout(shout=0.5)}
+    assert registry.parse({}) == {}
+    with pytest.raises(RequestError, match=r"shout must be between 0 and 1, not 2\.") as error:
+        registry.parse({"shout": 2})
+    assert error.value.param == "shout"
+    with pytest.raises(RequestError, match=r"unknown sampling parameter 'shot'. Did you mean 'shout'") as error:
+        registry.parse({"shot": 2})
+    assert error.value.param == "shot"
+    with pytest.raises(RequestError, match=r"'dry_multiplier'. It comes with toolkit-lm-sampling-extra\."):
+        registry.parse({"dry_multiplier": 2})
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([("loud", Temperature, {})], "'loud': there is a parameter 'temperature' of core already"),
+        ([("loud", Shout, {}), ("louder", Shout, {})], "'louder': there is a parameter 'shout' of .*registers.* already"),
+        ([("loud", dict, {})], "params of logits processor 'loud' must be a toolkit_lm.param_spec.ProcessorParams"),
+    ],
+)
+def test_a_name_that_is_taken_is_an_error_of_the_plugin(entries, message):
+    with pytest.raises(PluginError, match=message):
+        registry_of(*entries)

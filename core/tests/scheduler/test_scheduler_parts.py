@@ -17,9 +17,8 @@ from toolkit_lm.scheduler import Request
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog
-from toolkit_lm.scheduler.policies import fcfs, load_policy, priority
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.roster import Roster
+from toolkit_lm.scheduler.roster import Roster, fcfs, load_policy, priority
 
 
 def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
@@ -250,7 +249,7 @@ class TestPolicies:
     )
     def test_what_fails_on_a_request_fails_it_alone(self, load, policy, message):
         roster = Roster(load(policy))
-        with pytest.raises(RequestError, match=rf"scheduling policy 'mine' of .*brings.* failed: .*{message}"):
+        with pytest.raises(RequestError, match=rf"plugin 'brings' .*failed in scheduling policy 'mine': .*{message}"):
             roster.add(make_request())
         assert not roster.requests and not roster.waiting and not roster.sequences
 

@@ -7,12 +7,14 @@ import json
 import logging
 import subprocess
 import sys
+from typing import Annotated, Any
 
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, RequestError
+from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server.app import create_app, create_router
@@ -168,17 +170,8 @@ async def test_sampling_parameters_go_by_name(client, engine):
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.2,
         "typical_p": 0.9,
-        "xtc_probability": 0.5,
-        "xtc_threshold": 0.2,
-        "mirostat_tau": 4,
-        "mirostat_eta": 0.2,
-        "dry_multiplier": 0.8,
-        "dry_base": 2,
-        "dry_allowed_length": 3,
-        "dry_sequence_breakers": ["\n", 5],
         "bad_words": ["no"],
         "allowed_token_ids": [65, 66],
-        "logits_processors": {"mine": {"size": 3}},
     }
     assert (await client.post(COMPLETE, json={"prompt": "a", "logit_bias": {"65": -100}, **given})).status_code == 200
     params = engine.asked[-1][1]
@@ -222,8 +215,8 @@ BAD = [
     (CHAT, {**HI, "logit_bias": {"5": 101}}, 400, "logit_bias", None),
     (CHAT, {**HI, "presence_penalty": 2.5}, 400, "presence_penalty", None),
     (CHAT, {**HI, "bad_words": [""]}, 400, "bad_words", None),
-    (COMPLETE, {"prompt": "a", "dry_sequence_breakers": [True]}, 400, "dry_sequence_breakers", None),
-    (COMPLETE, {"prompt": "a", "logits_processors": {"a": 1}}, 400, "logits_processors", None),
+    (COMPLETE, {"prompt": "a", "extra_args": {"a": 1}}, 400, "extra_args", None),
+    (COMPLETE, {"prompt": "a", "xtc_probability": 0.5}, 400, "xtc_probability", None),
     (COMPLETE, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs", None),
     (CHAT, {**HI, "messages": [{"role": "user", "content": "x" * 100}]}, 400, "prompt", "context_length_exceeded"),
     (COMPLETE, {"prompt": ""}, 400, "prompt", None),
@@ -306,7 +299,7 @@ MANY = 10**5
         {"stop": [None] * MANY},
         {"allowed_token_ids": [None] * MANY},
         {"logit_bias": {str(number): None for number in range(MANY)}},
-        {"logits_processors": {str(number): None for number in range(MANY)}},
+        {"extra_args": {str(number): None for number in range(MANY)}},
         {"stream_options": {str(number): None for number in range(MANY)}},
         {str(number): None for number in range(MANY)},
     ],
@@ -323,6 +316,56 @@ async def test_of_many_errors_the_first_is_enough(client, field):
 async def test_unknown_field_message(client):
     response = await client.post(COMPLETE, json={"prompt": "a", "foo": 1})
     assert response.json()["error"]["message"] == "Unrecognized request argument supplied: foo"
+    message = (await client.post(COMPLETE, json={"prompt": "a", "dry_base": 1})).json()["error"]["message"]
+    assert message == "Unrecognized request argument supplied: dry_base. It comes with toolkit-lm-sampling-extra."
+
+
+class LoudParams(ProcessorParams):
+    loud_times: Annotated[float, param("How often it is loud.", ge=0)] = 1
+    loud_words: Annotated[list[str | int] | None, param("What is loud.")] = None
+    loud_table: Annotated[dict[str, Any] | None, param("How loud.")] = None
+
+
+class PromptParams(ProcessorParams):
+    prompt: Annotated[int, param("Not the prompt.")] = 1
+
+
+class Processors:
+    name = "processors"
+
+    def __init__(self, params):
+        self.params = params
+
+    @hookimpl
+    def toolkit_register_logits_processors(self, processors):
+        processors.add("loud", "nowhere:Loud", params=self.params)
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (COMPLETE, {"prompt": "a"})])
+async def test_parameters_of_logits_processors_are_fields(make_engine, client_of, path, body):
+    engine = make_engine([Processors(LoudParams)])
+    client = client_of(create_app(engine))
+    given = {"loud_times": 3, "loud_words": ["a", 5], "loud_table": {"a": 1}}
+    assert (await client.post(path, json={**body, **given})).status_code == 200
+    assert engine.asked[-1][1].extra_args == given
+    assert (await client.post(path, json={**body, "loud_words": None, "loud_times": 2})).status_code == 200
+    assert engine.asked[-1][1].extra_args == {"loud_times": 2}
+    assert (await client.post(path, json=body)).status_code == 200
+    assert engine.asked[-1][1].extra_args is None
+    error = (await client.post(path, json={**body, "loud_words": [None] * MANY})).json()["error"]
+    assert error["param"] == "loud_words"
+    schema = (await client.get("/openapi.json")).json()
+    name = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert name == {CHAT: "ChatBody", COMPLETE: "CompletionBody"}[path]
+    assert {"loud_times", "loud_words", "loud_table", "top_p"} <= set(schema["components"]["schemas"][name]["properties"])
+    # Another engine of this process has other plugins.
+    other = client_of(create_app(make_engine()))
+    assert (await other.post(path, json={**body, "loud_times": 2})).status_code == 400
+
+
+async def test_a_parameter_of_a_logits_processor_that_is_a_field_already(make_engine):
+    with pytest.raises(PluginError, match=r"processors.*: logits processor 'loud': 'prompt' is a field of HTTP requests already\."):
+        create_app(make_engine([Processors(PromptParams)]))
 
 
 POSTED = (CHAT, COMPLETE, "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v2/rerank", "/tokenize", "/detokenize")
@@ -342,7 +385,7 @@ async def test_lone_surrogates_in_names_of_fields(client, path):
         r'"model": "\ud800"',
         r'"stream": true, "stream_options": {"\ud800": 1}',
         r'"logit_bias": {"\ud800": 1}',
-        r'"logits_processors": {"\ud800": 1}',
+        r'"extra_args": {"\ud800": 1}',
         r'"temperature": "\ud800"',
         r'"stop": {"\ud800": 1}',
         r'"tools": "\ud800"',
@@ -598,5 +641,6 @@ async def test_the_entry_module_is_light():
 
 @pytest.mark.parametrize("body", [ChatBody, CompletionBody])
 async def test_a_body_has_a_field_for_each_sampling_parameter(body):
-    assert set(SAMPLING_PARAMS) - set(body.model_fields) == {"detokenize"}
-    assert all(body.model_fields[name].default is None for name in SAMPLING_PARAMS if name != "detokenize")
+    elsewhere = {"detokenize", "extra_args"}
+    assert set(SAMPLING_PARAMS) - set(body.model_fields) == elsewhere
+    assert all(body.model_fields[name].default is None for name in SAMPLING_PARAMS if name not in elsewhere)

@@ -40,7 +40,10 @@ class LazyGroup(TyperGroup):
             ctx.fail(f"No such command {word!r}. {nearest(word, children)}")
         name = f"{self.path} {word}".strip()
         if name in commands:
-            return word, _as_command(word, commands.load(name)), args[1:]
+            target = commands.load(name)
+            if with_processors := getattr(target, "with_processors", None):
+                target = with_processors(ctx.find_object(Plugins).logits_processors)
+            return word, _as_command(word, target), args[1:]
         return word, LazyGroup(path=name, name=word, no_args_is_help=True), args[1:]
 
 

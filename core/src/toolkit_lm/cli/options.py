@@ -12,13 +12,12 @@ from typing import Annotated, Any, get_args, get_type_hints
 import msgspec
 import typer
 
-from toolkit_lm.cli import sampling
 from toolkit_lm.cli.prescan import flag_value
-from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.cli.sampling import SamplingFlags, parse_flags, sampling_flags
 from toolkit_lm.config import Option, VllmConfig, load_options, options_of, read_file
 from toolkit_lm.config.options import ENV_PREFIX
 from toolkit_lm.errors import PluginError
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 
 Section = type[msgspec.Struct]
 
@@ -32,7 +31,8 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
     - `Plugins`: the loaded plugins;
     - `typer.Context`, and any parameter that Typer itself understands, as it is.
 
-    Precedence: flag, then TOOLKIT_LM_... variable, then the file of `--config`, then default.
+    Precedence: flag, then TOOLKIT_LM_... variable, then the file of `--config`, then default. Its attribute `with_processors` makes the
+    command with flags for the parameters of plugins' logits processors besides; `toolkit` runs that one.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,29 +41,36 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
         sections = [kind for kind in wanted.values() if kind in extra_sections]
         options = VllmConfig.options() + [o for kind in sections if kind not in _core_sections() for o in options_of(kind)]
 
-        def command(ctx: typer.Context, **values: Any) -> Any:
-            plugins: Plugins = ctx.obj
-            given = _given(ctx, options, values)
-            file = given.pop("config", None)
-            foreign = _foreign_names(plugins, file, {o.name for o in options})
-            merged = load_options(options, given, environ=os.environ, file=file, foreign=foreign)
-            config = VllmConfig.make(**{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged})
-            if config.plugins != plugins.config:
-                plugins = Plugins.load(config.plugins)
-            made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
-            made |= {kind: kind(**{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}) for kind in sections}
-            if SamplingFlags in wanted.values():
-                made[SamplingFlags] = sampling.parse_flags(_present(values, sampling.FLAGS))
-            return function(**{name: made[kind] if kind in made else values[name] for name, kind in wanted.items()})
+        def with_processors(processors: LogitsProcessorRegistry) -> Callable[..., Any]:
+            flags = sampling_flags(processors) if SamplingFlags in wanted.values() else {}
 
-        parameters = list(_parameters(function, wanted, sections))
-        _disguise(command, function, parameters, [o.name for o in options])
-        return command
+            def command(ctx: typer.Context, **values: Any) -> Any:
+                plugins: Plugins = ctx.obj
+                given = _given(ctx, options, values)
+                file = given.pop("config", None)
+                foreign = _foreign_names(plugins, file, {o.name for o in options})
+                merged = load_options(options, given, environ=os.environ, file=file, foreign=foreign)
+                config = VllmConfig.make(**{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged})
+                if config.plugins != plugins.config:
+                    plugins = Plugins.load(config.plugins)
+                made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
+                made |= {kind: kind(**{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}) for kind in sections}
+                if SamplingFlags in wanted.values():
+                    made[SamplingFlags] = parse_flags(_present(values, flags), processors)
+                return function(**{name: made[kind] if kind in made else values[name] for name, kind in wanted.items()})
+
+            _disguise(command, function, list(_parameters(function, wanted, sections, flags)), [o.name for o in options])
+            vars(command)["with_processors"] = with_processors
+            return command
+
+        return with_processors(LogitsProcessorRegistry())
 
     return decorate
 
 
-def _parameters(function: Callable[..., Any], wanted: Mapping[str, Any], sections: list[Section]) -> Iterator[inspect.Parameter]:
+def _parameters(
+    function: Callable[..., Any], wanted: Mapping[str, Any], sections: list[Section], flags: Mapping[str, Option]
+) -> Iterator[inspect.Parameter]:
     yield _parameter("ctx", typer.Context, inspect.Parameter.empty)
     if VllmConfig in wanted.values():
         model, *_ = options_of(_core_sections()[0])
@@ -72,9 +79,8 @@ def _parameters(function: Callable[..., Any], wanted: Mapping[str, Any], section
     own = inspect.signature(function).parameters.values()
     made = {VllmConfig, Plugins, typer.Context, SamplingFlags, *sections}
     yield from (p.replace(annotation=wanted[p.name], kind=p.KEYWORD_ONLY) for p in own if wanted[p.name] not in made)
-    if SamplingFlags in wanted.values():
-        taken = {o.name for o in VllmConfig.options()} if VllmConfig in wanted.values() else set()
-        yield from (_sampling_flag(o) for name, o in sampling.FLAGS.items() if name not in taken)
+    taken = {o.name for o in VllmConfig.options()} if VllmConfig in wanted.values() else set()
+    yield from (_sampling_flag(o) for name, o in flags.items() if name not in taken)
     yield _parameter("config", Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of options.")])
     for section in sections:
         yield from (_flag(o, _title(section)) for o in options_of(section) if o.name != "model")

@@ -5,14 +5,13 @@ from .listener import EventListener as EventListener
 from .loader import HEAVY_PACKAGES as HEAVY_PACKAGES, SLOW_IMPORT as SLOW_IMPORT
 from .markers import API_VERSION as API_VERSION, hookimpl as hookimpl, hookspec as hookspec
 from .plugins import Plugins as Plugins
-from .registry import (
+from .registries import (
     AttentionBackendEntry as AttentionBackendEntry,
     AttentionBackendRegistry as AttentionBackendRegistry,
     CheckpointRegistry as CheckpointRegistry,
     CommandEntry as CommandEntry,
     CommandRegistry as CommandRegistry,
     ConverterRegistry as ConverterRegistry,
-    Entry as Entry,
     ExecutorEntry as ExecutorEntry,
     ExecutorRegistry as ExecutorRegistry,
     KVKindRegistry as KVKindRegistry,
@@ -23,12 +22,11 @@ from .registry import (
     ModelEntry as ModelEntry,
     ModelRegistry as ModelRegistry,
     PairRendererRegistry as PairRendererRegistry,
-    PlainRegistry as PlainRegistry,
     PoolingProfileRegistry as PoolingProfileRegistry,
     QuantizationRegistry as QuantizationRegistry,
-    Registry as Registry,
     RendererEntry as RendererEntry,
     RendererRegistry as RendererRegistry,
     SchedulingPolicyEntry as SchedulingPolicyEntry,
     SchedulingPolicyRegistry as SchedulingPolicyRegistry,
 )
+from .registry import Entry as Entry, PlainRegistry as PlainRegistry, Registry as Registry

@@ -4,7 +4,7 @@ run no model."""
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registry import CommandRegistry, ExecutorRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registries import CommandRegistry, ExecutorRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl
@@ -28,8 +28,8 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
 
 @hookimpl
 def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
-    policies.add("fcfs", "toolkit_lm.scheduler.policies:fcfs")
-    policies.add("priority", "toolkit_lm.scheduler.policies:priority", reads_priority=True)
+    policies.add("fcfs", "toolkit_lm.scheduler.roster:fcfs")
+    policies.add("priority", "toolkit_lm.scheduler.roster:priority", reads_priority=True)
 
 
 @hookimpl

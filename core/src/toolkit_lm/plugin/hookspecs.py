@@ -13,7 +13,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.events import Event
 from toolkit_lm.plugin.listener import EventListener
 from toolkit_lm.plugin.markers import hookspec
-from toolkit_lm.plugin.registry import (
+from toolkit_lm.plugin.registries import (
     AttentionBackendRegistry,
     CheckpointRegistry,
     CommandRegistry,

@@ -20,11 +20,11 @@ from toolkit_lm.processing.validation import (
     check_bounds,
     check_count,
     check_options,
-    check_processors,
     check_token_ids,
     check_tokens_of_params,
     cut_prompt,
-    tokenize_params,
+    prepare_processors,
+    tokenize_bad_words,
 )
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
 from toolkit_lm.renderer import RenderedText, Renderer
@@ -97,8 +97,6 @@ class Processor:
         self, request_id: str, token_ids: list[int], text: str | None, params: SamplingParams, options: RequestOptions
     ) -> PreparedRequest:
         check_bounds(params, self.config.limits)
-        if params.logits_processors:
-            check_processors(params, self.plugins.logits_processors)
         check_token_ids(token_ids, self._vocab_size)
         if params.truncate_prompt_tokens is not None:
             cut = cut_prompt(token_ids, params, self._max_model_len)
@@ -106,9 +104,12 @@ class Processor:
                 text = self.renderer.decode(cut)
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
-        if params.bad_words or params.dry_multiplier:
-            message.inputs = SequenceInputs(tokenized_params=tokenize_params(params, self.renderer))
-        check_tokens_of_params(params, message.inputs.tokenized_params, self._vocab_size)
+        if params.bad_words or params.extra_args:
+            message.inputs = SequenceInputs(
+                bad_words=tokenize_bad_words(params, self.renderer),
+                logits_processors=prepare_processors(params.extra_args or {}, self.plugins.logits_processors, self.renderer),
+            )
+        check_tokens_of_params(params, message.inputs.bad_words, self._vocab_size)
         # Log probabilities of the prompt come from its hidden states, which no cache holds.
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)

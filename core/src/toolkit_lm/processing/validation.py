@@ -7,8 +7,7 @@ from typing import Any
 
 from toolkit_lm.config import LimitsConfig
 from toolkit_lm.errors import RequestError, nearest
-from toolkit_lm.messages import TokenizedParams
-from toolkit_lm.params import DRY_BREAKERS, SamplingParams
+from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.renderer import Renderer
 
@@ -17,32 +16,21 @@ MAX_SALT_LENGTH = 1024
 MAX_CONTEXT_LENGTH = 16384
 
 
-def tokenize_params(params: SamplingParams, renderer: Renderer) -> TokenizedParams:
-    """The token sequences of bad_words, and DRY's breakers. Raises RequestError, naming the parameter."""
-    bad_words = [tokens for word in params.bad_words or () for tokens in _bad_word(word, renderer)]
-    given = () if not params.dry_multiplier else params.dry_sequence_breakers
-    breakers = DRY_BREAKERS if given is None else given
-    # A letter before a text keeps tokenizers from joining it with the beginning of a sequence.
-    ids = (one if isinstance(one, int) else _tokens(f"a{one}", renderer, "dry_sequence_breakers")[-1] for one in breakers)
-    return TokenizedParams(bad_words=bad_words, dry_breakers=sorted(set(ids)))
+def tokenize_bad_words(params: SamplingParams, renderer: Renderer) -> list[list[int]]:
+    """The token sequences of bad_words. Raises RequestError, naming the parameter."""
+    return [tokens for word in params.bad_words or () for tokens in _bad_word(word, renderer)]
 
 
 def _bad_word(word: str, renderer: Renderer) -> Iterator[list[int]]:
     """As it is at the beginning of a text, and, where that is another token, after a space."""
     word = word.lstrip(" ")
-    plain = _tokens(word, renderer, "bad_words")
+    try:
+        plain, spaced = (renderer.render_prompt(text, add_special_tokens=False)[0] for text in (word, f" {word}"))
+    except RequestError as error:
+        raise RequestError(f"bad_words: {word!r} cannot be tokenized: {error}", "bad_words") from None
     yield plain
-    spaced = _tokens(f" {word}", renderer, "bad_words")
     if spaced[0] != plain[0] and len(spaced) == len(plain):
         yield spaced
-
-
-def _tokens(text: str, renderer: Renderer, param: str) -> list[int]:
-    try:
-        token_ids, _ = renderer.render_prompt(text, add_special_tokens=False)
-    except RequestError as error:
-        raise RequestError(f"{param}: {text!r} cannot be tokenized: {error}", param) from None
-    return token_ids
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -95,22 +83,20 @@ def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int)
     return token_ids[-most:]
 
 
-def check_processors(params: SamplingParams, registry: LogitsProcessorRegistry) -> None:
-    """Raises RequestError for an unknown logits processor, or arguments that it does not take."""
-    # Their classes bring torch along, which a front needs for nothing else.
-    from toolkit_lm.sampling import load_processor
-
-    for name, arguments in (params.logits_processors or {}).items():
+def prepare_processors(extra_args: Mapping[str, Any], registry: LogitsProcessorRegistry, renderer: Renderer) -> dict[str, dict[str, Any]]:
+    """The arguments of the logits processors that a request asks for, by name. Raises RequestError, naming the parameter."""
+    prepared = {}
+    for name, params in registry.parse(extra_args).items():
+        given = next(one for one in params.__struct_fields__ if one in extra_args)
         try:
-            registry.get(name)
-        except RequestError as error:
-            raise RequestError(str(error), "logits_processors") from None
-        processor = load_processor(registry, name)
-        try:
-            processor.check(arguments)
+            arguments = params.prepare(renderer)
+        except ValueError as error:
+            raise RequestError(str(error), getattr(error, "param", None) or given) from error
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise RequestError(f"logits processor {name!r}: {reason}", "logits_processors") from error
+            raise RequestError(registry.get(name).owner.failure(error, f"prepare() of logits processor {name!r}"), given) from error
+        if arguments is not None:
+            prepared[name] = dict(arguments)
+    return prepared
 
 
 def check_count(given: Sequence[str], param: str, count: int) -> None:
@@ -127,14 +113,11 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
                 raise RequestError(f"token id {token} is not in the vocabulary, which has the ids from 0 to {vocab_size - 1}.", param)
 
 
-def check_tokens_of_params(params: SamplingParams, tokenized: TokenizedParams, vocab_size: int) -> None:
+def check_tokens_of_params(params: SamplingParams, bad_words: Sequence[list[int]], vocab_size: int) -> None:
     """As `check_token_ids`, for the token ids that sampling parameters name."""
     if params.allowed_token_ids:
         check_token_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
     if params.logit_bias:
         check_token_ids(params.logit_bias, vocab_size, "logit_bias")
-    for word in tokenized.bad_words:
+    for word in bad_words:
         check_token_ids(word, vocab_size, "bad_words")
-    # Breakers come from texts as well: ids that the model does not have are no error, for they never come up.
-    if params.dry_sequence_breakers:
-        check_token_ids([one for one in params.dry_sequence_breakers if isinstance(one, int)], vocab_size, "dry_sequence_breakers")

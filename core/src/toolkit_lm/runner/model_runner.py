@@ -237,9 +237,8 @@ class ModelRunner:
             result.logprobs = [by_row.get(i) for i in range(len(plan.scheduled))]
         for i, error in sampled.errors.items():
             result.errors[plan.scheduled[places[i]].seq_id] = error
-        if sampled.mirostat_mu:
-            states = self._batch.sampling.take_mu(rows, sampled.mirostat_mu)
-            result.sampler_state = {plan.scheduled[places[i]].seq_id: state for i, state in states.items()}
+        if sampled.states:
+            result.sampler_state = {plan.scheduled[places[i]].seq_id: state for i, state in sampled.states.items()}
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -3,8 +3,8 @@
 from toolkit_lm.sampling.batch import SamplingBatch, TokenHistory
 from toolkit_lm.sampling.candidates import BeamCandidates, top_candidates
 from toolkit_lm.sampling.logprobs import token_logprobs
-from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow
-from toolkit_lm.sampling.processors import ProcessorTable, load_processor
+from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow, uniforms
+from toolkit_lm.sampling.processors import ProcessorTable
 from toolkit_lm.sampling.sampler import Sampled, sample
 from toolkit_lm.sampling.uniform import uniform
 
@@ -16,9 +16,9 @@ __all__ = [
     "SamplingBatch",
     "BeamCandidates",
     "TokenHistory",
-    "load_processor",
     "sample",
     "top_candidates",
     "token_logprobs",
     "uniform",
+    "uniforms",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolkit_lm.messages import NewSequence, TokenizedParams
+from toolkit_lm.messages import NewSequence
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.sampling.bad_words import BadWords
@@ -15,9 +15,6 @@ from toolkit_lm.sampling.processors import ProcessorTable
 
 _NUMBERS = [name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) and spec_of(o).use == "draws"]
 """Parameters that are columns of float32 as they are."""
-
-_MU = "mirostat_mu"
-"""In the sampler's state of a sequence: where its last draw left mirostat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +26,16 @@ class TokenRules:
     bias_ids: np.ndarray | None = None
     bias: np.ndarray | None = None
     bad_words: BadWords | None = None
-    dry_breakers: np.ndarray | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams, texts: TokenizedParams, stop_token_ids: list[int]) -> TokenRules:
+    def of(cls, params: SamplingParams, bad_words: list[list[int]], stop_token_ids: list[int]) -> TokenRules:
         bias = params.logit_bias or {}
         return cls(
             stop=np.array(stop_token_ids, np.int64),
             allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
             bias_ids=np.array(list(bias), np.int64) if bias else None,
             bias=np.array(list(bias.values()), np.float32) if bias else None,
-            bad_words=BadWords(texts.bad_words) if texts.bad_words else None,
-            dry_breakers=np.array(texts.dry_breakers, np.int64) if params.dry_multiplier else None,
+            bad_words=BadWords(bad_words) if bad_words else None,
         )
 
 
@@ -93,14 +88,9 @@ class SamplingBatch:
     top_p: np.ndarray
     min_p: np.ndarray
     typical_p: np.ndarray
-    xtc_probability: np.ndarray
-    xtc_threshold: np.ndarray
-    mirostat_eta: np.ndarray
     repetition_penalty: np.ndarray
     presence_penalty: np.ndarray
     frequency_penalty: np.ndarray
-    dry_multiplier: np.ndarray
-    dry_base: np.ndarray
 
     def __init__(self, history: TokenHistory, processors: ProcessorTable | None = None) -> None:
         """`processors`: where rows register that ask for plugins' logits processors; None: such a request is not expected."""
@@ -113,10 +103,6 @@ class SamplingBatch:
             setattr(self, name, np.zeros(num_rows, np.float32))
         self.top_k = np.zeros(num_rows, np.int64)
         """0: all."""
-        self.mirostat_tau = np.zeros(num_rows, np.float64)
-        """0: off."""
-        self.mirostat_mu = np.zeros(num_rows, np.float64)
-        self.dry_allowed_length = np.zeros(num_rows, np.int64)
         self.seed = np.zeros(num_rows, np.uint64)
         self.key = np.zeros(num_rows, np.int64)
         """The sequence's id, for its life."""
@@ -132,7 +118,7 @@ class SamplingBatch:
         self.filtered = np.zeros(num_rows, bool)
         """Some filter beside the temperature is on."""
         self.processed = np.zeros(num_rows, bool)
-        """Plugins' logits processors are on."""
+        """Plugins' logits processors of the stage "logits" are on."""
         self.ruled = np.zeros(num_rows, bool)
         """There are rules beside the stop tokens."""
         self.rules = np.full(num_rows, _NO_RULES, object)
@@ -143,9 +129,6 @@ class SamplingBatch:
         for name in _NUMBERS:
             getattr(self, name)[row] = getattr(params, name)
         self.top_k[row] = max(params.top_k, 0)
-        self.mirostat_tau[row] = tau = params.mirostat_tau or 0.0
-        self.mirostat_mu[row] = seq.sampler_state.get(_MU, 2 * tau)
-        self.dry_allowed_length[row] = min(params.dry_allowed_length, 2**31)
         self.seed[row] = seq.seed
         self.key[row] = seq.seq_id
         self.position[row] = len(seq.token_ids) - seq.num_prompt_tokens
@@ -155,30 +138,21 @@ class SamplingBatch:
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.penalized[row] = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        self.filtered[row] = (
-            params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1 or params.xtc_probability > 0 or tau > 0
-        )
-        self.processed[row] = bool(params.logits_processors) and self.processors is not None
-        if self.processors is not None and self.processed[row]:
-            self.processors.add(seq)
-        self.rules[row] = rules = TokenRules.of(params, seq.inputs.tokenized_params, seq.stop_token_ids)
+        self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
+        stages = self.processors.add(self.processor_row(row), seq) if self.processors is not None and seq.inputs.logits_processors else ()
+        self.processed[row] = "logits" in stages
+        self.rules[row] = rules = TokenRules.of(params, seq.inputs.bad_words, seq.stop_token_ids)
         self.ruled[row] = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
 
     def clear(self, row: int) -> None:
         """The sequence leaves."""
-        if self.processors is not None and self.processed[row]:
+        if self.processors is not None and self.key[row] in self.processors.names:
             self.processors.remove(int(self.key[row]))
-            self.processed[row] = False
-
-    def take_mu(self, rows: np.ndarray, mu: dict[int, float]) -> dict[int, dict[str, float]]:
-        """Keeps where a draw left mirostat, by index into `rows`. Returns each sequence's state, which `set` takes back, likewise."""
-        self.mirostat_mu[rows[list(mu)]] = list(mu.values())
-        return {index: {_MU: value} for index, value in mu.items()}
 
     @property
     def edited(self) -> np.ndarray:
         """[R] rows whose logits are not used as they are."""
-        return self.ruled | self.penalized | (self.dry_multiplier > 0) | self.processed | (self.position < self.min_tokens)
+        return self.ruled | self.penalized | self.processed | (self.position < self.min_tokens)
 
     def select(self, rows: np.ndarray) -> SamplingBatch:
         """The given rows [R], as columns of their own."""
@@ -192,7 +166,7 @@ class SamplingBatch:
         place = int(self.row[row])
         tokens = self.history.tokens(place)
         tokens.flags.writeable = False
-        return ProcessorRow(int(self.key[row]), tokens, int(self.history.num_prompt_tokens[place]))
+        return ProcessorRow(int(self.key[row]), tokens, int(self.history.num_prompt_tokens[place]), int(self.seed[row]))
 
     def __len__(self) -> int:
         return len(self.seed)

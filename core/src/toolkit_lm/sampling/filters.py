@@ -1,4 +1,4 @@
-"""Filters of the distribution: top-k, top-p, min-p, typical, XTC and mirostat, each on what the one before has left."""
+"""Filters of the distribution: top-k, top-p, min-p, typical, each on what the one before has left."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.sampling.batch import SamplingBatch
-from toolkit_lm.sampling.uniform import uniform
-
-XTC_STREAM = 1
-"""Of the random numbers that decide whether XTC is applied; the draw's own are stream 0."""
 
 
 def distribution(logits: Tensor, rows: SamplingBatch) -> Tensor:
@@ -38,8 +34,6 @@ def _filter(logits: Tensor, rows: SamplingBatch) -> Tensor:
     filters: list[tuple[np.ndarray, Callable[[Tensor, SamplingBatch], Tensor]]] = [
         (rows.min_p > 0, _min_p),
         (rows.typical_p < 1, _typical),
-        (rows.xtc_probability > 0, _xtc),
-        (rows.mirostat_tau > 0, _mirostat),
     ]
     for uses, keeps in filters:
         users = np.flatnonzero(uses)
@@ -81,27 +75,6 @@ def _typical(probs: Tensor, rows: SamplingBatch) -> Tensor:
     total = probs.gather(-1, order).cumsum(dim=-1, dtype=torch.float64)
     last = (total < _column(rows.typical_p, total)).sum(dim=-1, keepdim=True).clamp_(max=probs.shape[-1] - 1)
     return (distance <= nearest.gather(-1, last)) & (probs > 0)
-
-
-def _xtc(probs: Tensor, rows: SamplingBatch) -> Tensor:
-    applied = torch.from_numpy(uniform(rows.seed, rows.position, XTC_STREAM) < rows.xtc_probability).to(probs.device)[:, None]
-    top = probs >= _column(rows.xtc_threshold, probs)
-    least_likely = probs.masked_fill(~top, torch.inf).argmin(dim=-1, keepdim=True)
-    return (~(top & applied)).scatter_(-1, least_likely, True)
-
-
-def _mirostat(probs: Tensor, rows: SamplingBatch) -> Tensor:
-    most = _column(rows.mirostat_mu, probs)
-    kept = -probs.log2() <= most
-    return kept.scatter_(-1, probs.argmax(dim=-1, keepdim=True), True)
-
-
-def update_mirostat_mu(rows: SamplingBatch, probs: np.ndarray) -> dict[int, float]:
-    """mirostat's mu after a draw, by row: `probs` [R] are those that the drawn tokens had."""
-    users = np.flatnonzero(rows.mirostat_tau > 0)
-    surprise = -np.log2(np.maximum(probs[users], np.finfo(np.float64).tiny))
-    mu = rows.mirostat_mu[users] - rows.mirostat_eta[users] * (surprise - rows.mirostat_tau[users])
-    return dict(zip(users.tolist(), mu.tolist(), strict=True))
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:

@@ -3,15 +3,15 @@
 The steps, in order; each works on what the one before has left, and only on the rows that ask for it:
 
 1. masks: allowed_token_ids, bad_words, logit_bias, and the stop tokens that min_tokens holds back;
-2. penalties: repetition, presence, frequency; then DRY;
-3. plugins' logits processors that are not argmax-invariant;
+2. penalties: repetition, presence, frequency;
+3. plugins' logits processors of the stage "logits";
 4. greedy rows (temperature 0) take the likeliest token, the first of equals;
 5. temperature;
-6. filters: top-k, top-p, min-p, typical, XTC, mirostat;
-7. plugins' logits processors that are argmax-invariant;
+6. filters: top-k, top-p, min-p, typical;
+7. plugins' logits processors of the stage "probs";
 8. one draw by inverse distribution function, from one uniform number per row.
 
-A row's result is a function of its logits, parameters, tokens and seed (and mirostat's mu), and never of the other rows.
+A row's result is a function of its logits, parameters, tokens and seed (and its processors' state), and never of the other rows.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.messages import TokenLogprobs
+from toolkit_lm.messages import SamplerState, TokenLogprobs
 from toolkit_lm.sampling.batch import SamplingBatch
-from toolkit_lm.sampling.dry import dry
-from toolkit_lm.sampling.filters import distribution, update_mirostat_mu
+from toolkit_lm.sampling.filters import distribution
 from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.masks import mask
 from toolkit_lm.sampling.penalties import penalize
+from toolkit_lm.sampling.processors import ProcessorTable
 from toolkit_lm.sampling.uniform import uniform
 
 # Below this a temperature divides float32 logits into infinities, and the draw is the likeliest token anyway.
@@ -43,21 +43,23 @@ class Sampled(NamedTuple):
     """Empty when no row asked."""
     errors: dict[int, str]
     """By row: logits that hold NaN, or allow no token; a plugin's logits processor that failed."""
-    mirostat_mu: dict[int, float]
-    """By row, for those that use mirostat: what its next draw begins with."""
+    states: dict[int, SamplerState]
+    """By row, what its logits processors keep for the next draw."""
 
 
 def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
     """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are."""
+    # Where no sequence uses any, a step costs nothing more.
+    processors = rows.processors if rows.processors is not None and rows.processors.names else None
     best, token_ids = logits.max(dim=-1)
     edited = np.flatnonzero(rows.edited)
-    changed = _edit(logits[_to(edited, logits)].float(), rows.select(edited)) if len(edited) else None
+    changed = _edit(logits[_to(edited, logits)].float(), rows.select(edited), processors) if len(edited) else None
     if changed is not None:
         best = best.float()
         best[_to(edited, logits)], token_ids[_to(edited, logits)] = changed.max(dim=-1)
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
-    mu: dict[int, float] = {}
+    probs: dict[int, float] = {}
     random = np.flatnonzero((rows.temperature >= _MIN_TEMPERATURE) & ~failed.cpu().numpy())
     if len(random):
         index = _to(random, logits)
@@ -67,45 +69,42 @@ def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
             place[edited] = np.arange(len(edited))
             also_edited = np.flatnonzero(place[random] >= 0)
             scores[_to(also_edited, logits)] = changed[_to(place[random[also_edited]], logits)]
-        token_ids[index], drawn_mu, none_left = _draw(scores, rows.select(random))
-        mu = {int(random[row]): value for row, value in drawn_mu.items()}
+        token_ids[index], drawn, none_left = _draw(scores, rows.select(random), processors)
         failed[index] |= none_left
+        if drawn is not None:
+            probs = dict(zip(random.tolist(), drawn.tolist(), strict=True))
     errors: dict[int, str] = {}
     for row in failed.nonzero()[:, 0].tolist():
         errors[row] = _why_none(logits[row])
-    if rows.processors is not None and (failures := rows.processors.errors):
-        errors |= {row: failures[key] for row, key in enumerate(rows.key.tolist()) if key in failures}
-    return Sampled(token_ids.tolist(), _logprobs(logits, token_ids, rows.logprobs), errors, mu)
+    states: dict[int, SamplerState] = {}
+    drawn_ids = token_ids.tolist()
+    if processors is not None:
+        keys = rows.key.tolist()
+        states = processors.after_draw(keys, rows.processor_row, drawn_ids, probs)
+        errors |= {row: processors.errors[key] for row, key in enumerate(keys) if key in processors.errors}
+    return Sampled(drawn_ids, _logprobs(logits, token_ids, rows.logprobs), errors, states)
 
 
-def _edit(logits: Tensor, rows: SamplingBatch) -> Tensor:
+def _edit(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> Tensor:
     """The steps that come before greedy rows take the likeliest token. In place."""
     mask(logits, rows)
     penalize(logits, rows)
-    dry(logits, rows)
-    if rows.processors is not None and rows.processed.any():
-        rows.processors.apply(logits, rows.key.tolist(), rows.processor_row, argmax_invariant=False)
+    if processors is not None:
+        processors.apply(logits, rows.key.tolist(), rows.processor_row, "logits")
     return logits
 
 
-def _draw(logits: Tensor, rows: SamplingBatch) -> tuple[Tensor, dict[int, float], Tensor]:
-    """[R, V] float32 -> [R] tokens; mirostat's mu by row; [R] where nothing was left to draw."""
+def _draw(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """[R, V] float32 -> [R] tokens; [R] what they were drawn with, where processors want to know; [R] where nothing was left to draw."""
     probs = distribution(logits, rows)
-    if rows.processors is not None and rows.processed.any():
-        users = rows.processors.users(rows.key.tolist(), argmax_invariant=True)
-        if len(users):
-            left, some = probs[_to(users, probs)].log(), rows.select(users)
-            rows.processors.apply(left, some.key.tolist(), some.processor_row, argmax_invariant=True)
-            probs[_to(users, probs)] = torch.softmax(left, dim=-1)
+    if processors is not None:
+        processors.apply(probs, rows.key.tolist(), rows.processor_row, "probs")
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     u = torch.from_numpy(uniform(rows.seed, rows.position)).to(probs.device)[:, None]
     # The first token whose cumulative probability exceeds u of the whole.
     token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
-    mu = {}
-    if rows.mirostat_tau.any():
-        drawn = probs.double().gather(-1, token_ids) / cumulative[:, -1:]
-        mu = update_mirostat_mu(rows, drawn[:, 0].cpu().numpy())
-    return token_ids[:, 0], mu, ~(cumulative[:, -1] > 0)
+    drawn = None if processors is None else probs.gather(-1, token_ids)[:, 0].double() / cumulative[:, -1]
+    return token_ids[:, 0], drawn, ~(cumulative[:, -1] > 0)
 
 
 def _why_none(logits: Tensor) -> str:

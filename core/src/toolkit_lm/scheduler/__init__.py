@@ -3,8 +3,8 @@
 from toolkit_lm.scheduler.block_manager import BlockManager, TableUpdate, TokenRange
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.limits import RequestLimits
-from toolkit_lm.scheduler.policies import SchedulingPolicy, load_policy
 from toolkit_lm.scheduler.request import Request, Sequence
+from toolkit_lm.scheduler.roster import SchedulingPolicy, load_policy
 from toolkit_lm.scheduler.scheduler import Scheduler
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator
 
-from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, TokenLogprobs
+from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, SamplerState, TokenLogprobs
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
 from toolkit_lm.scheduler.block_manager import TokenRange
@@ -47,7 +47,7 @@ class Sequence:
         self.num_placeholders = 0
         self.on_worker = False
         """The runner holds it: a plan has made it known, and none has dropped it."""
-        self.sampler_state: dict[str, float] = {}
+        self.sampler_state: SamplerState = {}
         """What the sampler is to have back when the sequence returns from a preemption."""
         self.finish_reason: FinishReason | None = None
         self._hashes: PrefixHashes | None = None

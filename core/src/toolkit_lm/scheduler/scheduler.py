@@ -24,13 +24,12 @@ from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog, load_event
-from toolkit_lm.scheduler.policies import SchedulingPolicy
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.prefix import root_hash
 from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.request_blocks import RequestBlocks
-from toolkit_lm.scheduler.roster import Roster
+from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
 
 
 class Scheduler:

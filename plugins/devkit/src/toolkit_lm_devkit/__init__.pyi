@@ -27,5 +27,6 @@ from .pairs import all_pairs as all_pairs
 from .pytest_plugin import Finished as Finished
 from .ranks import Computed as Computed, hidden_states_of_ranks as hidden_states_of_ranks, logits_of_ranks as logits_of_ranks
 from .renderer import RendererConformance as RendererConformance
+from .sampling import sampling_rows as sampling_rows
 from .torch_group import TorchGroup as TorchGroup, torch_groups as torch_groups
 from .transformers_model import TransformersConformance as TransformersConformance

@@ -2,8 +2,14 @@
 
 from toolkit_lm.plugin import LogitsProcessorRegistry, hookimpl
 
+from toolkit_lm_sampling_extra.params import DryParams, EpsilonParams, MirostatParams, NgramParams, XtcParams
+
 
 @hookimpl
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
-    processors.add("no_repeat_ngram", "toolkit_lm_sampling_extra.no_repeat_ngram:NoRepeatNgram")
-    processors.add("epsilon_cutoff", "toolkit_lm_sampling_extra.epsilon_cutoff:EpsilonCutoff")
+    processors.add("dry", "toolkit_lm_sampling_extra.dry:Dry", params=DryParams)
+    processors.add("no_repeat_ngram", "toolkit_lm_sampling_extra.no_repeat_ngram:NoRepeatNgram", params=NgramParams)
+    processors.add("xtc", "toolkit_lm_sampling_extra.xtc:Xtc", params=XtcParams)
+    processors.add("epsilon_cutoff", "toolkit_lm_sampling_extra.epsilon_cutoff:EpsilonCutoff", params=EpsilonParams)
+    # It learns from the probability that a token was drawn with: nothing may change the distribution after it.
+    processors.add("mirostat", "toolkit_lm_sampling_extra.mirostat:Mirostat", params=MirostatParams, priority=-1000)

@@ -10,32 +10,22 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.sampling import LogitsProcessor, ProcessorRow
 from torch import Tensor
 
-from toolkit_lm_sampling_extra.arguments import only
-
 
 class EpsilonCutoff(LogitsProcessor):
     """Drops the tokens that are less likely than `epsilon`; the likeliest stays."""
 
-    argmax_invariant = True
+    stage = "probs"
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._epsilons: dict[int, float] = {}
 
-    @classmethod
-    def check(cls, arguments: Mapping[str, Any]) -> None:
-        epsilon = only(arguments, "epsilon")
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0 < epsilon < 1:
-            raise ValueError(f"epsilon must be a number above 0 and below 1, not {epsilon!r}")
-
-    def add(self, key: int, arguments: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> None:
-        self._epsilons[key] = arguments["epsilon"]
+    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+        self._epsilons[row.key] = arguments["epsilon"]
 
     def remove(self, key: int) -> None:
-        del self._epsilons[key]
+        self._epsilons.pop(key, None)
 
-    def apply(self, logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        epsilon = torch.tensor([self._epsilons[row.key] for row in rows], device=logits.device)[:, None]
-        unlikely = torch.softmax(logits, dim=-1) < epsilon
-        unlikely.scatter_(-1, logits.argmax(dim=-1, keepdim=True), False)
-        return logits.masked_fill(unlikely, -torch.inf)
+    def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        unlikely = values < torch.tensor([self._epsilons[row.key] for row in rows], device=values.device)[:, None]
+        return values.masked_fill(unlikely.scatter_(-1, values.argmax(dim=-1, keepdim=True), False), 0.0)

@@ -11,34 +11,26 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.sampling import LogitsProcessor, ProcessorRow
 from torch import Tensor
 
-from toolkit_lm_sampling_extra.arguments import only
-
 
 class NoRepeatNgram(LogitsProcessor):
     """Rules out the tokens that would complete a sequence of `size` tokens that prompt and output hold already."""
 
-    argmax_invariant = False
+    stage = "logits"
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._sizes: dict[int, int] = {}
 
-    @classmethod
-    def check(cls, arguments: Mapping[str, Any]) -> None:
-        size = only(arguments, "size")
-        if type(size) is not int or not 1 <= size < 2**31:
-            raise ValueError(f"size must be an integer of at least 1, not {size!r}")
-
-    def add(self, key: int, arguments: Mapping[str, Any], prompt_token_ids: Sequence[int]) -> None:
-        self._sizes[key] = arguments["size"]
+    def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
+        self._sizes[row.key] = arguments["size"]
 
     def remove(self, key: int) -> None:
-        del self._sizes[key]
+        self._sizes.pop(key, None)
 
-    def apply(self, logits: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        for row, scores in zip(rows, logits, strict=True):
+    def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        for row, scores in zip(rows, values, strict=True):
             scores[torch.from_numpy(_completions(row.token_ids, self._sizes[row.key])).to(scores.device)] = -torch.inf
-        return logits
+        return values
 
 
 def _completions(tokens: np.ndarray, size: int) -> np.ndarray:

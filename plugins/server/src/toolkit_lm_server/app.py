@@ -21,9 +21,10 @@ from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import add_plugin_routes
+from toolkit_lm_server.protocol import ChatBody, CompletionBody, with_plugin_fields
 from toolkit_lm_server.readiness import Readiness
 from toolkit_lm_server.reranking import Reranking
-from toolkit_lm_server.route import route_class
+from toolkit_lm_server.route import route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -79,15 +80,20 @@ def create_router(
     """The server's routes, to be mounted in any FastAPI app. They need no lifespan; the caller owns the engine.
 
     /metrics is there when `metrics` is given. `readiness`: for a caller that wants to refuse requests before it ends. Raises ConfigError
-    for an unknown name in `options.routes`, PluginError when a plugin's routes fail.
+    for an unknown name in `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin has a parameter with
+    the name of another field.
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
     kind, always = route_class(options, readiness, metrics), route_class(options)
     router = APIRouter(route_class=kind)
     about, tokens = About(engine, metrics), Tokens(engine)
-    router.add_api_route("/v1/chat/completions", Chat(engine).create, methods=["POST"], response_model=None)
-    router.add_api_route("/v1/completions", Completions(engine, options).create, methods=["POST"], response_model=None)
+    for path, handler, body in (
+        ("/v1/chat/completions", Chat(engine).create, ChatBody),
+        ("/v1/completions", Completions(engine, options).create, CompletionBody),
+    ):
+        whole = with_plugin_fields(body, engine.plugins.logits_processors)
+        router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None)
     _add_pooling_routes(router, engine, options)
     router.add_api_route("/v1/models", about.models)
     router.add_api_route("/v1/models/{model:path}", about.model)

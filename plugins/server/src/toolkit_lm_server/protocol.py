@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, get_origin
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
-from toolkit_lm.errors import RequestError
-from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams
+from toolkit_lm.config import Option
+from toolkit_lm.errors import PluginError, RequestError
+from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams, shipped_with
+from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.errors import printable
@@ -73,7 +76,9 @@ class Body(BaseModel):
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
             elif name not in _NEUTRAL and name not in _NOTES:
                 # The first is enough, as with lists.
-                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}", {"param": printable(name)})
+                where = f". {shipped}" if (shipped := shipped_with(name)) else ""
+                told = {"param": printable(name), "where": where}
+                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}{where}", told)
         return kept
 
 
@@ -106,8 +111,8 @@ class EngineBody(Body):
         return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
 
 
-_ELSEWHERE = ("logprobs", "detokenize")
-"""Each route has a field `logprobs` of its own, and an answer is text."""
+_ELSEWHERE = ("logprobs", "detokenize", "extra_args")
+"""Each route has a field `logprobs` of its own, an answer is text, and the parameters of plugins have fields as core's have."""
 
 
 def _body_type(kind: Any) -> Any:
@@ -118,12 +123,19 @@ def _body_type(kind: Any) -> Any:
     return dict[str, Any] if get_origin(kind) is dict else kind
 
 
-_FIELDS = {o.name: (Union[(*map(_body_type, o.kinds), None)], None) for o in SAMPLING_PARAMS.values() if o.name not in _ELSEWHERE}
-"""Type and default of each parameter's field. None: not given."""
+def _fields(params: Mapping[str, Option]) -> dict[str, Any]:
+    """Type and default of each parameter's field. None: not given."""
+    return {name: (Union[(*map(_body_type, o.kinds), None)], None) for name, o in params.items() if name not in _ELSEWHERE}
+
+
+_FIELDS = _fields(SAMPLING_PARAMS)
 
 
 class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS)):  # type: ignore[misc]
     """What chat and plain completions share: the sampling parameters."""
+
+    plugin_fields: ClassVar[tuple[str, ...]] = ()
+    """Parameters of plugins' logits processors."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -136,7 +148,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
             raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
         given = {name: value for name in _FIELDS if name != "max_tokens" and (value := getattr(self, name)) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
-        params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), "output_kind": kind, **more})
+        extra = {name: value for name in self.plugin_fields if (value := getattr(self, name)) is not None}
+        params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), "extra_args": extra or None, "output_kind": kind, **more})
         if params.ranks and self.stream:
             name = "use_beam_search" if params.use_beam_search else "best_of"
             raise RequestError(f"{name} is allowed only when stream is false: which sequences are the best is known at the end.", name)
@@ -151,6 +164,19 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+BodyT = TypeVar("BodyT", bound=SamplingBody)
+
+
+def with_plugin_fields(body: type[BodyT], processors: LogitsProcessorRegistry) -> type[BodyT]:
+    """`body` with a field for each parameter of plugins' logits processors. Raises PluginError for one that it has already."""
+    for entry in processors.entries():
+        if taken := [name for name in entry.params.__struct_fields__ if name in body.model_fields]:
+            raise PluginError(f"{entry.owner}: logits processor {entry.key!r}: {taken[0]!r} is a field of HTTP requests already.")
+    made: type[BodyT] = create_model(body.__name__, __base__=body, **_fields(processors.params))
+    made.__doc__, made.plugin_fields = body.__doc__, tuple(processors.params)
+    return made
 
 
 class RenderBody(Body):

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -66,6 +66,17 @@ def route_class(options: ServerOptions, readiness: Readiness | None = None, metr
     """The route class of a server with these options. `readiness`: None for routes that work without an engine."""
     fields = {"api_key": options.api_key, "max_body_bytes": options.max_body_bytes, "readiness": readiness, "metrics": metrics}
     return type("ServerRoute", (ServerRoute,), fields)
+
+
+def with_body(handler: Callable[[Any, Request], Awaitable[Response]], kind: type[Any]) -> Callable[[Any, Request], Awaitable[Response]]:
+    """A handler (body, request) whose body is of the class `kind`, which FastAPI reads from the signature."""
+
+    async def handle(body: Any, request: Request) -> Response:
+        return await handler(body, request)
+
+    handle.__name__, handle.__doc__ = handler.__name__, handler.__doc__
+    handle.__annotations__ = {"body": kind, "request": Request, "return": Response}
+    return handle
 
 
 def request_id(request: Request) -> str:

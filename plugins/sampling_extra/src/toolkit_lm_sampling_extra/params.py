@@ -1,0 +1,121 @@
+"""What requests may ask of the processors: the halves that run where a request arrives. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from toolkit_lm.errors import RequestError
+from toolkit_lm.param_spec import ProcessorParams, param, require
+from toolkit_lm.renderer import Renderer
+
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""What ends a repetition where dry_sequence_breakers is not given."""
+
+
+class DryParams(ProcessorParams):
+    """DRY, "don't repeat yourself".
+
+    The penalty is dry_multiplier * dry_base ** (length - dry_allowed_length), for a repetition of `length` tokens.
+    """
+
+    dry_multiplier: Annotated[
+        float, param("DRY (don't repeat yourself): factor of the penalty on tokens that continue a repetition. 0: off.", ge=0, le=1000)
+    ] = 0.0
+    dry_base: Annotated[float, param("DRY: base of the penalty, whose exponent grows with the repetition.", ge=1, le=100, flag=False)] = (
+        1.75
+    )
+    dry_allowed_length: Annotated[int, param("DRY: tokens of the shortest repetition that is penalized.", ge=1, flag=False)] = 2
+    dry_sequence_breakers: Annotated[
+        list[str | int] | None,
+        param(
+            "DRY: texts or token ids that no repetition reaches across.",
+            none="newline, colon, quotation mark, asterisk",
+            max_items=300,
+            max_length=256,
+            flag=False,
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        words = self.dry_sequence_breakers or []
+        blank = any(isinstance(word, str) and not word.strip(" ") for word in words)
+        require(not blank, "dry_sequence_breakers", "texts of which none is blank", words)
+
+    def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
+        # Ids of breakers that are texts may be others than the model has: they never come up.
+        for one in self.dry_sequence_breakers or ():
+            if isinstance(one, int) and one >= (vocab_size := _vocab_size(renderer)):
+                name = "dry_sequence_breakers"
+                raise RequestError(f"token id {one} is not in the vocabulary, which has the ids from 0 to {vocab_size - 1}.", name)
+        if not self.dry_multiplier:
+            return None
+        breakers = DRY_BREAKERS if self.dry_sequence_breakers is None else self.dry_sequence_breakers
+        return {
+            "multiplier": self.dry_multiplier,
+            "base": self.dry_base,
+            "allowed_length": self.dry_allowed_length,
+            "breakers": sorted({one if isinstance(one, int) else _last_token(one, renderer) for one in breakers}),
+        }
+
+
+class XtcParams(ProcessorParams):
+    """XTC, "exclude top choices"."""
+
+    xtc_probability: Annotated[float, param("XTC (exclude top choices): probability that it applies to a draw. 0: off.", ge=0, le=1)] = 0.0
+    xtc_threshold: Annotated[
+        float, param("XTC: probability from which a token is a top choice. Only the least likely top choice is kept.", ge=0, le=1)
+    ] = 0.1
+
+    def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
+        return {"probability": self.xtc_probability, "threshold": self.xtc_threshold} if self.xtc_probability else None
+
+
+class MirostatParams(ProcessorParams):
+    """Mirostat 2.0 (Basu et al. 2021)."""
+
+    mirostat_tau: Annotated[float | None, param("Mirostat 2.0: target surprise of a token, in bits.", none="off", gt=0, le=100)] = None
+    mirostat_eta: Annotated[float, param("Mirostat 2.0: learning rate.", ge=0, le=1, flag=False)] = 0.1
+
+    def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
+        return {"tau": self.mirostat_tau, "eta": self.mirostat_eta} if self.mirostat_tau else None
+
+
+class NgramParams(ProcessorParams):
+    """No sequence of tokens comes twice."""
+
+    no_repeat_ngram_size: Annotated[
+        int, param("No sequence of so many tokens comes twice, in prompt and output together. 0: off.", ge=0, le=2**31 - 1)
+    ] = 0
+
+    def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
+        return {"size": self.no_repeat_ngram_size} if self.no_repeat_ngram_size else None
+
+
+class EpsilonParams(ProcessorParams):
+    """Hewitt, Manning and Liang 2022, "Truncation Sampling as Language Model Desmoothing"."""
+
+    epsilon_cutoff: Annotated[
+        float, param("Drop the tokens that are less likely than this, but for the likeliest. 0: off.", ge=0, le=1)
+    ] = 0.0
+
+    def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
+        return {"epsilon": self.epsilon_cutoff} if self.epsilon_cutoff else None
+
+
+def _vocab_size(renderer: Renderer) -> int:
+    of_all = renderer.config.hf_config
+    of_text = of_all.get("text_config") or {}
+    size: int = of_text.get("vocab_size") or of_all.get("vocab_size") or renderer.vocab_size
+    return size
+
+
+def _last_token(text: str, renderer: Renderer) -> int:
+    # A letter before a text keeps tokenizers from joining it with the beginning of a sequence.
+    try:
+        token_ids, _ = renderer.render_prompt(f"a{text}", add_special_tokens=False)
+    except RequestError as error:
+        name = "dry_sequence_breakers"
+        raise RequestError(f"{name}: {text!r} cannot be tokenized: {error}", name) from None
+    return token_ids[-1]
