@@ -50,6 +50,7 @@ def test_the_grouped_product_gives_the_same_logits(family, variant, tmp_path, mo
     torch.testing.assert_close(logits_of([ours], INPUT_IDS), reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_logits_of_one(tmp_path):
     for family, variant in FIRST_CASES:
         checkpoint(family, variant, tmp_path / family)

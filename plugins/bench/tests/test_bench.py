@@ -20,7 +20,7 @@ def toolkit(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-@pytest.mark.parametrize("way", ["offline", "server"])
+@pytest.mark.parametrize("way", ["offline", pytest.param("server", marks=pytest.mark.slow)])
 def test_startup_of_the_tiny_model(way):
     done = toolkit("bench", "startup", "tiny", "--runs", "1", "--ways", way, "--states", "warm", "--max-model-len", "64", "--json")
     assert done.returncode == 0, done.stderr
@@ -32,6 +32,7 @@ def test_startup_of_the_tiny_model(way):
     assert list(found["phases"])[-1] == {"offline": "first token", "server": "first streamed token"}[way]
 
 
+@pytest.mark.slow
 def test_its_table_and_its_options():
     done = toolkit("bench", "startup", "--runs", "1", "--ways", "offline", "--states", "warm")
     assert done.returncode == 0 and "start to first token" in done.stdout and "tiny, offline" in done.stdout
