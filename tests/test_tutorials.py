@@ -19,6 +19,8 @@ GENERATED = {
     Kind.MODEL: "new-model",
     Kind.QUANTIZATION: "new-quantization",
     Kind.CHECKPOINT_LOADER: "new-loader",
+    Kind.LOGITS_PROCESSOR: "new-processor",
+    Kind.SCHEDULING_POLICY: "new-policy",
     Kind.COMMAND: "new-command",
 }
 """Those of the other kinds are written down in the tutorials."""

@@ -21,6 +21,7 @@ from .forward import (
     pooled as pooled,
 )
 from .linear_method import LinearMethodConformance as LinearMethodConformance
+from .logits_processor import LogitsProcessorConformance as LogitsProcessorConformance
 from .model import ModelConformance as ModelConformance, Reference as Reference
 from .naive import naive_attention as naive_attention
 from .pairs import all_pairs as all_pairs
@@ -28,5 +29,6 @@ from .pytest_plugin import Finished as Finished
 from .ranks import Computed as Computed, hidden_states_of_ranks as hidden_states_of_ranks, logits_of_ranks as logits_of_ranks
 from .renderer import RendererConformance as RendererConformance
 from .sampling import sampling_rows as sampling_rows
+from .scheduling_policy import SchedulingPolicyConformance as SchedulingPolicyConformance
 from .torch_group import TorchGroup as TorchGroup, torch_groups as torch_groups
 from .transformers_model import TransformersConformance as TransformersConformance

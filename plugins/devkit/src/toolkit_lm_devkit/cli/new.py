@@ -26,6 +26,8 @@ class Kind(StrEnum):
     RENDERER = "renderer"
     QUANTIZATION = "quantization"
     CHECKPOINT_LOADER = "checkpoint-loader"
+    LOGITS_PROCESSOR = "logits-processor"
+    SCHEDULING_POLICY = "scheduling-policy"
     COMMAND = "command"
 
 
@@ -40,6 +42,8 @@ _ABOUT = {
     Kind.RENDERER: _About("A renderer"),
     Kind.QUANTIZATION: _About("A quantization"),
     Kind.CHECKPOINT_LOADER: _About("A checkpoint loader"),
+    Kind.LOGITS_PROCESSOR: _About("A logits processor"),
+    Kind.SCHEDULING_POLICY: _About("A scheduling policy"),
     Kind.COMMAND: _About("A command of toolkit"),
 }
 
@@ -75,6 +79,7 @@ def _values(kind: Kind, name: str) -> dict[str, str]:
     major, minor = API_VERSION.split(".")
     return {
         "name": name,
+        "identifier": name.replace("-", "_"),
         "distribution": f"toolkit-lm-{name}",
         "package": package,
         "Class": "".join(word.capitalize() for word in name.split("-")),

@@ -1,0 +1,59 @@
+"""SchedulingPolicyConformance: what every scheduling policy must do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import count, permutations
+from typing import Any, ClassVar
+
+from toolkit_lm.messages import EngineRequest
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.scheduler import Request, SchedulingPolicy
+
+from toolkit_lm_devkit.conformance import Conformance
+
+_REQUESTS: list[dict[str, Any]] = [
+    {},
+    {"prompt_token_ids": [5] * 90},
+    {"priority": -3},
+    {"priority": 2**62},
+    {"arrival_time": 1e6},
+    {"deadline": 2e6},
+    {"max_output_tokens": 500},
+    {"params": SamplingParams(n=3, seed=1)},
+    {"context": {"tenant": "a"}},
+]
+
+
+class SchedulingPolicyConformance(Conformance):
+    """Subclass it as `class TestMine(SchedulingPolicyConformance)`; name the policy as `policy = staticmethod(function)`."""
+
+    policy: ClassVar[SchedulingPolicy]
+    orders: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = ()
+    """Fields of EngineRequest of requests that are served in this order, in whichever order they arrive."""
+
+    def request(self, number: int = 0, **fields: Any) -> Request:
+        """A request of one prompt token that arrives at `number` seconds, unless `fields` of EngineRequest say otherwise."""
+        values = {"prompt_token_ids": [5], "params": SamplingParams(), "max_output_tokens": 4, "arrival_time": float(number), **fields}
+        return Request(EngineRequest(request_id=str(number), **values), count(number * 1000))
+
+    def test_a_key_is_numbers(self) -> None:
+        keys = [type(self).policy(self.request(number, **fields)) for number, fields in enumerate(_REQUESTS)]
+        for fields, key in zip(_REQUESTS, keys, strict=True):
+            assert isinstance(key, tuple), f"the key of {fields} is {key!r}, which is no tuple"
+            assert all(isinstance(part, int | float) and not math.isnan(part) for part in key), f"the key of {fields} is {key!r}"
+        assert len({len(key) for key in keys}) == 1, "keys have several lengths"
+
+    def test_equal_requests_have_equal_keys(self) -> None:
+        """Who came first is served first, without the policy's saying so."""
+        for fields in _REQUESTS:
+            first, second = (type(self).policy(self.request(7, **fields)) for _ in range(2))
+            assert first == second, f"the key of {fields} depends on more than the request"
+
+    def test_orders(self) -> None:
+        for order in self.orders:
+            for arrival in permutations(range(len(order))):
+                requests = [self.request(number, **fields) for number, fields in zip(arrival, order, strict=True)]
+                keys = [(*type(self).policy(request), request.arrival_time) for request in requests]
+                assert keys == sorted(keys), f"{order} are served in another order, where they arrive as {arrival}"
