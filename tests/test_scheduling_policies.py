@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 
 import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import ConfigError
+from toolkit_lm.scheduler import Request
+from toolkit_lm_devkit import SchedulingPolicyConformance
 
+SOURCE = Path(__file__).parent / "plugins" / "shortest_first"
 PROMPTS = [{"prompt_token_ids": [5] * length} for length in (9, 2, 30, 4)]
 
 
 @pytest.fixture
 def shortest_first(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parent / "plugins" / "shortest_first")
+    monkeypatch.syspath_prepend(SOURCE)
     return importlib.import_module("shortest_first")
+
+
+class TestShortestFirst(SchedulingPolicyConformance):
+    orders = ([{"prompt_token_ids": [5]}, {"prompt_token_ids": [5, 6]}, {"prompt_token_ids": [5, 6], "arrival_time": 1e6}],)
+
+    @staticmethod
+    def policy(request: Request) -> tuple[float, ...]:
+        spec = importlib.util.spec_from_file_location("shortest_first_policy", SOURCE / "shortest_first_policy.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.shortest_first(request)
 
 
 def served(llm) -> list[int]:
