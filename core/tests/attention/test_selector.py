@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, Candidate, FullSpec, select_backend
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, FullSpec, select_backend
 from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo, PluginWarning
 
@@ -51,14 +51,14 @@ def test_highest_priority_that_is_able_wins(registry) -> None:
     assert selection.name == "cpu"
     assert selection.backend is sys.modules[MODULE].cpu
     assert selection.candidates == [
-        Candidate("flash_attn", "no kernel for device cpu"),
-        Candidate("cpu", None),
-        Candidate("sdpa", None),
+        ("flash_attn", "no kernel for device cpu"),
+        ("cpu", None),
+        ("sdpa", None),
     ]
 
 
-def test_equal_priorities_go_by_name(registry) -> None:
-    assert select_backend(SPEC, registry(b=(5, None), a=(5, None))).name == "a"
+def test_of_equal_priorities_the_first_wins(registry) -> None:
+    assert select_backend(SPEC, registry(b=(5, None), a=(5, None))).name == "b"
 
 
 def test_a_wanted_backend_wins_over_priority(registry) -> None:
@@ -109,7 +109,7 @@ def test_a_backend_that_raises_is_refused_with_that_reason(registry) -> None:
     with pytest.warns(PluginWarning, match=failure):
         selection = select_backend(SPEC, registry(sdpa=(0, None), bad=(20, boom)))
     assert selection.name == "sdpa"
-    assert "RuntimeError: boom" in selection.candidates[0].refusal
+    assert "RuntimeError: boom" in selection.candidates[0][1]
     with pytest.raises(PluginError, match=failure) as caught:
         select_backend(SPEC, registry(sdpa=(0, None), bad=(20, boom)), wanted="bad")
     assert isinstance(caught.value.__cause__, RuntimeError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import ConfigError
+from toolkit_lm.errors import ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution.resolution import choose_executor
 
@@ -42,16 +42,15 @@ def test_each_candidate_has_its_reason():
 
 def test_the_one_asked_for_is_refused_with_those_that_are_able():
     config = VllmConfig.make(tensor_parallel_size=2, pipeline_parallel_size=2, executor="two")
-    expected = (
-        "tensor_parallel_size 2 x pipeline_parallel_size 2 needs an executor of 4 workers. two: it runs 2 of 4 workers. Supported: any."
-    )
-    with pytest.raises(ConfigError) as caught:
+    sizes = "tensor_parallel_size 2 x pipeline_parallel_size 2"
+    expected = f"executor 'two' cannot run {sizes}: it runs 2 of 4 workers. Supported: any."
+    with pytest.raises(UnsupportedError) as caught:
         choose_executor(config, PLUGINS)
     assert str(caught.value) == expected
 
 
 def test_none_is_able():
-    with pytest.raises(ConfigError, match=r"in_process: it runs 1 of 2 workers\. Supported: none\."):
+    with pytest.raises(UnsupportedError, match=r"no executor can run tensor_parallel_size 2 .*: in_process: it runs 1 of 2 workers\."):
         choose_executor(VllmConfig.make(tensor_parallel_size=2), Plugins.load(PluginsConfig(plugins=[])))
 
 

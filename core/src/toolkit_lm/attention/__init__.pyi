@@ -12,7 +12,7 @@ from .backend import (
 from .context import Binding as Binding, StepContext as StepContext, current as current, step_context as step_context
 from .kv_cache import KVCacheConfig as KVCacheConfig, KVGroup as KVGroup, KVPool as KVPool, plan_groups as plan_groups
 from .layer import Attention as Attention, CacheLayer as CacheLayer
-from .selector import Candidate as Candidate, Selection as Selection, select_backend as select_backend
+from .selector import Selection as Selection, select_backend as select_backend
 from .spec import (
     AttentionSpec as AttentionSpec,
     AttentionType as AttentionType,

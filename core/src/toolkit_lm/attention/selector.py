@@ -6,27 +6,19 @@ from typing import NamedTuple
 
 from toolkit_lm.attention.backend import CacheBackend
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType
-from toolkit_lm.errors import ConfigError, UnsupportedError, nearest
+from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm.plugin import AttentionBackendRegistry
 
 _KINDS = (*AttentionType, "window")
 """Of layers, as the option `attention_backend` names them."""
 
 
-class Candidate(NamedTuple):
-    """A backend that was asked whether it can run a layer."""
-
-    name: str
-    refusal: str | None
-    """Why not; None when it can."""
-
-
 class Selection(NamedTuple):
-    """The backend of a layer, and all that were asked, best first."""
+    """The backend of a layer, and all that were asked, best first, each with its reason to refuse (None: able)."""
 
     name: str
     backend: type[CacheBackend]
-    candidates: list[Candidate]
+    candidates: list[tuple[str, str | None]]
     plugin: str | None = None
     """Name of the plugin that registered it; None: the layer brings it."""
 
@@ -38,18 +30,9 @@ def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, want
     PluginError when it cannot be asked.
     """
     wanted = _wanted_for(spec, wanted)
-    entries = sorted(registry.entries(), key=lambda e: (-e.priority, e.key))
-    if wanted != "auto" and (refusal := registry.ask(wanted, spec, by_name=True)) is None:
-        return Selection(wanted, registry.load(wanted), [Candidate(wanted, None)], registry.get(wanted).plugin)
-    candidates = [Candidate(entry.key, registry.ask(entry.key, spec)) for entry in entries]
-    able = [c.name for c in candidates if c.refusal is None]
-    what = f"{spec.type} layer {spec.layer!r} on {spec.device}"
-    if wanted != "auto":
-        raise UnsupportedError(f"attention backend {wanted!r} cannot run {what}: {refusal}. Supported: {', '.join(able) or 'none'}.")
-    if not able:
-        reasons = "; ".join(f"{c.name}: {c.refusal}" for c in candidates) or "none is installed"
-        raise UnsupportedError(f"no attention backend can run {what}: {reasons}.")
-    return Selection(able[0], registry.load(able[0]), candidates, registry.get(able[0]).plugin)
+    what = f"run {spec.type} layer {spec.layer!r} on {spec.device}"
+    name, candidates = registry.choose(what, lambda entry, by_name: registry.ask(entry.key, spec, by_name=by_name), wanted)
+    return Selection(name, registry.load(name), candidates, registry.get(name).plugin)
 
 
 def _wanted_for(spec: AttentionSpec, wanted: str) -> str:

@@ -6,7 +6,6 @@ from .loader import HEAVY_PACKAGES as HEAVY_PACKAGES, SLOW_IMPORT as SLOW_IMPORT
 from .markers import API_VERSION as API_VERSION, hookimpl as hookimpl, hookspec as hookspec
 from .plugins import Plugins as Plugins
 from .registries import (
-    AttentionBackendEntry as AttentionBackendEntry,
     AttentionBackendRegistry as AttentionBackendRegistry,
     CheckpointRegistry as CheckpointRegistry,
     CommandEntry as CommandEntry,

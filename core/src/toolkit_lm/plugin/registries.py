@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit_lm.config import Option, PoolingProfile
-from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, UnsupportedError, nearest
+from toolkit_lm.errors import CheckpointError, PluginError, RequestError, UnsupportedError, nearest
 from toolkit_lm.param_spec import ProcessorParams, checks_of, params_of
 from toolkit_lm.params import SAMPLING_PARAMS, shipped_with
 from toolkit_lm.plugin.info import PluginInfo
@@ -35,14 +35,6 @@ class ModelEntry(Entry):
     """Keys of config.json: the first that is there states the longest sequence. Empty: there is none, as with ALiBi."""
     is_fallback: bool = False
     """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionBackendEntry(Entry):
-    """An attention backend class."""
-
-    priority: int = 0
-    """Of the backends that do not refuse a layer, the one of the highest priority runs it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,23 +128,21 @@ class ModelRegistry(Registry[ModelEntry]):
         return [entry.key for entry in self.entries() if entry.is_fallback]
 
 
-class AttentionBackendRegistry(Registry[AttentionBackendEntry]):
+class AttentionBackendRegistry(Registry[Entry]):
     """Attention backends, by name."""
 
     noun = "attention backend"
-    missing = ConfigError
     base = "toolkit_lm.attention:AttentionBackend"
 
     def add(self, name: str, target: str, *, priority: int = 0, override: bool = False) -> None:
         """Registers a backend class. Of those that do not refuse a layer, the one of the highest priority is chosen."""
-        self.add_entry(AttentionBackendEntry, name, target, "module:Class", priority=priority, override=override)
+        self.add_entry(Entry, name, target, "module:Class", priority=priority, override=override)
 
 
 class ExecutorRegistry(Registry[ExecutorEntry]):
     """Executors, by name."""
 
     noun = "executor"
-    missing = ConfigError
     base = "toolkit_lm.executor:Executor"
 
     def add(self, name: str, target: str, *, max_ranks: int | None = None, override: bool = False) -> None:
@@ -164,12 +154,16 @@ class RendererRegistry(Registry[RendererEntry]):
     """Renderers, by name."""
 
     noun = "renderer"
-    missing = ConfigError
     base = "toolkit_lm.renderer:Renderer"
 
-    def add(self, name: str, target: str, *, reads: tuple[str, ...] = ("tokenizer.json",), override: bool = False) -> None:
-        """Registers a renderer class. `reads`: file names, any of which in a checkpoint folder says that it can read it."""
-        self.add_entry(RendererEntry, name, target, "module:Class", reads=tuple(reads), override=override)
+    def add(
+        self, name: str, target: str, *, reads: tuple[str, ...] = ("tokenizer.json",), priority: int = 0, override: bool = False
+    ) -> None:
+        """Registers a renderer class. Of those that do not refuse a checkpoint, the one of the highest priority is chosen.
+
+        `reads`: file names, any of which a folder must hold for the class to be asked.
+        """
+        self.add_entry(RendererEntry, name, target, "module:Class", reads=tuple(reads), priority=priority, override=override)
 
 
 class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
@@ -215,7 +209,6 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
     """Scheduling policies, by the name that the option scheduling_policy gives."""
 
     noun = "scheduling policy"
-    missing = ConfigError
 
     def add(self, name: str, target: str, *, reads_priority: bool = False, override: bool = False) -> None:
         """Registers a function, a toolkit_lm.scheduler.SchedulingPolicy. `reads_priority`: it looks at the priority of requests."""
@@ -263,7 +256,6 @@ class CheckpointRegistry(Registry[Entry]):
     """Checkpoint folders that ship inside packages, by the name that MODEL may give."""
 
     noun = "checkpoint"
-    missing = ConfigError
     pattern = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[\w-]+(/[\w-]+)*")
 
     def add(self, name: str, folder: str, *, override: bool = False) -> None:
@@ -285,7 +277,6 @@ class LoaderRegistry(Registry[LoaderEntry]):
     """Checkpoint loaders, by load format."""
 
     noun = "load format"
-    missing = ConfigError
     base = "toolkit_lm.model:CheckpointLoader"
 
     def add(self, load_format: str, target: str, *, reads: tuple[str, ...] = (), override: bool = False) -> None:
@@ -316,7 +307,6 @@ class CommandRegistry(Registry[CommandEntry]):
     """Sub-commands of `toolkit`, by name. The names "plugins list" and "plugins new" make a group, `toolkit plugins`."""
 
     noun = "command"
-    missing = ConfigError
 
     def add(self, name: str, target: str, *, help: str, override: bool = False) -> None:
         """Registers a command.

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -23,6 +23,8 @@ class Entry:
     """"module:attribute", imported when it is used."""
     owner: PluginInfo
     """The plugin that brings it."""
+    priority: int = 0
+    """Of those that do not refuse, the one of the highest priority is taken; of equals the one that came first."""
     override: bool = False
     """True: takes the place of another plugin's entry of this key."""
     replaced: Entry | None = None
@@ -46,7 +48,7 @@ class Registry(Generic[EntryT]):
     """
 
     noun: ClassVar[str] = "entry"
-    missing: ClassVar[type[ToolkitError]] = UnsupportedError
+    missing: ClassVar[type[ToolkitError]] = ConfigError
     base: ClassVar[str] = ""
     """"module:Class", of which targets are subclasses; empty: they are functions."""
 
@@ -110,6 +112,25 @@ class Registry(Generic[EntryT]):
             return answer
         raise PluginError(f"{entry.owner}: refuses() of {self.noun} {key!r} must return a text or None, not {answer!r}.")
 
+    def choose(
+        self, what: str, refusal: Callable[[EntryT, bool], str | None], wanted: str = "auto"
+    ) -> tuple[str, list[tuple[str, str | None]]]:
+        """The first key, by priority, that is not refused, or `wanted`; and all that were considered, each with its refusal (None: able).
+
+        `what` the entry is to do, in errors. `refusal` of an entry, which was asked for by name or not. Raises UnsupportedError with the
+        reasons where all refuse, or `wanted` does; as `get` does, where it is unknown; and what `refusal` raises.
+        """
+        if wanted != "auto" and (reason := refusal(self.get(wanted), True)) is None:
+            return wanted, [(wanted, None)]
+        candidates = [(e.key, refusal(e, False)) for e in sorted(self.entries(), key=lambda e: -e.priority)]
+        able = [key for key, refused in candidates if refused is None]
+        if wanted != "auto":
+            raise UnsupportedError(f"{self.noun} {wanted!r} cannot {what}: {reason}. Supported: {', '.join(able) or 'none'}.")
+        if not able:
+            reasons = "; ".join(f"{key}: {refused}" for key, refused in candidates) or "none is installed"
+            raise UnsupportedError(f"no {self.noun} can {what}: {reasons}.")
+        return able[0], candidates
+
     def keys(self) -> list[str]:
         return list(self._entries)
 
@@ -165,8 +186,6 @@ class Registry(Generic[EntryT]):
 
 class PlainRegistry(Registry[Entry]):
     """Entries of which there is nothing to say but name and target."""
-
-    missing = ConfigError
 
     def add(self, name: str, target: str, *, override: bool = False) -> None:
         """Registers a target. Raises PluginError for a malformed one, or a name that another plugin has."""

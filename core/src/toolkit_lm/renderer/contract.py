@@ -59,6 +59,11 @@ class Renderer(ABC):
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
 
+    @classmethod
+    def refuses(cls, config: VllmConfig) -> str | None:
+        """Why this class cannot serve the checkpoint; None when it can. Of `config` the model class and its runner may be open."""
+        return None
+
     @abstractmethod
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
         """Token ids of a conversation, through the chat template.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from toolkit_lm.attention import Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import construct
 from toolkit_lm.plugin import Plugins
@@ -77,9 +76,5 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         renderers=renderers,
         executor=resolved.parallel.executor,
         executors=choose_executor(open_config, plugins)[1],
-        layers=[_layer_choice(layer, selection) for layer, selection in selections.items()],
+        layers=[LayerChoice(layer, found.name, found.candidates) for layer, found in selections.items()],
     )
-
-
-def _layer_choice(layer: str, selection: Selection) -> LayerChoice:
-    return LayerChoice(layer, selection.name, [(c.name, c.refusal) for c in selection.candidates])

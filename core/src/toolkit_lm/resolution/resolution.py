@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit_lm.config import Checkpoint, VllmConfig
-from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
-from toolkit_lm.plugin import ModelEntry, Plugins
+from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.plugin import ExecutorEntry, ModelEntry, Plugins, RendererEntry
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
 from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, read_checkpoint
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
@@ -142,40 +142,29 @@ def _stretched(length: int, hf_config: dict[str, Any]) -> int:
 def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
     """The name of the renderer, and each candidate with the reason it was refused (None: able). Raises UnsupportedError."""
     assert config.checkpoint is not None
+    folder = Path(config.renderer.tokenizer or config.checkpoint.path)
+
+    def refusal(entry: RendererEntry, by_name: bool) -> str | None:
+        if by_name or any((folder / name).exists() for name in entry.reads):
+            return plugins.renderers.ask(entry.key, config, by_name=by_name)
+        return f"{str(folder)!r} has none of {', '.join(entry.reads)}"
+
     wanted = config.renderer.renderer
     if wanted == "auto":
         wanted = plugins.models.get(config.checkpoint.architecture).renderer or "auto"
-    if wanted != "auto":
-        plugins.renderers.get(wanted)
-        return wanted, [(wanted, None)]
-    folder = Path(config.renderer.tokenizer or config.checkpoint.path)
-    candidates: list[tuple[str, str | None]] = []
-    for entry in plugins.renderers.entries():
-        found = any((folder / name).exists() for name in entry.reads)
-        candidates.append((entry.key, None if found else f"{str(folder)!r} has none of {', '.join(entry.reads)}"))
-    able = [name for name, refusal in candidates if refusal is None]
-    if not able:
-        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in candidates) or "none is installed"
-        raise UnsupportedError(f"no renderer can read the tokenizer of {config.model.model!r}: {reasons}.")
-    return able[0], candidates
+    return plugins.renderers.choose(f"read the tokenizer of {config.model.model!r}", refusal, wanted)
 
 
 def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
-    """The name of the executor, and each candidate with the reason it was refused (None: able). Raises ConfigError."""
-    parallel, wanted = config.parallel, config.parallel.executor
-    if wanted != "auto":
-        plugins.executors.get(wanted)
-    candidates: list[tuple[str, str | None]] = []
-    for entry in plugins.executors.entries():
+    """The name of the executor, and each candidate with the reason it was refused (None: able). Raises UnsupportedError."""
+    parallel = config.parallel
+
+    def refusal(entry: ExecutorEntry, by_name: bool) -> str | None:
         fits = entry.max_ranks is None or parallel.num_ranks <= entry.max_ranks
-        candidates.append((entry.key, None if fits else f"it runs {entry.max_ranks} of {parallel.num_ranks} workers"))
-    able = [name for name, refusal in candidates if refusal is None]
-    chosen = wanted if wanted != "auto" or not able else able[0]
-    if chosen not in able:
-        sizes = f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
-        refused = "; ".join(f"{name}: {refusal}" for name, refusal in candidates if refusal and wanted in (name, "auto"))
-        raise ConfigError(f"{sizes} needs an executor of {parallel.num_ranks} workers. {refused}. Supported: {', '.join(able) or 'none'}.")
-    return chosen, candidates
+        return None if fits else f"it runs {entry.max_ranks} of {parallel.num_ranks} workers"
+
+    sizes = f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}"
+    return plugins.executors.choose(f"run {sizes}", refusal, parallel.executor)
 
 
 def _check(config: VllmConfig, asked_budget: int | None) -> None:
