@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +84,9 @@ def test_a_good_plugin_of_a_third_party(toolkit, installed):
         "models": {"GoodForCausalLM": "good_model_target:GoodForCausalLM"},
         "commands": {"greet": "good_model_target:greet"},
     }
-    assert shown["options"] == {"greeting": "str", "times": "int"}
+    assert shown["options"] == {"greeting": "str = 'hello'. What to say.", "times": "int = 1"}
+    table = toolkit("plugins", "show", "good", plugins=["good"]).stdout
+    assert "greeting: str = 'hello'. What to say." in table
 
 
 def test_a_scheduling_policy_of_a_third_party(toolkit):
@@ -288,3 +291,33 @@ def test_a_backend_that_fails_in_a_server_s_first_step(toolkit):
         r"error: plugin 'failing' \(failing-backend 2.5, .*target.py:26\) failed in FailingBackend.build: RuntimeError: no such kernel",
         error,
     )
+
+
+def test_a_silent_and_slow_entry_module(toolkit):
+    """It prints, waits without computing, and says nothing."""
+    done = toolkit("explain", "tiny", "--json", plugins=["slow"])
+    assert done.returncode == 0 and json.loads(done.stdout)["plugin"] == "decoder"
+    assert done.stderr.count("hello from slow") == 1
+    assert re.search(r"importing plugin 'slow' \(slow-plugin 0.1, .*slow_plugin.py\) \.\.\.", done.stderr)
+    assert re.search(r"warning: plugin 'slow' .* is slow: 0\.\d\d s of CPU time, 2\.\d\d s in all, at each start", done.stderr)
+    row = rows(toolkit("plugins", "list", "--json", plugins=["slow"]))["slow"]
+    assert row["import_seconds"] < 1 < row["import_wall_seconds"]
+
+
+def test_an_import_that_is_interrupted_is_named(installed):
+    environ = {**os.environ, "PYTHONPATH": str(installed["slow"])}
+    code = "from toolkit_lm.cli import main; main()"
+    with subprocess.Popen([sys.executable, "-c", code, "plugins", "list"], env=environ, stderr=subprocess.PIPE, text=True) as process:
+        # It prints this while it is imported.
+        assert process.stderr.readline() == "hello from slow\n"
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert "interrupted while importing plugin 'slow' (slow-plugin 0.1" in rest
+
+
+def test_warnings_come_from_the_front_alone(toolkit, one_token):
+    done = toolkit("generate", "tiny", *one_token, "--engine-process", plugins=["slow", "raising"])
+    assert done.returncode == 0, done.stderr
+    for warning in ("plugin 'slow' (slow-plugin 0.1", "no such accelerator", "this module is old"):
+        assert sum("warning" in line.lower() and warning in line for line in done.stderr.splitlines()) == 1, done.stderr

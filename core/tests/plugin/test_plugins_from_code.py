@@ -323,7 +323,7 @@ def test_options_are_made_by_the_plugins_own_model(options_class):
     assert isinstance(options, options_class)
     assert (options.size, options.name) == (3, "x")
     assert plugins.options("a") is options
-    assert plugins.option_fields("a")["size"] == "int"
+    assert plugins.option_fields("a") == {"size": "int", "name": "str = 'x'"}
 
 
 @pytest.mark.parametrize(
@@ -339,6 +339,57 @@ def test_options_that_are_needed_and_not_given(options_class):
     plugins = load(Base("a", Options=options_class))
     with pytest.raises(ConfigError, match=r"(?s)plugin 'a' .*size"):
         plugins.options("a")
+
+
+class HelpfulOptions(msgspec.Struct):
+    size: int
+    """Bytes of one,
+    padding included."""
+    name: str = "x"
+
+
+def test_options_have_the_text_below_them_as_help():
+    fields = load(Base("a", Options=HelpfulOptions)).option_fields("a")
+    assert fields == {"size": "int. Bytes of one, padding included.", "name": "str = 'x'"}
+
+
+@pytest.mark.parametrize("kind", [type("Options", (), {"size": 3}), {"size": 3}])
+def test_options_of_an_unsupported_kind_are_an_error_at_load(kind):
+    with pytest.raises(PluginError, match=r"plugin 'a' .*Options must be a msgspec Struct, a dataclass or a pydantic model"):
+        load(Base("a", Options=kind))
+
+
+def test_configure_gets_the_plugin_s_options(options_class):
+    class Sized(Base):
+        @hookimpl
+        def toolkit_configure(self, config, options):
+            return config.replace(block_size=options.size)
+
+    plugins = load(Sized("a", Options=options_class), plugin_option={"a": {"size": "64"}})
+    assert plugins.configure(VllmConfig.make()).cache.block_size == 64
+
+
+def test_a_slow_listener_is_warned_about_once(monkeypatch):
+    """By what it takes in all: one late event is no reason."""
+    now = [0.0]
+    monkeypatch.setattr("toolkit_lm.plugin.plugins.time.perf_counter", lambda: now[0])
+
+    class Slow(Base):
+        @hookimpl
+        def toolkit_event(self, event):
+            now[0] += self.seconds
+
+    plugin = Slow("slow", seconds=0.9)
+    plugins = load(plugin)
+    plugins.event(STEP)
+    plugin.seconds = 0.004
+    for _ in range(100):
+        plugins.event(STEP)
+    plugin.seconds = 0.25
+    with pytest.warns(PluginWarning, match=r"plugin 'slow' .* is slow: outputs waited 0\.25 s") as caught:
+        for _ in range(100):
+            plugins.event(STEP)
+    assert len(caught) == 1
 
 
 def test_options_for_nobody():

@@ -23,7 +23,7 @@ class Registers:
 
     @hookimpl
     def toolkit_register_renderers(self, renderers):
-        renderers.add("none", "nowhere:Renderer", reads=("config.json",))
+        renderers.add("none", "toolkit_lm_renderer_hf.renderer:HfRenderer", reads=("config.json",))
 
 
 @pytest.fixture

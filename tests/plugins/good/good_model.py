@@ -6,6 +6,7 @@ from toolkit_lm.plugin import CommandRegistry, ModelRegistry, hookimpl
 
 class Options(Struct):
     greeting: str = "hello"
+    """What to say."""
     times: int = 1
 
 

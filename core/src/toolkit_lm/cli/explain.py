@@ -8,9 +8,9 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from toolkit_lm.cli.options import engine_command
+from toolkit_lm.cli.plugins import new_table
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
 
@@ -25,9 +25,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
         typer.echo(msgspec.json.format(msgspec.json.encode(found)))
         return
     resolved = found.config
-    table = Table(show_header=False, box=None)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = new_table(2)
     table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
     taken, *others = _verdicts(found.architecture, found.models)
     table.add_row("model class", escape("\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others])))

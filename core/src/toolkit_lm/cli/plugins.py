@@ -13,7 +13,8 @@ from rich.table import Table
 
 from toolkit_lm.cli.options import engine_command
 from toolkit_lm.config import PluginsConfig
-from toolkit_lm.plugin import Entry, PluginInfo, Plugins, Registry
+from toolkit_lm.plugin import PluginInfo, Plugins, Registry
+from toolkit_lm.plugin.registries import by_hook
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -26,10 +27,7 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
     if json_output:
         typer.echo(json.dumps([_row(plugins, info) for info in plugins.infos], indent=2))
         return
-    table = Table(show_header=False, box=None)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_column(overflow="fold")
+    table = new_table(3)
     for info in plugins.infos:
         lines = [f"{info.distribution} {info.version}", info.file, ", ".join(info.hooks), info.error and f"error: {info.error}"]
         table.add_row(info.name, f"[{_COLORS[info.status]}]{info.status}[/]", escape("\n".join(filter(None, lines))))
@@ -45,33 +43,33 @@ def show_plugin(
     if json_output:
         typer.echo(json.dumps(row, indent=2))
         return
-    table = Table(show_header=False, box=None)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = new_table(2)
     for key, value in row.items():
         if value not in (None, [], {}):
             table.add_row(key, escape(_text(value)))
     Console().print(table)
 
 
+def new_table(columns: int) -> Table:
+    """For `add_row`. The first column is bold, the last one folds."""
+    table = Table(show_header=False, box=None)
+    for index in range(columns):
+        table.add_column(style="bold" if index == 0 else None, overflow="fold" if index == columns - 1 else "ellipsis")
+    return table
+
+
 def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
     row = dataclasses.asdict(info)
-    row["entries"] = {kind: entries for kind, registry in _registries(plugins) if (entries := _entries(registry, info))}
+    row["entries"] = {
+        hook.removeprefix("toolkit_register_"): entries for hook, one in by_hook(plugins).items() if (entries := _entries(one, info))
+    }
     row["options"] = plugins.option_fields(info.name) if info.status == "ok" else {}
     return row
 
 
-def _registries(plugins: Plugins) -> list[tuple[str, Registry[Any]]]:
-    own = [(kind, registry) for kind, registry in vars(plugins).items() if isinstance(registry, Registry)]
-    return own + [(hook.removeprefix("toolkit_register_"), registry) for hook, registry in plugins.brought.items()]
-
-
 def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:
-    return {entry.key: entry.target + _replaces(entry) for entry in registry.entries() if entry.owner is plugin}
-
-
-def _replaces(entry: Entry) -> str:
-    return f" (in place of that of {entry.replaced.owner})" if entry.replaced else ""
+    replaced = {e.key: f" (in place of that of {e.replaced.owner})" for e in registry.entries() if e.replaced}
+    return {e.key: f"{e.target}{replaced.get(e.key, '')}" for e in registry.entries() if e.owner is plugin}
 
 
 def _text(value: Any) -> str:

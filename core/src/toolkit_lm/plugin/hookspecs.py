@@ -157,8 +157,10 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
 
 
 @hookspec
-def toolkit_configure(config: VllmConfig) -> VllmConfig | None:
+def toolkit_configure(config: VllmConfig, options: Any) -> VllmConfig | None:
     """Changes the config of an engine before it is resolved, for instance `config.replace(block_size=32)`.
+
+    `options` are the plugin's own: an instance of its `Options`, or None where it has none.
 
     Caller: the engine, once at its start. Process: the front. Thread: the one that makes the engine. Return: the replaced config, or
     None to leave it; all implementations are called in load order, each with what the one before returned. One that raises is fatal.

@@ -34,6 +34,8 @@ class PluginInfo:
     traceback: str | None = None
     import_seconds: float = 0.0
     """CPU time that importing the entry module took."""
+    import_wall_seconds: float = 0.0
+    """As a clock on the wall has it."""
     hooks: list[str] = field(default_factory=list)
     """Hooks that it implements."""
     notes: list[str] = field(default_factory=list)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pluggy
@@ -21,10 +23,15 @@ from toolkit_lm.plugin.boundary import reason
 from toolkit_lm.plugin.discovery import Candidate, check_api_version
 from toolkit_lm.plugin.info import PluginInfo, PluginWarning
 from toolkit_lm.plugin.markers import HOOK_PREFIX, PROJECT
+from toolkit_lm.plugin.options import check_options_class
 from toolkit_lm.plugin.registries import Registries, by_hook, copied
 
 SLOW_IMPORT = 0.1
 """Seconds of CPU time above which importing an entry module is warned about."""
+SLOW_IMPORT_WALL = 1.0
+"""As SLOW_IMPORT, in seconds on the wall: it may wait for a disk or a network."""
+_SILENCE = 2.0
+"""Seconds of an import after which it is said what is being imported."""
 HEAVY_PACKAGES = ("torch", "transformers")
 """Packages that an entry module must not import."""
 
@@ -42,7 +49,8 @@ class Loader:
         for step in (self._import, self._add_hookspecs, self._register, self._collect):
             for candidate in candidates:
                 if candidate.info.status == "ok":
-                    with self._boundary(candidate):
+                    # A command's output may be read by a program.
+                    with self._boundary(candidate), redirect_stdout(sys.stderr):
                         step(candidate)
         absent = [info.name for info in (c.info for c in candidates) if info.status != "ok"]
         hint = f"Plugins that are not in use, and might add it: {', '.join(absent)}." if absent else ""
@@ -76,16 +84,18 @@ class Loader:
         if candidate.entry is not None:
             check_api_version(candidate)
             light = [name for name in HEAVY_PACKAGES if name not in sys.modules]
-            start = time.thread_time()
-            module = importlib.import_module(candidate.entry.module)
-            info.import_seconds = time.thread_time() - start
+            cpu, wall = time.thread_time(), time.perf_counter()
+            with _announced(info):
+                module = importlib.import_module(candidate.entry.module)
+            info.import_seconds, info.import_wall_seconds = time.thread_time() - cpu, time.perf_counter() - wall
             info.file = module.__file__
             candidate.plugin = candidate.entry.load()
             heavy = [name for name in light if name in sys.modules]
-            if heavy or info.import_seconds > SLOW_IMPORT:
+            if heavy or info.import_seconds > SLOW_IMPORT or info.import_wall_seconds > SLOW_IMPORT_WALL:
                 _warn_of_cost(info, heavy)
         if inspect.isclass(candidate.plugin):
             raise PluginError(f"{candidate.plugin.__name__} is a class: a plugin is a module or an instance")
+        check_options_class(getattr(candidate.plugin, "Options", None))
 
     def _add_hookspecs(self, candidate: Candidate) -> None:
         bring = getattr(candidate.plugin, "toolkit_register_hookspecs", None)
@@ -145,32 +155,41 @@ class Loader:
 def implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> list[Callable[..., Any]]:
     """What a plugin implements of a hook, to be called with keywords for all the hook's arguments."""
     found = [impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == plugin]
-    return [_with_subset(impl.function, impl.argnames) for impl in found]
+    return [partial(_call, impl) for impl in found]
 
 
-def _with_subset(function: Callable[..., Any], argnames: Iterable[str]) -> Callable[..., Any]:
-    def call(**arguments: Any) -> Any:
-        return function(**{name: arguments[name] for name in argnames})
-
-    return call
+def _call(impl: pluggy.HookImpl, **arguments: Any) -> Any:
+    return impl.function(**{name: arguments[name] for name in impl.argnames})
 
 
 def _hook_names(plugin: object) -> list[str]:
     """Names in a plugin that are hooks, or look as if they were meant to be; the specifications that it may hold are none."""
-    names = []
-    for name in dir(plugin):
-        value = getattr(plugin, name, None)
-        if _is_marked(value, "impl") or (name.startswith(HOOK_PREFIX) and callable(value) and not _is_marked(value, "spec")):
-            names.append(name)
-    return names
+    values = {name: getattr(plugin, name, None) for name in dir(plugin)}
+    meant = [name for name, value in values.items() if name.startswith(HOOK_PREFIX) and callable(value) and not _is_marked(value, "spec")]
+    return [name for name, value in values.items() if name in meant or _is_marked(value, "impl")]
 
 
 def _is_marked(function: object, kind: str) -> bool:
     return isinstance(getattr(function, f"{PROJECT}_{kind}", None), dict)
 
 
+@contextmanager
+def _announced(info: PluginInfo) -> Iterator[None]:
+    """Says which plugin is being imported, where that takes long or is interrupted."""
+    timer = threading.Timer(_SILENCE, print, [f"importing {info} ..."], {"file": sys.stderr, "flush": True})
+    timer.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"interrupted while importing {info}", file=sys.stderr)
+        raise
+    finally:
+        timer.cancel()
+
+
 def _warn_of_cost(info: PluginInfo, heavy: list[str]) -> None:
     cause = f"imports {' and '.join(heavy)}" if heavy else "is slow"
-    note = f"its entry module {cause}: {info.import_seconds:.2f} s at each start. Import it in the target modules instead"
+    seconds = f"{info.import_seconds:.2f} s of CPU time, {info.import_wall_seconds:.2f} s in all"
+    note = f"its entry module {cause}: {seconds}, at each start. Import it in the target modules instead"
     info.notes.append(note)
     warnings.warn(f"{info}: {note}.", PluginWarning, stacklevel=6)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import textwrap
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from toolkit_lm.errors import ConfigError, nearest
+from toolkit_lm.errors import ConfigError, PluginError, nearest
 from toolkit_lm.plugin.info import PluginInfo
 
 
@@ -26,14 +30,25 @@ def make_options(info: PluginInfo, kind: type[Any], values: Mapping[str, Any]) -
         raise ConfigError(f"{info}: wrong options {dict(values)!r}: {error}") from error
 
 
+def check_options_class(kind: Any) -> None:
+    """Raises PluginError for a class that options cannot be made of."""
+    if kind is None or hasattr(kind, "model_validate") or dataclasses.is_dataclass(kind):
+        return
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        raise PluginError("Options must be a msgspec Struct, a dataclass or a pydantic model, and it is none of them")
+
+
 def option_fields(kind: type[Any]) -> dict[str, str]:
-    """The options that a plugin has, each with its type as text."""
-    if hasattr(kind, "model_fields"):
-        return {name: _type_name(one.annotation) for name, one in kind.model_fields.items()}
-    if dataclasses.is_dataclass(kind):
-        return {one.name: _type_name(one.type) for one in dataclasses.fields(kind)}
-    return {one.encode_name: _type_name(one.type) for one in msgspec.structs.fields(kind)}
+    """The options that a plugin has: each with its type, its default, and as help the text that stands below it in the source."""
+    helps = _texts_below(kind)
+    options = inspect.signature(kind, eval_str=True).parameters.values()
+    return {one.name: f"{str(one).partition(': ')[2]}{helps.get(one.name, '')}" for one in options}
 
 
-def _type_name(annotation: Any) -> str:
-    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+def _texts_below(kind: type[Any]) -> dict[str, str]:
+    try:
+        definition: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    fields = [(one, text) for one, text in pairwise(definition.body) if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr)]
+    return {ast.unparse(field.target): f". {' '.join(ast.literal_eval(text.value).split())}" for field, text in fields}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +25,11 @@ from toolkit_lm.plugin.loader import Loader, implementations
 from toolkit_lm.plugin.options import make_options, option_fields
 from toolkit_lm.plugin.registries import Registries
 from toolkit_lm.plugin.registry import Registry
+
+_EVENT_SECONDS = 0.005
+"""That a plugin may take for an event, on average: outputs wait for it."""
+_SLACK = 1.0
+"""Seconds by which all events together may be over that."""
 
 RegistryT = TypeVar("RegistryT", bound=Registry[Any])
 
@@ -48,6 +55,8 @@ class Plugins(Registries):
         self._fingerprints: dict[bool, Fingerprint] = {}
         """By whether plugins given from code are left out."""
         self._listeners = tuple(self.implementations("toolkit_event"))
+        self._patience: dict[str, float] = {}
+        """Seconds that a plugin may still take for events, by its name."""
         self._watchers: list[tuple[PluginInfo, EventListener]] = []
 
     @classmethod
@@ -93,7 +102,7 @@ class Plugins(Registries):
         """`config` after every plugin's `toolkit_configure`. Raises PluginError when one raises or returns something else."""
         for info, call in self.implementations("toolkit_configure"):
             with info.boundary("toolkit_configure", passes=()):
-                changed = call(config=config)
+                changed = call(config=config, options=self.options(info.name))
             if changed is None:
                 continue
             if not isinstance(changed, VllmConfig):
@@ -141,15 +150,23 @@ class Plugins(Registries):
         return bool(self._listeners)
 
     def event(self, event: Event) -> None:
-        """Hands an event to every plugin that watches. Never raises: a plugin that does is warned about, and dropped."""
+        """Hands an event to every plugin that watches. Never raises: a plugin that does is warned about, and dropped; a slow one once."""
         for listener in self._listeners:
             info, call = listener
+            start = time.perf_counter()
             try:
                 call(event=event)
             except Exception as error:
                 self._listeners = tuple(other for other in self._listeners if other is not listener)
                 message = f"{info} failed on an event, and gets no more events: {reason(error)}"
                 warnings.warn(message, PluginWarning, stacklevel=2)
+            seconds = time.perf_counter() - start
+            left = self._patience.get(info.name, _SLACK) + _EVENT_SECONDS - seconds
+            if left < 0:
+                message = f"{info} is slow: outputs waited {seconds:.2f} s for what it does on the last event, and for others before."
+                warnings.warn(message, PluginWarning, stacklevel=2)
+                left = math.inf
+            self._patience[info.name] = left
 
     def failure(self, error: BaseException) -> str:
         """What an error says, and which plugin's code raised it, where it was a plugin's."""
@@ -175,7 +192,7 @@ class Plugins(Registries):
         return self._options[name]
 
     def option_fields(self, name: str) -> dict[str, str]:
-        """The options that a plugin has, each with its type as text."""
+        """The options that a plugin has, each with its type, default and help."""
         kind = self._options_class(name)
         return {} if kind is None else option_fields(kind)
 

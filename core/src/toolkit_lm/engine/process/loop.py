@@ -16,7 +16,7 @@ from toolkit_lm.engine.process import wire
 from toolkit_lm.errors import PluginError, ToolkitError
 from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutput, EngineRequest
-from toolkit_lm.plugin import Plugins, PluginWarning
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_device
 
 _LAST_WORDS = 1000
@@ -47,7 +47,7 @@ def serve(folder: str, connected: Callable[[], None]) -> None:
 def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
     with warnings.catch_warnings():
         # The front has warned.
-        warnings.simplefilter("ignore", PluginWarning)
+        warnings.simplefilter("ignore")
         plugins = Plugins.load(start.config.plugins)
     if difference := start.fingerprint.difference(plugins.fingerprint()):
         raise PluginError(f"the engine process has other plugins than its front ('here': the front; 'there': the process):\n{difference}")
