@@ -34,7 +34,7 @@ def backend(*names: str) -> type:
     return type("Failing", (SdpaBackend,), {name: classmethod(m) if name in CLASSMETHODS else m for name, m in methods.items()})
 
 
-CLASSMETHODS = ("refuses", "kv_cache_shape")
+CLASSMETHODS = ("refuses", "page_layout")
 
 
 class Failing:
@@ -69,7 +69,7 @@ def forget():
     sys.modules.pop("failing_target", None)
 
 
-@pytest.mark.parametrize("method", ["kv_cache_shape", "__init__", "build", "forward"])
+@pytest.mark.parametrize("method", ["page_layout", "__init__", "build", "forward"])
 def test_a_backend_that_fails_while_the_engine_starts(method):
     plugin = Failing("backend", backend(method), priority=50)
     with pytest.raises(PluginError, match=NAMED + r".*boom: RuntimeError: boom") as caught:

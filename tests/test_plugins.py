@@ -283,12 +283,12 @@ def test_a_failing_backend_that_was_asked_for(toolkit, installed, one_token, com
     assert 'raise RuntimeError("no such kernel")' in done.stderr
 
 
-def test_a_backend_that_fails_in_a_server_s_first_step(toolkit):
+def test_a_backend_that_fails_while_a_server_starts(toolkit):
     done = toolkit("serve", "tiny", "--port", "0", plugins=["failing_backend"], FAILS_LATER="1")
     assert done.returncode == 1
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
-        r"error: plugin 'failing' \(failing-backend 2.5, .*target.py:26\) failed in FailingBackend.build: RuntimeError: no such kernel",
+        r"error: plugin 'failing' \(failing-backend 2.5, .*target.py:26\) failed in FailingBackend.page_layout: RuntimeError: no such kernel",
         error,
     )
 
