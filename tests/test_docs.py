@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import pytest
 from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.cli.sampling import sampling_flags
 from toolkit_lm.config import options_of
+from toolkit_lm.errors import page as page_address
 from toolkit_lm.plugin import API_VERSION, Plugins
 from toolkit_lm.resolution import explain
 from toolkit_lm_cli.converse import ClientOptions
@@ -247,3 +249,14 @@ def test_the_server_page_names_every_route_and_metric(url):
 def test_the_pinned_contract_is_the_one_there_is():
     for page in PAGES:
         assert set(re.findall(r"toolkit-lm-core>=([\d.]+)", read(page))) <= {API_VERSION}, name(page)
+
+
+def test_errors_name_pages_that_can_be_opened():
+    """By their address, which a user without this repository can open; and each of them is there."""
+    sources = {path: path.read_text(encoding="utf-8") for pattern in ("core/src", "*/*/src") for path in ROOT.glob(f"{pattern}/**/*.py")}
+    named = {name for text in sources.values() for name in re.findall(r"""page\(["']([\w/.-]+)["']\)""", text)}
+    assert "hooks/toolkit_register_models.md" in named
+    assert [name for name in named if not (ROOT / "docs" / name).is_file()] == []
+    assert [path for path, text in sources.items() if re.search(r"[^/\w]docs/[\w/]+\.md", text)] == []
+    metadata = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text(encoding="utf-8"))
+    assert page_address("index.md") == f"{metadata['project']['urls']['Documentation']}/index.md"

@@ -66,6 +66,15 @@ class EngineDeadError(ToolkitError):
     """The engine has stopped and serves no more requests; `__cause__` is the root cause."""
 
 
+DOCUMENTATION = "https://github.com/toolkit-lm/toolkit-lm/tree/main/docs"
+"""As the distributions' metadata have it."""
+
+
+def page(name: str) -> str:
+    """The address of a page of the documentation, such as "hooks/toolkit_watch.md", for an error's hint."""
+    return f"{DOCUMENTATION}/{name}"
+
+
 def nearest(name: str, known: Iterable[str], count: int = 3, *, otherwise: str | None = None) -> str:
     """The end of an error sentence: the names closest to `name`; when none is close, `otherwise`, by default all of them."""
     known = sorted(known)

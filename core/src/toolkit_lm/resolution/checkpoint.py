@@ -12,7 +12,7 @@ import msgspec
 
 from toolkit_lm.config import Checkpoint, ModelConfig, VllmConfig
 from toolkit_lm.config.tasks import CONVERTIBLE_SUFFIXES, default_runner
-from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, nearest
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, nearest, page
 from toolkit_lm.plugin import Plugins, PluginWarning
 
 _POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
@@ -217,5 +217,5 @@ def _nothing_runs(name: str, path: str, fallbacks: list[tuple[str, str | None]],
     near = nearest(name, plugins.models.architectures(), otherwise="`toolkit plugins show PLUGIN` lists a plugin's architectures.")
     return CheckpointError(
         f"no installed plugin has the architecture {name!r} of {path!r}.{refused} {near}{hint} "
-        "Install a distribution that registers it (toolkit-lm-...), or write one: docs/hooks/toolkit_register_models.md."
+        f"Install a distribution that registers it (toolkit-lm-...), or write one: {page('hooks/toolkit_register_models.md')}"
     )

@@ -98,4 +98,6 @@ def _write(source: Traversable, target: Path, values: dict[str, str]) -> None:
         elif template.name.endswith(_SUFFIX):
             target.mkdir(parents=True, exist_ok=True)
             text = Template(template.read_text(encoding="utf-8")).substitute(values)
-            (target / template.name.removesuffix(_SUFFIX)).write_text(text, encoding="utf-8")
+            # Two plugins' tests may be run together, and test modules have no package.
+            file = template.name.removesuffix(_SUFFIX).replace("test_", f"test_{values['name'].replace('-', '_')}_", 1)
+            (target / file).write_text(text, encoding="utf-8")
