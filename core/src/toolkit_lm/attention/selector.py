@@ -42,7 +42,7 @@ def _wanted_for(spec: AttentionSpec, wanted: str) -> str:
     for item in wanted.split(","):
         kind, _, name = item.strip().rpartition("=")
         if kind and kind not in _KINDS:
-            raise ConfigError(f"option 'attention_backend': {kind!r} is no kind of layer. {nearest(kind, _KINDS)}")
+            raise ConfigError(f"option 'attention_backend': {kind!r} is not a kind of layer. {nearest(kind, _KINDS)}")
         if kind in kinds or (not kind and found == "auto"):
             found = name
     return found

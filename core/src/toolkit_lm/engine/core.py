@@ -78,7 +78,7 @@ class EngineCore:
                 if not spec.caches_prefixes:
                     raise UnsupportedError(
                         f"prefix caching: layer {layer!r} keeps a cache of kind {spec.kind!r}, which other sequences cannot use. "
-                        "Able: --no-enable-prefix-caching."
+                        "Use --no-enable-prefix-caching."
                     )
         planned = plan_groups(specs, self.executor.backends())
         return size_kv_cache(planned, self.config, self.executor.free_memory(), self.executor.free_host_memory())
