@@ -49,8 +49,8 @@ class Registry(Generic[EntryT]):
 
     noun: ClassVar[str] = "entry"
     missing: ClassVar[type[ToolkitError]] = ConfigError
-    base: ClassVar[str] = ""
-    """"module:Class", of which targets are subclasses; empty: they are functions."""
+    base: ClassVar[str | None] = ""
+    """"module:Class", of which targets are subclasses; empty: they are functions; None: who loads them knows what they are."""
 
     pattern: ClassVar[re.Pattern[str]] = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
     """What targets look like."""
@@ -78,7 +78,7 @@ class Registry(Generic[EntryT]):
             loaded = _import(entry.target)
         what = f"{entry.owner}: {self.noun} {key!r}: {entry.target!r}"
         if not self.base:
-            if not callable(loaded):
+            if self.base is not None and not callable(loaded):
                 raise PluginError(f"{what} is not a function, but a {type(loaded).__name__}.")
         elif not (isinstance(loaded, type) and issubclass(loaded, _import(self.base))):
             raise PluginError(f"{what} must be a subclass of {self.base.replace(':', '.')}.")

@@ -21,6 +21,7 @@ class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
 
     noun = "score template"
     missing = ConfigError
+    base = None
 
     def add(self, name: str, target: str, *, architectures: tuple[str, ...] = (), override: bool = False) -> None:
         """Registers a ScoreTemplate. Its module must not import torch: the front, which has none, uses it.
