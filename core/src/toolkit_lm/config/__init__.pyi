@@ -1,0 +1,19 @@
+from .memory import parse_memory as parse_memory
+from .options import Option as Option, load_options as load_options, option as option, options_of as options_of, read_file as read_file
+from .pooling_profile import PoolingProfile as PoolingProfile, RoleProfile as RoleProfile
+from .vllm import (
+    AttentionConfig as AttentionConfig,
+    CacheConfig as CacheConfig,
+    Checkpoint as Checkpoint,
+    DeviceConfig as DeviceConfig,
+    EngineConfig as EngineConfig,
+    LimitsConfig as LimitsConfig,
+    LoadConfig as LoadConfig,
+    ModelConfig as ModelConfig,
+    ParallelConfig as ParallelConfig,
+    PluginsConfig as PluginsConfig,
+    PoolerConfig as PoolerConfig,
+    RendererConfig as RendererConfig,
+    SchedulerConfig as SchedulerConfig,
+    VllmConfig as VllmConfig,
+)
