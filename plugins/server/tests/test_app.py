@@ -7,8 +7,10 @@ import json
 import logging
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
+import msgspec
 import pytest
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
@@ -626,6 +628,57 @@ async def test_routes_that_are_refused(make_engine, add, message):
 
     with pytest.raises(PluginError, match=message):
         create_app(make_engine([Bad()]), ServerOptions(routes=["bad"]))
+
+
+@pytest.mark.parametrize("way", ["own app", "included"])
+async def test_routes_get_options_and_a_lifespan(make_engine, way):
+    seen = []
+
+    class Options(msgspec.Struct):
+        word: str = "up"
+
+    class Good:
+        name = "good"
+
+        @hookimpl
+        def toolkit_register_routes(self, router, engine, options):
+            @asynccontextmanager
+            async def lifespan():
+                seen.append(options.word)
+                yield
+                seen.append("down")
+
+            return lifespan
+
+    plugin = Good()
+    plugin.Options = Options
+    engine, options = make_engine([plugin]), ServerOptions(routes=["good"])
+    app = create_app(engine, options)
+    if way == "included":
+        app = FastAPI()
+        app.include_router(create_router(engine, options))
+    async with app.router.lifespan_context(app):
+        assert seen == ["up"]
+    assert seen == ["up", "down"]
+
+
+async def test_a_lifespan_that_fails_names_its_plugin(make_engine):
+    class Bad:
+        name = "bad"
+
+        @hookimpl
+        def toolkit_register_routes(self, router, engine):
+            @asynccontextmanager
+            async def lifespan():
+                raise OSError("no database")
+                yield
+
+            return lifespan
+
+    app = create_app(make_engine([Bad()]), ServerOptions(routes=["bad"]))
+    with pytest.raises(PluginError, match=r"plugin 'bad' .*failed in the lifespan of its routes: OSError: no database"):
+        async with app.router.lifespan_context(app):
+            raise AssertionError("it does not get here")
 
 
 @pytest.mark.parametrize("options", [{"max_body_size": "50%"}, {"max_body_size": "much"}, {"api_key": ""}])

@@ -77,7 +77,7 @@ class About:
 def create_router(
     engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None, readiness: Readiness | None = None
 ) -> APIRouter:
-    """The server's routes, to be mounted in any FastAPI app. They need no lifespan; the caller owns the engine.
+    """The server's routes, to be included in any FastAPI app. Only those of plugins may need its lifespan; the caller owns the engine.
 
     /metrics is there when `metrics` is given. `readiness`: for a caller that wants to refuse requests before it ends. Raises ConfigError
     for an unknown name in `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin has a parameter with

@@ -65,7 +65,8 @@ class Lifecycle:
         self._listener = listener
         self._shutdown_timeout = options.shutdown_timeout
         self._readiness = Readiness(engine)
-        self._in_flight = InFlight(create_app(engine, options, metrics=metrics, readiness=self._readiness))
+        self._app = create_app(engine, options, metrics=metrics, readiness=self._readiness)
+        self._in_flight = InFlight(self._app)
         self._server = _Server(_settings(self._in_flight, options))
         self._stopped = False
 
@@ -73,6 +74,10 @@ class Lifecycle:
         """Raises what kept the engine from starting."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+        async with self._app.router.lifespan_context(self._app):
+            await self._serve()
+
+    async def _serve(self) -> None:
         logger.info("Listening on %s while the engine starts", url_of(self._listener))
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         starting = asyncio.create_task(self._start())
@@ -136,6 +141,7 @@ def close(engine: AsyncLLM) -> threading.Thread:
 def _settings(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
+        # The lifecycle enters it before the first connection.
         lifespan="off",
         log_level=options.log_level,
         access_log=options.access_log,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from toolkit_lm.errors import ConfigError, PluginError, nearest
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import PluginInfo, Plugins
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
 
 HOOK = "toolkit_register_routes"
+
+Lifespan = Callable[[], AbstractAsyncContextManager[object]]
+"""What a plugin's routes need while they are served."""
 
 
 def check_names(plugins: Plugins, names: Sequence[str]) -> None:
@@ -25,16 +29,23 @@ def check_names(plugins: Plugins, names: Sequence[str]) -> None:
 
 
 def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str], kind: type[APIRoute]) -> None:
-    """Adds the routes of the named plugins to `router`, as routes of class `kind`. Raises ConfigError or PluginError."""
+    """Adds the routes of the named plugins to `router`, as routes of class `kind`, and their lifespans to its own.
+
+    Raises ConfigError or PluginError.
+    """
     check_names(engine.plugins, names)
+    lifespans: list[tuple[PluginInfo, Lifespan]] = []
     for info, register in engine.plugins.implementations(HOOK):
         if info.name not in names:
             continue
         own = APIRouter(route_class=kind)
-        try:
-            register(router=own, engine=engine)
-        except Exception as error:
-            raise PluginError(f"{info} failed in {HOOK}: {type(error).__name__}: {error}") from error
+        options = engine.plugins.options(info.name)
+        with info.boundary(HOOK, passes=()):
+            lifespan = register(router=own, engine=engine, options=options)
+        if lifespan is not None:
+            if not callable(lifespan):
+                raise PluginError(f"{info}: {HOOK} must return a function that makes an async context manager, or None, not {lifespan!r}.")
+            lifespans.append((info, lifespan))
         for route in own.routes:
             # Any other kind of route would go round the key check and the body limit.
             if not isinstance(route, kind):
@@ -46,3 +57,19 @@ def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str],
                 if (route.path, method) in taken:
                     raise PluginError(f"{info}: the route {method} {route.path} is in use.")
             router.routes.append(route)
+
+    @asynccontextmanager
+    async def together(app: Any) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            for info, lifespan in lifespans:
+                await stack.enter_async_context(_named(info, lifespan))
+            yield
+
+    router.lifespan_context = together
+
+
+@asynccontextmanager
+async def _named(info: PluginInfo, lifespan: Lifespan) -> AsyncIterator[None]:
+    with info.boundary("the lifespan of its routes"):
+        async with lifespan():
+            yield
