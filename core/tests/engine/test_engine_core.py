@@ -209,18 +209,6 @@ class TestRecovery:
                 core.step()
         assert not core.scheduler.quarantine.quarantined
 
-    def test_a_worker_that_dies_of_a_request_is_no_failed_warm_up(self):
-        core = make_core()
-        add(core, "bad", [POISON])
-
-        def dying():
-            raise EngineDeadError("the worker of rank 0 has died")
-
-        core.executor.warm_up = dying
-        core.step()
-        with pytest.raises(EngineDeadError, match=r"^the worker of rank 0 has died"):
-            core.step()
-
     def test_it_dies_after_three_failures_in_a_row_without_a_culprit(self):
         core = make_core()
         good = good_prompts(1)[0]
@@ -327,7 +315,7 @@ class TestStart:
         config = VllmConfig.default(max_model_len=MAX_MODEL_LEN, max_num_seqs=4, **options)
         executor = FakeExecutor(config, kv_cache(40, [(4, None)]), max_in_flight=1)
         spec = FullSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-        executor.kv_cache_specs = lambda: {"layer0": spec}
+        executor.kv_cache_specs = lambda: [{"layer0": spec}]
         executor.backends = lambda: {"layer0": "none"}
         executor.free_memory = lambda: free_memory
         self.phases: list[str] = []

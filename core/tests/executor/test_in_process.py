@@ -22,7 +22,8 @@ def overlaps(executor) -> bool:
 def executor(request):
     executor = InProcessExecutor(make_config(overlap=request.param), make_plugins())
     executor.load()
-    executor.init_kv_cache(plan_groups(executor.kv_cache_specs(), executor.backends()).sized([8], [0]))
+    [specs] = executor.kv_cache_specs()
+    executor.init_kv_cache([plan_groups(specs, executor.backends()).sized([8], [0])])
     yield executor
     executor.shutdown()
 

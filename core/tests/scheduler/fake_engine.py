@@ -294,7 +294,7 @@ class FakeExecutor(Executor):
     def load(self) -> None: ...
 
     def kv_cache_specs(self):
-        return {}
+        return [{}]
 
     def backends(self):
         return {}
@@ -308,7 +308,7 @@ class FakeExecutor(Executor):
     def free_host_memory(self) -> int:
         return 0
 
-    def init_kv_cache(self, kv_cache: KVCacheConfig) -> None: ...
+    def init_kv_cache(self, kv_caches: list[KVCacheConfig]) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -329,5 +329,5 @@ class FakeCore(EngineCore):
         request.reads_prefix_cache = request.params.prompt_logprobs is None
         super().add_request(request)
 
-    def _plan_kv_cache(self) -> KVCacheConfig:
+    def _plan_kv_cache(self, specs) -> KVCacheConfig:
         return self._cache

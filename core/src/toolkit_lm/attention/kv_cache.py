@@ -8,11 +8,12 @@ layers that cannot be cut evenly, have a pool of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from toolkit_lm.attention.spec import KVCacheSpec
 from toolkit_lm.plugin import KVKindRegistry
@@ -67,6 +68,12 @@ class KVCacheConfig(Struct, frozen=True):
         """A copy with so many blocks in each pool."""
         sizes = zip(self.pools, num_blocks, num_host_blocks, strict=True)
         return KVCacheConfig(self.groups, [KVPool(pool.page_bytes, pool.num_pages, *size) for pool, *size in sizes])
+
+    def of_layers(self, layers: Container[str]) -> KVCacheConfig:
+        """What a worker has of it that runs only these layers. Its groups are the same, so that a plan's block tables fit all workers."""
+        groups = [replace(group, layers=[one for one in group.layers if one in layers]) for group in self.groups]
+        counts = [max(len(group.layers) for group in groups if group.pool == pool) for pool in range(len(self.pools))]
+        return KVCacheConfig(groups, [replace(pool, num_pages=count) for pool, count in zip(self.pools, counts, strict=True)])
 
     def max_blocks(self, num_tokens: int, chunk: int) -> list[int]:
         """Per pool, most blocks that a sequence of `num_tokens` holds at a time when a step computes at most `chunk` of them."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
-from toolkit_lm.attention import KVCacheConfig, plan_groups
+from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import EngineDeadError, UnsupportedError
@@ -63,16 +63,17 @@ class EngineCore:
         with plugins.boundary:
             on_phase("loading the model")
             executor.load()
-            self.kv_cache = self._plan_kv_cache()
-            executor.init_kv_cache(self.kv_cache)
+            specs = executor.kv_cache_specs()
+            self.kv_cache = self._plan_kv_cache(specs)
+            executor.init_kv_cache([self.kv_cache.of_layers(one) for one in specs])
             on_phase("warming up")
             executor.warm_up()
             self.pooling = executor.pooling_rules()
         self.scheduler = Scheduler(config, self.kv_cache, policy, plugins.fingerprint().digest)
 
-    def _plan_kv_cache(self) -> KVCacheConfig:
+    def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:
         """Groups, pools and their blocks. Raises CapacityError, and UnsupportedError where layers cannot do what was asked for."""
-        specs = self.executor.kv_cache_specs()
+        specs = {layer: spec for one in ranks for layer, spec in one.items()}
         if self.config.cache.enable_prefix_caching:
             for layer, spec in specs.items():
                 if not spec.caches_prefixes:
@@ -81,7 +82,9 @@ class EngineCore:
                         "Use --no-enable-prefix-caching."
                     )
         planned = plan_groups(specs, self.executor.backends())
-        return size_kv_cache(planned, self.config, self.executor.free_memory(), self.executor.free_host_memory())
+        # Each rank has room for its own layers: the one with the most counts.
+        pools = [max(pools, key=lambda pool: pool.num_pages) for pools in zip(*(planned.of_layers(one).pools for one in ranks), strict=True)]
+        return size_kv_cache(KVCacheConfig(planned.groups, pools), self.config, self.executor.free_memory(), self.executor.free_host_memory())
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestError."""
@@ -177,8 +180,6 @@ class EngineCore:
             try:
                 self.executor.execute(self.scheduler.drop_plan()).result()
                 self.executor.warm_up()
-            except EngineDeadError:
-                raise
             except Exception:
                 raise EngineDeadError(f"the engine cannot compute anything any more: {what}") from error
             self._failures = 0

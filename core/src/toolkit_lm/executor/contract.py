@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
@@ -10,17 +11,6 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
-
-
-class StepError(Exception):
-    """A step failed on one worker of several, and they all live on."""
-
-    def __init__(self, rank: int, error: str, traceback: str) -> None:
-        """`error`: what was raised on `rank`, in a line; `traceback`: where."""
-        super().__init__(f"rank {rank}: {error}")
-        self.rank = rank
-        self.traceback = traceback
-        self.add_note(f"On rank {rank}:\n{traceback}")
 
 
 class Executor(ABC):
@@ -42,8 +32,8 @@ class Executor(ABC):
         """Makes the model on every worker and loads its weights. Raises CheckpointError, PluginError, UnsupportedError."""
 
     @abstractmethod
-    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """By attention layer: what it caches."""
+    def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        """Per rank, by attention layer: what it caches. A pipeline rank has its own layers only."""
 
     @abstractmethod
     def backends(self) -> dict[str, str]:
@@ -62,8 +52,8 @@ class Executor(ABC):
         """Bytes of host memory that each worker can have; the least, where they differ."""
 
     @abstractmethod
-    def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
-        """Allocates the KV cache on every worker."""
+    def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
+        """Allocates the KV cache on every worker, as the one of its rank says. All have the same groups, each with the rank's layers."""
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -74,7 +64,10 @@ class Executor(ABC):
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> Future[StepResult]:
-        """Starts a step. Steps run in the order of the calls. What a step raises on a worker is in its future."""
+        """Starts a step. Steps run in the order of the calls.
+
+        What a step raises on a worker is in its future, with its traceback; where there are several workers, a note says "on rank 1".
+        """
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -26,8 +27,8 @@ class InProcessExecutor(Executor):
     def load(self) -> None:
         self.runner.load()
 
-    def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        return self.runner.kv_cache_specs()
+    def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        return [self.runner.kv_cache_specs()]
 
     def backends(self) -> dict[str, str]:
         return {layer: selection.name for layer, selection in self.runner.selections.items()}
@@ -41,7 +42,8 @@ class InProcessExecutor(Executor):
     def free_host_memory(self) -> int:
         return free_memory(torch.device("cpu"))
 
-    def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
+    def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
+        (kv_cache,) = kv_caches
         self.runner.init_kv_cache(kv_cache)
 
     def warm_up(self) -> None:

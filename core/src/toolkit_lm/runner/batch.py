@@ -58,6 +58,9 @@ class PersistentBatch:
                 for group, blocks in enumerate(scheduled.new_blocks):
                     if blocks:
                         self._append_blocks(self.row_of[scheduled.seq_id], group, blocks)
+        for seq_id, tokens in plan.tokens.items():
+            row = self.row_of[seq_id]
+            self.history.put(row, int(self._num_computed[row]), tokens)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The flat batch of a plan, in the buffers, and the computed counts advanced past it."""

@@ -25,8 +25,9 @@ from toolkit_lm.attention import (
 )
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
+from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult, TokenLogprobs
-from toolkit_lm.model import Model, ModelState, StepInputs, load_model
+from toolkit_lm.model import IntermediateTensors, Model, ModelState, StepInputs, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import cache_layers, has_cache, load_model_class, select_backends
@@ -53,7 +54,7 @@ class ModelRunner:
         self._pooler: Pooler | None = None
         self._states: list[ModelState] = []
         self._bindings: dict[str, Binding] = {}
-        self._backends: list[CacheBackend] = []
+        self._backends: list[CacheBackend | None] = []
         """Of the KV groups, then of the layers without a cache."""
         self._cache: KVCache
         self._buffers: StepBuffers
@@ -106,6 +107,10 @@ class ModelRunner:
         limits = BatchLimits(scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs), max_len)
         self._cache = KVCache(kv_cache, self.device)
         for index, group in enumerate(kv_cache.groups):
+            if not group.layers:
+                # Another pipeline stage has them.
+                self._backends.append(None)
+                continue
             selection = self.selections[group.layers[0]]
             self._bind(selection, group.layers, group.spec, limits, self._cache.tensors(index, selection))
         uncached: dict[str, list[str]] = {}
@@ -165,14 +170,16 @@ class ModelRunner:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
         hidden_states = self._forward(inputs)
+        if hidden_states is None:
+            return StepResult(token_ids=[])
         result = self._sample(inputs, hidden_states)
         for state in self._states:
             state.finish(inputs, hidden_states, result)
         return result
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """[T, H] hidden states of the flat batch."""
-        arguments: dict[str, Tensor] = {}
+    def _forward(self, inputs: StepInputs) -> Tensor | None:
+        """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with them."""
+        arguments: dict[str, Any] = {}
         for state in self._states:
             state.groups(inputs)
             arguments |= state.inputs(inputs)
@@ -192,12 +199,17 @@ class ModelRunner:
                 max_query_len=most_queries,
                 max_seq_len=int(group.seq_lens.max()),
             )
-            metadata.append(backend.build(view))
+            metadata.append(None if backend is None else backend.build(view))
         arguments.setdefault("positions", buffers.positions.upload(num_tokens))
+        pipeline = pipeline_parallel_group(self.config.parallel)
+        if pipeline.rank > 0:
+            arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
         with step_context(StepContext(self._bindings, metadata)):
-            hidden_states = self.model(buffers.input_ids.upload(num_tokens), **arguments)
-        assert isinstance(hidden_states, Tensor)
-        return hidden_states
+            out: Tensor | IntermediateTensors = self.model(buffers.input_ids.upload(num_tokens), **arguments)
+        if isinstance(out, Tensor):
+            return out
+        pipeline.send(out, pipeline.rank + 1)
+        return None
 
     def _sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""

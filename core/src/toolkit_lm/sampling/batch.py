@@ -55,6 +55,12 @@ class TokenHistory:
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
 
+    def put(self, row: int, start: int, token_ids: list[int]) -> None:
+        """The tokens of a row from position `start` on."""
+        end = start + len(token_ids)
+        self.token_ids[row, start:end] = token_ids
+        self.num_tokens[row] = max(self.num_tokens[row], end)
+
     def append(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """One token for each of `rows` [R]. What a full row gets is counted, but no step will ever read it."""
         ends = self.num_tokens[rows]
