@@ -105,6 +105,18 @@ def test_a_quantization_of_a_third_party(toolkit):
     assert "safetensors, quantization: int8" in done.stdout, done.stderr
 
 
+def test_an_executor_of_a_third_party(toolkit, tmp_path):
+    done = toolkit("plugins", "check", "toolkit-lm-threads", plugins=["threads"])
+    assert done.returncode == 0, done.stdout
+    done = toolkit("explain", "tiny", "--pipeline-parallel-size", "2", "--device", "cpu", "--json", plugins=["threads"])
+    assert json.loads(done.stdout)["executors"] == [["in_process", "it runs 1 of 2 workers"], ["threads", None]], done.stderr
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]}) + "\n")
+    asked = ["--prompts", str(prompts), "--out", str(out), "--temperature", "0", "--max-tokens", "32", "--tensor-parallel-size", "2"]
+    done = toolkit("generate", "tiny", *asked, plugins=["threads"])
+    assert "Paris" in json.loads(out.read_text())["outputs"][0]["text"], done.stderr
+
+
 def test_its_command_is_listed_and_runs(toolkit):
     assert "Greet somebody." in toolkit("--help", plugins=["good"]).stdout
     done = toolkit("greet", "you", "--plugin-option", "good.greeting=hi", "--plugin-option", "good.times=2", plugins=["good"])

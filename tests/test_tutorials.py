@@ -17,6 +17,7 @@ NAMES = {"model": "seed", "attention_backend": "naive", "renderer": "bytes"}
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 GENERATED = {
     Kind.MODEL: "new-model",
+    Kind.EXECUTOR: "new-executor",
     Kind.QUANTIZATION: "new-quantization",
     Kind.CHECKPOINT_LOADER: "new-loader",
     Kind.LOGITS_PROCESSOR: "new-processor",

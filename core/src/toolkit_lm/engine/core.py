@@ -82,9 +82,10 @@ class EngineCore:
                         "Use --no-enable-prefix-caching."
                     )
         planned = plan_groups(specs, self.executor.backends())
-        # Each rank has room for its own layers: the one with the most counts.
-        pools = [max(pools, key=lambda pool: pool.num_pages) for pools in zip(*(planned.of_layers(one).pools for one in ranks), strict=True)]
-        return size_kv_cache(KVCacheConfig(planned.groups, pools), self.config, self.executor.free_memory(), self.executor.free_host_memory())
+        # A rank has pages for its own layers only: that of the most layers counts.
+        of_ranks = zip(*(planned.of_layers(one).pools for one in ranks), strict=True)
+        widest = KVCacheConfig(planned.groups, [max(pools, key=lambda pool: pool.num_pages) for pools in of_ranks])
+        return size_kv_cache(widest, self.config, self.executor.free_memory(), self.executor.free_host_memory())
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestError."""

@@ -13,6 +13,7 @@ from .equality import (
     assert_same_logits as assert_same_logits,
     assert_same_tokens as assert_same_tokens,
 )
+from .executor import ExecutorConformance as ExecutorConformance, WorkersConformance as WorkersConformance
 from .forward import (
     checkpoint_config as checkpoint_config,
     hidden_states as hidden_states,

@@ -23,6 +23,7 @@ class Kind(StrEnum):
 
     MODEL = "model"
     ATTENTION_BACKEND = "attention-backend"
+    EXECUTOR = "executor"
     RENDERER = "renderer"
     QUANTIZATION = "quantization"
     CHECKPOINT_LOADER = "checkpoint-loader"
@@ -39,6 +40,7 @@ class _About(NamedTuple):
 _ABOUT = {
     Kind.MODEL: _About("A model", ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")),
     Kind.ATTENTION_BACKEND: _About("An attention backend"),
+    Kind.EXECUTOR: _About("An executor", ("toolkit-lm-devkit", "toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")),
     Kind.RENDERER: _About("A renderer"),
     Kind.QUANTIZATION: _About("A quantization"),
     Kind.CHECKPOINT_LOADER: _About("A checkpoint loader"),

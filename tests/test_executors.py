@@ -1,0 +1,108 @@
+"""Executors: the one in the engine's process, and ranks as threads, by a third party; both pass the conformance kit."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import ConfigError
+from toolkit_lm_devkit import ExecutorConformance, WorkersConformance
+
+sys.path.insert(0, str(Path(__file__).parent / "plugins" / "threads"))
+THREADS = importlib.import_module("toolkit_lm_threads")
+SIZES = [(2, 1), (1, 2), (2, 2)]
+
+
+class TestInProcess(ExecutorConformance):
+    executor = "in_process"
+
+
+class TestThreads(WorkersConformance):
+    executor = "threads"
+    plugins = (THREADS,)
+    ranks = ((1, 1), *SIZES)
+
+    def kill(self, executor):
+        def dying(plan):
+            raise SystemExit("the worker had enough")
+
+        executor.runners[-1].execute = dying
+
+
+def threads(folder, tensor: int, pipeline: int, **options) -> LLM:
+    options = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 64} | options
+    return LLM(str(folder), plugins=[THREADS], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **options)
+
+
+def prompt_tokens(length: int, start: int = 3) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [(start * k) % 250 + 3 for k in range(1, length + 1)]}
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
+def test_the_first_stage_may_have_no_layer_of_a_group(make_windowed, assert_parity, tensor, pipeline):
+    """The one layer without a window is in the last stage."""
+    folder, model = make_windowed()
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=272)
+    with threads(folder, tensor, pipeline, max_logprobs=272, max_num_batched_tokens=16, max_num_seqs=8, num_kv_blocks=80) as llm:
+        assert_parity(model, llm.generate([prompt_tokens(30), prompt_tokens(7), prompt_tokens(45)], params, use_tqdm=False))
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
+def test_beams_are_those_of_one_rank(make_llama, tensor, pipeline):
+    folder, _ = make_llama("ranks")
+    params = SamplingParams(use_beam_search=True, n=3, temperature=0, max_tokens=10)
+    found = []
+    for sizes in [(1, 1), (tensor, pipeline)]:
+        with threads(folder, *sizes) as llm:
+            outputs = llm.generate([prompt_tokens(9), prompt_tokens(20)], params, use_tqdm=False)
+        found.append([[list(one.token_ids) for one in output.outputs] for output in outputs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
+def test_vectors_are_those_of_one_rank(make_llama, tensor, pipeline):
+    """Whole prompts and no cache, and prompts in chunks: the last stage pools."""
+    folder, _ = make_llama("ranks")
+    prompts = [prompt_tokens(length) for length in (3, 30, 12)]
+    for options in ({}, {"enable_chunked_prefill": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}):
+        vectors = []
+        for sizes in [(1, 1), (tensor, pipeline)]:
+            with threads(folder, *sizes, runner="pooling", convert="embed", **options) as llm:
+                vectors.append([list(output.embedding) for output in llm.embed(prompts, use_tqdm=False)])
+        for one, other in zip(*vectors, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
+def test_a_request_that_one_rank_fails_on_ends_alone(make_llama, tensor, pipeline):
+    folder, _ = make_llama("ranks")
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [prompt_tokens(5), prompt_tokens(13), prompt_tokens(9)]
+    with threads(folder, tensor, pipeline) as llm:
+        expected = llm.generate(prompts, params, use_tqdm=False)
+        llm.reset_prefix_cache()
+        for runner in llm.engine.client.core.executor.runners[1:]:
+            runner.execute = failing_at(13, runner.execute)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert "thirteen" in outputs[1].error and "on rank 1" in outputs[1].error
+    for index in (0, 2):
+        assert outputs[index].outputs[0].token_ids == expected[index].outputs[0].token_ids
+
+
+def failing_at(length, execute):
+    def run(plan):
+        if any(new.num_prompt_tokens == length for new in plan.new):
+            raise RuntimeError("no prompt of thirteen tokens")
+        return execute(plan)
+
+    return run
+
+
+def test_in_process_is_refused_for_two_ranks(make_llama):
+    folder, _ = make_llama("ranks")
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 .*in_process: it runs 1 of 2 workers\. Supported: threads\."):
+        threads(folder, 2, 1, executor="in_process")
