@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toolkit_lm_sdpa
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, GraphSupport, PageTensor
+from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_sdpa.backend import SdpaBackend
 from toolkit_lm_sdpa.plan import split
@@ -44,10 +44,6 @@ def test_refuses_a_dtype_without_arithmetic() -> None:
 def test_refuses_relative_positions_across_sequences() -> None:
     reason = SdpaBackend.refuses(msgspec.structs.replace(SPEC, type=AttentionType.CROSS, window=7, bias=True))
     assert reason == "window and bias relate positions of one sequence, and cross attention has two"
-
-
-def test_has_no_cuda_graphs() -> None:
-    assert SdpaBackend.graph_support(SPEC) is GraphSupport.NEVER
 
 
 def test_a_page_holds_keys_and_values() -> None:

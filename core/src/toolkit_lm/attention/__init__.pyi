@@ -4,7 +4,6 @@ from .backend import (
     BatchLimits as BatchLimits,
     BatchView as BatchView,
     CacheBackend as CacheBackend,
-    GraphSupport as GraphSupport,
     GroupSetup as GroupSetup,
     LayerParams as LayerParams,
     PageTensor as PageTensor,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,17 +35,6 @@ class LayerParams:
     sinks: Tensor | None = None
     """[num_heads]: a logit per head that joins the softmax's denominator."""
     spans: bool = False
-
-
-class GraphSupport(StrEnum):
-    """Which batches a backend can run inside a CUDA graph."""
-
-    NEVER = "never"
-    DECODE = "decode"
-    """One query token per sequence."""
-    UNIFORM = "uniform"
-    """Equally many query tokens per sequence."""
-    ALWAYS = "always"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +132,6 @@ class AttentionBackend(CacheBackend):
     @abstractmethod
     def refuses(cls, spec: AttentionSpec) -> str | None:
         """Why this backend cannot run such a layer; None when it can. Must not allocate."""
-
-    @classmethod
-    def graph_support(cls, spec: AttentionSpec) -> GraphSupport:
-        """Which batches of such a layer can run inside a CUDA graph."""
-        return GraphSupport.NEVER
 
     @abstractmethod
     def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any) -> None:

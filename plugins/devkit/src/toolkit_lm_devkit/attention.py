@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, FullSpec, GraphSupport, KVCacheSpec, WindowSpec
+from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, FullSpec, KVCacheSpec, WindowSpec
 
 from toolkit_lm_devkit.attention_step import BIASES, LAYER, AttentionStep
 from toolkit_lm_devkit.conformance import Conformance
@@ -170,7 +170,3 @@ class AttentionBackendConformance(Conformance):
             if spec is not None:
                 layout = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in self.backend.page_layout(spec)]
                 assert sum(one.nbytes for one in layout) == spec.page_bytes, "the tensors of a page are not its bytes"
-
-    def test_graph_support_is_stated(self) -> None:
-        for case in self.parameters()["case"].values():
-            assert isinstance(self.backend.graph_support(self.spec(case)), GraphSupport)
