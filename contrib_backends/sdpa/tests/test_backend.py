@@ -33,7 +33,7 @@ def test_runs_every_type_on_any_device(type, device) -> None:
 
 
 def test_runs_every_feature_at_once() -> None:
-    assert SdpaBackend.refuses(msgspec.structs.replace(SPEC, window=7, soft_cap=30.0, sinks=True, bias=True, spans=True)) is None
+    assert SdpaBackend.refuses(msgspec.structs.replace(SPEC, window=7, soft_cap=30.0, sinks=True, bias=True)) is None
 
 
 def test_refuses_a_dtype_without_arithmetic() -> None:

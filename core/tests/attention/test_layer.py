@@ -74,9 +74,9 @@ def test_spec_of_a_plain_decoder_layer() -> None:
 
 
 def test_spec_names_each_feature() -> None:
-    layer = make_layer(window=7, soft_cap=30.0, bias=no_bias, sinks=torch.zeros(4), spans=True, type=AttentionType.ENCODER)
+    layer = make_layer(window=7, soft_cap=30.0, bias=no_bias, sinks=torch.zeros(4), type=AttentionType.ENCODER)
     spec = layer.attention_spec(torch.device("cpu"), cached=True)
-    assert (spec.window, spec.soft_cap, spec.bias, spec.sinks, spec.spans) == (7, 30.0, True, True, True)
+    assert (spec.window, spec.soft_cap, spec.bias, spec.sinks) == (7, 30.0, True, True)
     assert spec.kv_cache is None
 
 

@@ -37,7 +37,7 @@ class CpuBackend(AttentionBackend):
             return f"this processor lacks the AVX-512 instructions for {spec.dtype}"
         if spec.head_size % _LANES:
             return f"head_size {spec.head_size} is not a multiple of {_LANES}"
-        asked = [name for name in ("window", "soft_cap", "sinks", "bias", "spans") if getattr(spec, name)]
+        asked = [name for name in ("window", "soft_cap", "sinks", "bias") if getattr(spec, name)]
         return f"no kernel with {' and '.join(asked)}" if asked else None
 
     @classmethod

@@ -33,7 +33,7 @@ class SdpaBackend(AttentionBackend):
         if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
             return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
         if spec.type is AttentionType.CROSS:
-            asked = [name for name in ("window", "bias", "spans") if getattr(spec, name)]
+            asked = [name for name in ("window", "bias") if getattr(spec, name)]
             if asked:
                 return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
         return None

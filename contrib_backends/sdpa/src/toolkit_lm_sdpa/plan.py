@@ -21,7 +21,6 @@ class LayerKey(NamedTuple):
 
     type: AttentionType
     window: int | None
-    spans: bool
     bias: bool
     shaped: bool
     """Scores are capped, or sinks join them: torch's kernels cannot compute them."""
@@ -32,7 +31,7 @@ class LayerKey(NamedTuple):
     def of(cls, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None) -> LayerKey:
         shaped = layer.soft_cap is not None or layer.sinks is not None
         block_size = None if kv_cache is None else kv_cache[0].shape[2]
-        return cls(layer.attention_type, layer.window, layer.spans, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
+        return cls(layer.attention_type, layer.window, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
 
     @property
     def explicit(self) -> bool:
@@ -153,7 +152,7 @@ class _Planner:
         if decode:
             rows = np.array(decode)
             ends = lengths[rows].astype(np.int64)
-            begins = np.array([self._first_key(row, int(end) - 1, int(end)) for row, end in zip(decode, ends, strict=True)])
+            begins = np.array([self._first_key(int(end) - 1) for end in ends])
             plan.buckets.extend(self._bucket(rows[part], begins[part], ends[part]) for part in split(ends - begins))
         return plan
 
@@ -189,7 +188,7 @@ class _Planner:
         encoder = self.key.type is AttentionType.ENCODER
         fresh = encoder or (self.key.type is AttentionType.DECODER and num_queries == end)
         assert fresh or self.key.block_size is not None, "a layer without a cache sees keys of earlier steps"
-        begin = 0 if fresh else self._first_key(row, end - num_queries, end)
+        begin = 0 if fresh else self._first_key(end - num_queries)
         k_positions = np.arange(begin, end)
         q_positions = np.arange(num_queries) if encoder else np.arange(end - num_queries, end)
         causal, visible = self._visibility(row, self._device(q_positions), self._device(k_positions))
@@ -204,28 +203,21 @@ class _Planner:
 
     def _visibility(self, row: int, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
         """`causal` and `visible` of a Row with queries and keys at these positions."""
-        causal, spans = self.key.type is AttentionType.DECODER, self._spans(row)
+        causal = self.key.type is AttentionType.DECODER
         length = max(int(self.batch.seq_lens[row]), len(q))
         window = length if self.key.window is None else min(self.key.window, length)
         if self.key.type is AttentionType.CROSS or (not causal and window == length):
             return False, None
-        if causal and window == length and not spans and not self.key.explicit and len(q) == len(k):
+        if causal and window == length and not self.key.explicit and len(q) == len(k):
             return True, None
         q, k = q[:, None], k[None]
-        visible = (k > q - window) & (k < q + (1 if causal else window))
-        for start, end in spans:
-            visible |= (q >= start) & (q < end) & (k >= start) & (k < end)
-        return False, visible
+        return False, (k > q - window) & (k < q + (1 if causal else window))
 
-    def _first_key(self, row: int, query: int, end: int) -> int:
-        """The first position that a decoder row with queries at query : end can see."""
+    def _first_key(self, query: int) -> int:
+        """The first position that the query at position `query` can see, and those after it."""
         if self.key.window is None or self.key.type is not AttentionType.DECODER:
             return 0
-        first = max(0, query + 1 - self.key.window)
-        return min([first, *(span[0] for span in self._spans(row) if span[0] < end and span[1] > query)])
-
-    def _spans(self, row: int) -> list[tuple[int, int]]:
-        return list(self.batch.spans[row]) if self.key.spans and self.batch.spans is not None else []
+        return max(0, query + 1 - self.key.window)
 
     def _cache_index(self, rows: np.ndarray, positions: np.ndarray) -> Tensor:
         """Where the keys at `positions` [N, L] of N rows are in the cache: [N * num_kv_heads, L]."""

@@ -34,7 +34,6 @@ class LayerParams:
     bias: AttentionBias | None = None
     sinks: Tensor | None = None
     """[num_heads]: a logit per head that joins the softmax's denominator."""
-    spans: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +62,6 @@ class BatchView:
     max_seq_len: int
     has_padding: bool = False
     """Some rows are padding: their slots are -1, nothing of theirs is stored, and what they give is not read."""
-    spans: Sequence[Sequence[tuple[int, int]]] | None = None
-    """Per row, [start, end) positions whose tokens see each other in both directions."""
 
     @property
     def num_rows(self) -> int:

@@ -113,5 +113,3 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     """A learned logit per head joins the softmax's denominator."""
     bias: bool = False
     """An additive bias per head and pair of positions (ALiBi, T5)."""
-    spans: bool = False
-    """Spans of the sequence whose tokens see each other in both directions (images in a prompt)."""

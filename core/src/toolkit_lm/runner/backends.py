@@ -28,10 +28,9 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
     selections: dict[str, Selection] = {}
     runner = "pooling" if config.model.runner == "pooling" else "generate"
     for layer in cache_layers(model).values():
-        if isinstance(layer, Attention) and (layer.params.attention_type not in _FED[runner] or layer.params.spans):
-            what = "bidirectional spans" if layer.params.spans else f"attention of type {layer.params.attention_type.value!r}"
+        if isinstance(layer, Attention) and (kind := layer.params.attention_type) not in _FED[runner]:
             raise UnsupportedError(
-                f"layer {layer.prefix!r} has {what}, which the runner {runner!r} cannot feed. "
+                f"layer {layer.prefix!r} has attention of type {kind.value!r}, which the runner {runner!r} cannot feed. "
                 f"Supported: layers of type {' or '.join(type.value for type in _FED[runner])}."
             )
         wanted = config.attention.attention_backend

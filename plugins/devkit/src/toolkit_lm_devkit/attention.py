@@ -23,7 +23,6 @@ BATCHES = {
 }
 """Rows of (queries, keys)."""
 UNSEEN = [(32, 4), (7, 7), (32, 32), (32, 19), (9, 1), (32, 32)]
-SPANS = [(2, 6), (12, 19), (25, 31)]
 TOLERANCE = 1e-5
 """Most difference of outputs in float32, for values of unit variance."""
 FACTORS: Mapping[str, list[Any]] = {
@@ -37,7 +36,6 @@ FACTORS: Mapping[str, list[Any]] = {
     "soft_cap": [None, 2.0],
     "sinks": [False, True],
     "bias": [None, *BIASES],
-    "spans": [False, True],
 }
 
 
@@ -61,20 +59,17 @@ class AttentionBackendConformance(Conformance):
     """The values that cases are made of. A subclass may add sizes of its own."""
 
     @classmethod
-    def step(cls, kind: str = "decoder", batch: str = "mixed", dtype: str = "float32", spans: bool = False, **fields: Any) -> AttentionStep:
+    def step(cls, kind: str = "decoder", batch: str = "mixed", dtype: str = "float32", **fields: Any) -> AttentionStep:
         """The step of a case; `fields` are those of AttentionStep."""
         rows = BATCHES[batch]
         if kind in ("uncached", "encoder"):
             rows = [(keys, keys) for _, keys in rows]
-        # A span is whole in the keys that are there: the scheduler does not cut it.
-        spans_of_rows = [[s for s in SPANS if s[1] <= keys] for _, keys in rows] if spans else None
         return AttentionStep(
             cls.backend,
             rows,
             type=AttentionType.DECODER if kind == "uncached" else AttentionType(kind),
             cached=kind in ("decoder", "cross"),
             dtype=getattr(torch, dtype),
-            spans=spans_of_rows,
             device=cls.device,
             **fields,
         )
@@ -96,7 +91,6 @@ class AttentionBackendConformance(Conformance):
             soft_cap=case["soft_cap"],
             sinks=case["sinks"],
             bias=case["bias"] is not None,
-            spans=case["spans"],
         )
 
     @classmethod
@@ -108,8 +102,8 @@ class AttentionBackendConformance(Conformance):
     @classmethod
     def runs(cls, case: Case) -> bool:
         """Whether the case makes sense, and the backend can run it."""
-        # Windows, biases and spans relate positions of one sequence, and cross attention has two.
-        if case["kind"] == "cross" and (case["window"] or case["bias"] or case["spans"]):
+        # Windows and biases relate positions of one sequence, and cross attention has two.
+        if case["kind"] == "cross" and (case["window"] or case["bias"]):
             return False
         return cls.backend.refuses(cls.spec(case)) is None
 

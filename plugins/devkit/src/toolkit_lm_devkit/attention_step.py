@@ -79,8 +79,6 @@ class AttentionStep:
     sinks: bool = False
     bias: str | None = None
     """A key of BIASES."""
-    spans: Sequence[Sequence[tuple[int, int]]] | None = None
-    """Per row."""
     device: str = "cpu"
     padding: int = 0
     """Rows of padding after the others: a query each, whose key and value are NaN."""
@@ -111,7 +109,6 @@ class AttentionStep:
             soft_cap=self.soft_cap,
             bias=self.biases.layer if self.biases else None,
             sinks=None if self.sink_logits is None else self.sink_logits.to(self.device),
-            spans=self.spans is not None,
         )
 
     def naive(self) -> np.ndarray:
@@ -120,7 +117,7 @@ class AttentionStep:
         bias = self.biases.naive if self.biases else None
         return np.concatenate(
             [
-                naive_attention(*(x[row].float().numpy() for x in (self.q, self.k, self.v)), **self._asked(row), sinks=sinks, bias=bias)
+                naive_attention(*(x[row].float().numpy() for x in (self.q, self.k, self.v)), **self._asked(), sinks=sinks, bias=bias)
                 for row in range(len(self.rows))
             ]
         )
@@ -130,7 +127,7 @@ class AttentionStep:
         bias = self.biases.layer if self.biases else None
         return torch.cat(
             [
-                eager_attention(self.q[row], self.k[row], self.v[row], **self._asked(row), sinks=self.sink_logits, bias=bias)
+                eager_attention(self.q[row], self.k[row], self.v[row], **self._asked(), sinks=self.sink_logits, bias=bias)
                 for row in range(len(self.rows))
             ]
         )
@@ -171,11 +168,10 @@ class AttentionStep:
         unseen = max(self.rows[row][0] - len(x), 0) if self.type is AttentionType.ENCODER else 0
         return torch.cat([x[self._new(row) :], torch.full((unseen, *x.shape[1:]), float("nan"), dtype=x.dtype)])
 
-    def _asked(self, row: int) -> dict[str, Any]:
+    def _asked(self) -> dict[str, Any]:
         """The arguments that both formulas share."""
-        spans = self.spans[row] if self.spans and self.layer.params.spans else ()
         params = self.layer.params
-        return {"kind": str(self.type), "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap, "spans": spans}
+        return {"kind": str(self.type), "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap}
 
     def _new(self, row: int) -> int:
         """First key of a row that this step brings."""
@@ -186,8 +182,7 @@ class AttentionStep:
         """First key of a row that any query of this step sees. Blocks before it may be gone."""
         if self.window is None or self.type is not AttentionType.DECODER:
             return 0
-        first = max(0, self._new(row) - self.window + 1)
-        return min([first, *(start for start, end in (self.spans[row] if self.spans else ()) if end > self._new(row))])
+        return max(0, self._new(row) - self.window + 1)
 
     def _cache(self, backend: AttentionBackend) -> tuple[tuple[Tensor, ...], Tensor]:
         """The cache before the step, in scattered blocks, and the block table, padded with a block of garbage."""
@@ -227,7 +222,6 @@ class AttentionStep:
             max_query_len=max(queries),
             max_seq_len=max(lengths),
             has_padding=bool((seq_lens == 0).any()),
-            spans=self.spans,
         )
 
     def _slots(self, table: Tensor, row: int, first: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,7 +19,6 @@ def naive_attention(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
     bias: Callable[[int, int, int], float] | None = None,
-    spans: Sequence[tuple[int, int]] = (),
 ) -> np.ndarray:
     """Output [Tq, heads, size] of q [Tq, heads, size], k and v [Tk, kv heads, size].
 
@@ -32,7 +31,7 @@ def naive_attention(
     group = q.shape[1] // k.shape[1]
     for i in range(q.shape[0]):
         position = k.shape[0] - q.shape[0] + i if kind == "decoder" else i
-        seen = [j for j in range(k.shape[0]) if sees(position, j, kind=kind, window=window, spans=spans)]
+        seen = [j for j in range(k.shape[0]) if sees(position, j, kind=kind, window=window)]
         for head in range(q.shape[1]):
             scores = []
             for j in seen:
@@ -50,9 +49,9 @@ def naive_attention(
     return out
 
 
-def sees(query: int, key: int, *, kind: str, window: int | None, spans: Sequence[tuple[int, int]]) -> bool:
+def sees(query: int, key: int, *, kind: str, window: int | None) -> bool:
     """Whether the token at position `query` sees the one at `key`."""
-    if kind == "cross" or any(start <= query < end and start <= key < end for start, end in spans):
+    if kind == "cross":
         return True
     if kind == "decoder" and key > query:
         return False
