@@ -11,7 +11,7 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import PluginWarning, hookimpl
-from toolkit_lm.resolution import explain
+from toolkit_lm_cli.explanation import explain
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 from toolkit_lm_sdpa.backend import SdpaBackend

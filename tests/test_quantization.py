@@ -17,7 +17,8 @@ from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.distributed import Group, parallel_groups
 from toolkit_lm.errors import ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.resolution import explain, resolve
+from toolkit_lm.resolution import resolve
+from toolkit_lm_cli.explanation import explain
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import LinearMethodConformance, assert_same_logits, load_checkpoint, logits_of, make_checkpoint
 from toolkit_lm_devkit.sharding import assert_shards

@@ -11,7 +11,7 @@ from toolkit_lm.cli.app import run
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.plugin import PluginWarning
-from toolkit_lm.resolution import explain
+from toolkit_lm_cli.explanation import explain
 from toolkit_lm_transformers.attention import attend, calls_of
 from toolkit_lm_transformers.model import TransformersForCausalLM
 

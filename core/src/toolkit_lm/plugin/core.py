@@ -1,5 +1,5 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, KV kinds, scheduling policies, load formats, and the commands that
-run no model."""
+"""What core itself brings, by the same hooks as any plugin: an executor, KV kinds, scheduling policies, load formats, and the commands
+that tell what is installed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("plugins list", "toolkit_lm.cli.plugins:list_plugins", help="List the plugins in load order, broken ones included.")
     commands.add("plugins show", "toolkit_lm.cli.plugins:show_plugin", help="Show all that is known of one plugin.")
-    commands.add("explain", "toolkit_lm.cli.explain:explain", help="Show what runs a model, and why each other candidate does not.")
-    commands.add("env", "toolkit_lm.cli.env:env", help="Print the versions and the machine that a bug report needs.")
 
 
 @hookimpl

@@ -1,9 +1,6 @@
-"""From what was asked to what will run, and why.
+"""From what was asked to what will run. Imports no torch."""
 
-The names are resolved when they are used: only the explanation needs torch.
-"""
+from toolkit_lm.resolution.checkpoint import choose_model, read_checkpoint
+from toolkit_lm.resolution.resolution import choose_executor, choose_renderer, resolve, resolve_configured, resolve_device
 
-import lazy_loader
-
-# The names, and the modules that define them, stand in __init__.pyi.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = ["choose_executor", "choose_model", "choose_renderer", "read_checkpoint", "resolve", "resolve_configured", "resolve_device"]

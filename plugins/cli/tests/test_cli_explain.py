@@ -1,8 +1,11 @@
-"""`toolkit explain`, on a small model."""
+"""`toolkit explain`, on a small model, and `toolkit env`."""
 
 from __future__ import annotations
 
 import json
+import os
+
+from toolkit_lm import __version__
 
 
 def test_explain_names_every_choice(toolkit, checkpoint):
@@ -16,6 +19,15 @@ def test_explain_names_every_choice(toolkit, checkpoint):
 
 
 def test_an_unknown_architecture_is_one_error(toolkit, checkpoint):
-    done = toolkit("explain", checkpoint, "--plugins", "sdpa")
+    done = toolkit("explain", checkpoint, "--plugins", "cli", "--plugins", "sdpa")
     assert (done.code, done.out) == (1, "")
     assert "'LlamaForCausalLM'" in done.err
+
+
+def test_env_names_versions_and_machine(toolkit):
+    import torch
+
+    facts = json.loads(toolkit("env", "--json").out)
+    assert (facts["toolkit-lm"], facts["packages"]["torch"], facts["cpu count"]) == (__version__, torch.__version__, os.cpu_count())
+    assert facts["plugins"]["core"] == f"{__version__} ok"
+    assert torch.__version__ in toolkit("env").out

@@ -9,9 +9,8 @@ import platform
 from typing import Annotated, Any
 
 import typer
-
-from toolkit_lm._version import __version__
-from toolkit_lm.cli.options import engine_command
+from toolkit_lm import __version__
+from toolkit_lm.cli import engine_command
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Plugins
 

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import construct
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.resolution.checkpoint import choose_model
-from toolkit_lm.resolution.resolution import choose_executor, choose_renderer, resolve_configured, resolve_device
+from toolkit_lm.resolution import choose_executor, choose_model, choose_renderer, resolve_configured, resolve_device
 from toolkit_lm.runner import load_model_class, select_backends
 
 

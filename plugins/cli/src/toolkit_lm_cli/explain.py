@@ -8,9 +8,8 @@ import msgspec
 import typer
 from rich.console import Console
 from rich.markup import escape
-
-from toolkit_lm.cli.options import engine_command
-from toolkit_lm.cli.plugins import new_table
+from rich.table import Table
+from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
 
@@ -18,14 +17,16 @@ from toolkit_lm.plugin import Plugins
 @engine_command()
 def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what runs a model, and why each other candidate does not."""
-    from toolkit_lm.resolution import explain as explain_model
+    from toolkit_lm_cli.explanation import explain as explain_model
 
     found = explain_model(config, plugins)
     if json_output:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)))
         return
     resolved = found.config
-    table = new_table(2)
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
     table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
     taken, *others = _verdicts(found.architecture, found.models)
     table.add_row("model class", escape("\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others])))
