@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fake_model import BLOCK_SIZE, NAN, SumBackend, continuation, make_runner, new, next_token, row
+import torch
+from fake_model import BLOCK_SIZE, NAN, SumBackend, SumModel, continuation, make_runner, new, next_token, row
 from toolkit_lm.messages import BlockCopy, BlockMove, SequenceInputs, StepPlan
+from toolkit_lm.model import ModelState
 from toolkit_lm.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -125,3 +127,45 @@ def test_those_without_a_state_return_none(runner):
 def test_after_shutdown_nothing_is_held(runner):
     runner.shutdown()
     assert not hasattr(runner, "model") and not hasattr(runner, "_cache")
+
+
+class Axes(ModelState):
+    """Gives rotary positions of three axes, and counts tokens for each of its sequences."""
+
+    def __init__(self, model, config, device):
+        super().__init__(model, config, device)
+        self.seen: dict[int, int] = {}
+        model.axes = []
+
+    def add(self, seq):
+        self.seen[seq.seq_id] = 0
+
+    def remove(self, seq_id):
+        self.seen.pop(seq_id, None)
+
+    def inputs(self, inputs):
+        index = torch.from_numpy(inputs.token_index)
+        return {"positions": torch.stack([index, index // 2, index % 2])}
+
+    def finish(self, inputs, hidden_states, result):
+        assert len(hidden_states) == len(inputs.token_index)
+        for scheduled in inputs.plan.scheduled:
+            self.seen[scheduled.seq_id] += scheduled.num_tokens
+
+
+def test_a_model_brings_a_state_of_its_own(monkeypatch):
+    monkeypatch.setattr(SumModel, "state", Axes)
+    runner = make_runner()
+    [state], positions = runner._states, []
+    forward = runner.model.forward
+    monkeypatch.setattr(runner.model, "forward", lambda ids, positions_: (positions.append(positions_), forward(ids, positions_))[1])
+    monkeypatch.setattr(type(runner.model), "__call__", lambda self, ids, **inputs: self.forward(ids, inputs["positions"]))
+    drawn = runner.execute(StepPlan(new=[new(0, PROMPT, [7, 2])], scheduled=[row(0, 5)])).token_ids
+    assert positions[0].tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 1, 2], [0, 1, 0, 1, 0]]
+    drawn += runner.execute(StepPlan(scheduled=[row(0, 1)])).token_ids
+    # Slots follow from the token's index, whatever its positions are.
+    assert [token for [token] in drawn] == continuation(PROMPT, 2)
+    assert state.seen == {0: 6}
+    runner.execute(StepPlan(dropped=[0]))
+    assert state.seen == {}
+    runner.shutdown()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
-from toolkit_lm.errors import EngineDeadError, UnsupportedError
+from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
@@ -72,15 +72,8 @@ class EngineCore:
         self.scheduler = Scheduler(config, self.kv_cache, policy, plugins.fingerprint().digest)
 
     def _plan_kv_cache(self, ranks: Sequence[Mapping[str, KVCacheSpec]]) -> KVCacheConfig:
-        """Groups, pools and their blocks. Raises CapacityError, and UnsupportedError where layers cannot do what was asked for."""
+        """Groups, pools and their blocks. Raises CapacityError."""
         specs = {layer: spec for one in ranks for layer, spec in one.items()}
-        if self.config.cache.enable_prefix_caching:
-            for layer, spec in specs.items():
-                if not spec.caches_prefixes:
-                    raise UnsupportedError(
-                        f"prefix caching: layer {layer!r} keeps a cache of kind {spec.kind!r}, which other sequences cannot use. "
-                        "Use --no-enable-prefix-caching."
-                    )
         planned = plan_groups(specs, self.executor.backends())
         # A rank has pages for its own layers only: that of the most layers counts.
         of_ranks = zip(*(planned.of_layers(one).pools for one in ranks), strict=True)

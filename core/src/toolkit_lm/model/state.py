@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import NewSequence, StepPlan, StepResult
-
-if TYPE_CHECKING:
-    from toolkit_lm.model.contract import Model
 
 
 @dataclass(slots=True)
@@ -53,7 +50,7 @@ class StepInputs:
 class ModelState:
     """One per runner. This base does nothing; `Model.state` names the class that a model needs. Methods are called once per step."""
 
-    def __init__(self, model: Model, config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, config: VllmConfig, device: torch.device) -> None:
         self.model = model
         self.config = config
         self.device = device

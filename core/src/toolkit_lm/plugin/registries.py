@@ -33,6 +33,8 @@ class ModelEntry(Entry):
     """Of the positions that the checkpoint states, how many no token ever has (RoBERTa: those up to padding's)."""
     length_keys: tuple[str, ...] = LENGTH_KEYS
     """Keys of config.json: the first that is there states the longest sequence. Empty: there is none, as with ALiBi."""
+    caches_prefixes: bool = True
+    """What it keeps of a prompt can serve other requests that begin alike. False: prefix caching is off for it."""
     is_fallback: bool = False
     """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
 
@@ -102,12 +104,13 @@ class ModelRegistry(Registry[ModelEntry]):
         renderer: str | None = None,
         reserved_positions: int = 0,
         length_keys: tuple[str, ...] = LENGTH_KEYS,
+        caches_prefixes: bool = True,
         override: bool = False,
     ) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
-        positions = {"reserved_positions": reserved_positions, "length_keys": length_keys}
+        traits = {"reserved_positions": reserved_positions, "length_keys": length_keys, "caches_prefixes": caches_prefixes}
         fields = {"runner": runner, "renderer": renderer, "override": override}
-        self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **positions)
+        self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **traits)
 
     def add_fallback(
         self, name: str, target: str, *, runner: str = "generate", renderer: str | None = None, override: bool = False

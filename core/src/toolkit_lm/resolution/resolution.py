@@ -48,15 +48,17 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     if asked_len is None and choice.runner == "pooling" and profile is not None and profile.max_tokens is not None:
         config = config.replace(max_model_len=min(config.max_model_len, profile.max_tokens))
     asked_budget = config.scheduler.max_num_batched_tokens
-    config = _for_runner(config, choice)
+    config = _for_runner(config, choice, plugins.models.get(checkpoint.architecture))
     _check(config, asked_budget)
     return config
 
 
-def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
-    """The config with what follows from the runner type."""
+def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> VllmConfig:
+    """The config with what follows from the runner type and the model class."""
     generates = choice.runner == "generate"
     caching, chunked = config.cache.enable_prefix_caching, config.scheduler.enable_chunked_prefill
+    if caching and not entry.caches_prefixes:
+        raise ConfigError(f"the model {entry.key!r} keeps nothing that other requests could use. Able: --no-enable-prefix-caching.")
     budget = config.scheduler.max_num_batched_tokens
     if chunked is None:
         # A pooling model computes a prompt at once where it can: it then needs no KV cache. A native one may see texts as a whole.
@@ -72,7 +74,7 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice) -> VllmConfig:
     return config.replace(
         runner=choice.runner,
         convert=choice.convert,
-        enable_prefix_caching=generates if caching is None else caching,
+        enable_prefix_caching=generates and entry.caches_prefixes if caching is None else caching,
         enable_chunked_prefill=chunked,
         max_num_batched_tokens=budget,
     )

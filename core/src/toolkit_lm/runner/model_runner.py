@@ -104,7 +104,8 @@ class ModelRunner:
         """Allocates the cache, and binds each layer to its backend and its part of the cache."""
         self.kv_cache = kv_cache
         scheduler, max_len = self.config.scheduler, self.config.max_model_len
-        limits = BatchLimits(scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs), max_len)
+        # The warm-up computes two tokens.
+        limits = BatchLimits(scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs, 2), max_len)
         self._cache = KVCache(kv_cache, self.device)
         for index, group in enumerate(kv_cache.groups):
             if not group.layers:

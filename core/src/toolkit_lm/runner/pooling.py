@@ -6,18 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array, NewSequence, StepResult
-from toolkit_lm.model import Model, ModelState, StepInputs
+from toolkit_lm.model import ModelState, StepInputs
 from toolkit_lm.pooling import Pooler, PoolingMetadata, PoolingRow
 
 
 class PoolingState(ModelState):
     """The pooling sequences that the runner holds. One that comes back from a preemption begins anew."""
 
-    def __init__(self, model: Model, config: VllmConfig, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, config: VllmConfig, device: torch.device) -> None:
         super().__init__(model, config, device)
         assert isinstance(model.pooler, Pooler)
         self.pooler = model.pooler

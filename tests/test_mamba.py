@@ -1,0 +1,145 @@
+"""A recurrent model, by a third party's distribution (tests/plugins/mamba): a KV kind of its own, and no keys and values."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.attention import BatchLimits, BatchView, GroupSetup
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.events import RequestEvent
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_devkit import make_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent / "plugins" / "mamba"))
+
+import toolkit_lm_mamba
+from toolkit_lm_mamba.mixer import MambaBackend
+from toolkit_lm_mamba.spec import MambaSpec
+
+VOCAB = 272
+PROMPTS = [{"prompt_token_ids": [(7 * i + length) % VOCAB for i in range(length)]} for length in (5, 21, 1, 33, 13)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, logprobs=VOCAB, ignore_eos=True)
+
+
+class Preemptions:
+    name = "preemptions"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @hookimpl
+    def toolkit_event(self, event) -> None:
+        self.count += isinstance(event, RequestEvent) and event.kind == "preempted"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The folder, and transformers' model."""
+    torch.manual_seed(3)
+    config = transformers.MambaConfig(
+        vocab_size=VOCAB, hidden_size=32, state_size=8, num_hidden_layers=3, time_step_rank=4, conv_kernel=4, eos_token_id=1, pad_token_id=0
+    )
+    model = transformers.MambaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "A_log" not in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return make_checkpoint(tmp_path_factory.mktemp("mamba"), model), model
+
+
+def run(folder, params=GREEDY, **options):
+    """Outputs, and how often requests were preempted."""
+    counter = Preemptions()
+    defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "max_logprobs": VOCAB}
+    with LLM(str(folder), plugins=[toolkit_lm_mamba, counter], **defaults | options) as llm:
+        return llm.generate(PROMPTS, params, use_tqdm=False), counter.count
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 8}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"overlap": True, "max_num_batched_tokens": 9}],
+    ids=["whole prompts", "chunks", "one token at a time", "overlap"],
+)
+def test_parity_with_transformers(checkpoint, assert_parity, options):
+    folder, model = checkpoint
+    assert_parity(model, run(folder, **options)[0])
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_preempted_requests_go_on(checkpoint, assert_parity, mode):
+    folder, model = checkpoint
+    # n sequences wait for their leader's state; those that come first take all blocks.
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=VOCAB, ignore_eos=True, n=2)
+    outputs, preemptions = run(folder, params, num_kv_blocks=3, preemption_mode=mode, swap_memory="1MiB", max_num_batched_tokens=16)
+    assert preemptions > 0
+    for index in range(2):
+        for output in outputs:
+            assert output.outputs[index].token_ids == output.outputs[0].token_ids
+    assert_parity(model, outputs)
+
+
+def test_forks_copy_the_state(checkpoint):
+    """Each of n sampled sequences is what it would be alone: drawn with the seed of its own."""
+    folder, _ = checkpoint
+    params = SamplingParams(temperature=1.0, max_tokens=10, n=4, seed=11, ignore_eos=True)
+    together, _ = run(folder, params)
+    chunked, _ = run(folder, params, max_num_batched_tokens=8)
+    for one, other in zip(together, chunked, strict=True):
+        drawn = [completion.token_ids for completion in one.outputs]
+        assert drawn == [completion.token_ids for completion in other.outputs]
+        assert len({tuple(tokens) for tokens in drawn}) > 1
+
+
+def test_beams_fork_at_each_token(checkpoint):
+    folder, model = checkpoint
+    params = SamplingParams(use_beam_search=True, n=2, beam_width=3, max_tokens=6, ignore_eos=True, temperature=0)
+    outputs, _ = run(folder, params)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        for completion in output.outputs:
+            tokens = torch.tensor([completion.token_ids])
+            with torch.no_grad():
+                logits = model(torch.cat([ids, tokens], 1)).logits[0, ids.shape[1] - 1 : -1]
+            expected = torch.log_softmax(logits, -1).gather(1, tokens[0][:, None]).sum()
+            assert abs(completion.cumulative_logprob - float(expected)) < 1e-3
+
+
+def test_prefix_caching_is_off_and_refused(checkpoint):
+    folder, _ = checkpoint
+    with LLM(str(folder), plugins=[toolkit_lm_mamba], device="cpu", max_model_len=64) as llm:
+        assert llm.engine.config.cache.enable_prefix_caching is False
+    with pytest.raises(ConfigError, match="keeps nothing that other requests could use"):
+        run(folder, enable_prefix_caching=True)
+
+
+def test_a_sequence_holds_one_block(checkpoint):
+    folder, _ = checkpoint
+    with LLM(str(folder), plugins=[toolkit_lm_mamba], device="cpu", dtype="float32", max_model_len=64, max_num_seqs=4) as llm:
+        [pool] = llm.engine.client.core.kv_cache.pools
+        [group] = llm.engine.client.core.kv_cache.groups
+    assert (group.spec.kind, pool.num_blocks, pool.num_pages) == ("mamba", 4, 3)
+
+
+def test_padding_is_no_sequence():
+    spec = MambaSpec(block_size=16, channels=4, kernel_size=4, state_size=2)
+    backend = MambaBackend(GroupSetup(layers=[], kv_cache=spec, limits=BatchLimits(2, 2, 8), device=torch.device("cpu")))
+    table, start = torch.tensor([[3], [0]], dtype=torch.int32), torch.tensor([0, 1, 2], dtype=torch.int32)
+    lengths = torch.tensor([5, 0], dtype=torch.int32)
+    batch = BatchView(
+        query_start=start.numpy(),
+        seq_lens=lengths.numpy(),
+        starts=torch.tensor([4, 0]).numpy(),
+        query_start_device=start,
+        seq_lens_device=lengths,
+        block_table=table,
+        slot_mapping=torch.tensor([3, -1]),
+        max_query_len=1,
+        max_seq_len=5,
+        has_padding=True,
+    )
+    assert backend.build(batch) == [(slice(0, 1), 3, False)]
