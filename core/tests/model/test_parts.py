@@ -9,7 +9,6 @@ from toolkit_lm.model import (
     GatedActivation,
     HFConfig,
     RMSNorm,
-    SiluAndMul,
     VocabParallelEmbedding,
     get_activation,
     layer_index,
@@ -76,11 +75,6 @@ def test_activations_are_those_of_transformers(name):
     assert torch.equal(x, before)
     gate, up = torch.randn(2, 3, 8)
     torch.testing.assert_close(GatedActivation(name)(torch.cat((gate, up), -1)), get_activation(name)(gate) * up)
-
-
-def test_silu_and_mul_is_its_shorthand():
-    x = torch.randn(3, 8)
-    assert torch.equal(SiluAndMul()(x), GatedActivation("silu")(x))
 
 
 def test_an_unknown_activation_is_refused_with_the_nearest_names():

@@ -1,4 +1,4 @@
-from .activation import GatedActivation as GatedActivation, SiluAndMul as SiluAndMul, get_activation as get_activation
+from .activation import GatedActivation as GatedActivation, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
 from .contract import (
     FallbackModel as FallbackModel,

@@ -70,10 +70,3 @@ class GatedActivation(nn.Module):
 
     def extra_repr(self) -> str:
         return self.name
-
-
-class SiluAndMul(GatedActivation):
-    """GatedActivation of silu: SwiGLU."""
-
-    def __init__(self) -> None:
-        super().__init__("silu")
