@@ -127,7 +127,9 @@ class ModelConformance(Conformance):
             assert generated.preemptions > 0, f"{num_blocks} KV blocks were meant to be too few"
 
     def test_parity_of_one_token_at_a_time(self, first: Subject) -> None:
-        self.check_parity(first, max_num_batched_tokens=1, max_num_seqs=1)
+        # As a user who gives no length has it: the checkpoint's own.
+        unstated = {"max_model_len": None, "num_kv_blocks": None} | dict(self.engine_options)
+        self.check_parity(first, max_num_batched_tokens=1, max_num_seqs=1, **unstated)
 
     def check_parity(self, subject: Subject, **options: Any) -> Generated:
         """All prompts in one engine: greedy tokens and log probabilities are those of the reference."""
