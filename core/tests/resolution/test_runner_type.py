@@ -84,8 +84,6 @@ def test_what_is_chosen(plugins, checkpoint, options, expected):
         (LM, {"runner": "generate", "convert": "classify"}, ConfigError, r"not 'classify'\. Use --runner pooling\.$"),
         (REWARD, {"convert": "embed"}, UnsupportedError, "pooling model already, but not of convert type 'embed'.*--convert auto"),
         (LM, {"runner": "pooling", "convert": "none"}, ConfigError, "cannot run 'KnownForCausalLM' as it is.*embed or classify"),
-        (LM, {"runner": "draft"}, ConfigError, "runner 'draft': no drafter is installed. Supported: generate, pooling"),
-        (BERT, {"runner": "draft"}, ConfigError, "no drafter is installed. Supported: pooling"),
         (BERT, {"runner": "generate"}, ConfigError, "runner 'generate': 'BertModel' is a pooling model. Supported: pooling"),
         (BERT, {"convert": "classify"}, UnsupportedError, "pooling model already, but not of convert type 'classify'"),
         (BERT, {"convert": "reward"}, ConfigError, "'reward' is for native reward models, and 'BertModel' is not one"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-RunnerType = Literal["generate", "pooling", "draft"]
+RunnerType = Literal["generate", "pooling"]
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
-Task = Literal["generate", "transcription", "embed", "token_embed", "classify", "token_classify", "score"]
+Task = Literal["generate", "embed", "token_embed", "classify", "token_classify", "score"]
 
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 

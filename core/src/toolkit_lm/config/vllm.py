@@ -26,7 +26,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     seed: Annotated[int | None, option("Seed of requests that have none.", none="a fresh one for each request", ge=0, le=2**63 - 1)] = None
     trust_remote_code: Annotated[bool, option("Run Python code that comes with the checkpoint.")] = False
     runner: Annotated[
-        Literal["auto", "generate", "pooling", "draft"],
+        Literal["auto", "generate", "pooling"],
         option("Runner type: what the engine is for. auto: as the checkpoint's architecture says."),
     ] = "auto"
     convert: Annotated[

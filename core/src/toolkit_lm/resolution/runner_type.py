@@ -28,9 +28,8 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     if profile is not None and profile.is_complete and by_name == "generate":
         by_name, by_name_convert = "pooling", "embed" if profile.logit_score is None else "classify"
     native = plugins.models.get(config.checkpoint.architecture).runner == "pooling"
-    if wanted == "draft" or (wanted != "auto" and native and wanted != "pooling"):
-        why = "no drafter is installed" if wanted == "draft" else f"{name!r} is a pooling model"
-        raise ConfigError(f"runner {wanted!r}: {why}. Supported: {'pooling' if native else 'generate, pooling'}.")
+    if native and wanted == "generate":
+        raise ConfigError(f"runner 'generate': {name!r} is a pooling model. Supported: pooling.")
     _check_convert(convert, name, native, plugins)
     runner: RunnerType = wanted if wanted != "auto" else "pooling" if native or convert not in ("auto", "none") else by_name
     if runner == "generate":
