@@ -16,4 +16,3 @@ from .poolers import (
     SimplePooler as SimplePooler,
     StepPooler as StepPooler,
 )
-from .weight_names import stored_weights as stored_weights

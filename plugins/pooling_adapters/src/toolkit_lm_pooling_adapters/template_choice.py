@@ -7,10 +7,10 @@ from pathlib import Path
 from toolkit_lm.config import PoolerConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, PluginError, nearest
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import stored_weights
 
 from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
 from toolkit_lm_pooling_adapters.score_template import ScoreTemplate, read_score_template
+from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 
 def choose_score_template(config: VllmConfig, plugins: Plugins) -> ScoreTemplate | None:

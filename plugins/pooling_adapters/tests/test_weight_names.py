@@ -7,7 +7,7 @@ import struct
 
 import pytest
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.pooling import stored_weights
+from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 
 def write_weights(folder, *names):
