@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, RMSNorm, Rotation, ShardedRMSNorm
+from toolkit_lm.model import HFConfig, RMSNorm, Rotation
 from torch import Tensor
 
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, eps_of
+from toolkit_lm_decoder.sharded_norm import ShardedRMSNorm
 
 
 class Olmo2Attention(LlamaAttention):

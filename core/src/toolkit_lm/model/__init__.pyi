@@ -34,7 +34,7 @@ from .linear_method import (
     linear_methods as linear_methods,
 )
 from .loader import construct as construct, load_model as load_model
-from .norm import RMSNorm as RMSNorm, ShardedRMSNorm as ShardedRMSNorm
+from .norm import RMSNorm as RMSNorm
 from .parameters import (
     Part as Part,
     ShardLoader as ShardLoader,
