@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from fake_engine import check_blocks
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import RequestError
 from toolkit_lm.plugin import hookimpl
@@ -126,7 +127,7 @@ def assert_found(output, reference, params):
 
 def assert_no_blocks_are_left(llm):
     blocks = llm.engine.client.core.scheduler.blocks
-    blocks.check()
+    check_blocks(blocks)
     assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
 
 

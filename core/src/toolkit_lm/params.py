@@ -62,8 +62,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_p: Annotated[float, param("Drop tokens that are less likely than min_p times the likeliest.", ge=0, le=1)] = 0.0
     """Nguyen et al. 2024."""
     typical_p: Annotated[
-        float,
-        param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1),
+        float, param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1)
     ] = 1.0
     """Tokens are taken in the order of how far their surprise is from the entropy (Meister et al. 2022)."""
     repetition_penalty: Annotated[
@@ -90,8 +89,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         int | None, param("Seed of the random numbers, which repeats a request's draws.", none="the engine's, else a fresh one", ge=0)
     ] = None
     stop: Annotated[
-        str | list[str] | None,
-        param("Stop texts: the output ends before the first that appears.", max_items=64, max_length=1024),
+        str | list[str] | None, param("Stop texts: the output ends before the first that appears.", max_items=64, max_length=1024)
     ] = None
     stop_token_ids: Annotated[
         list[int] | None,

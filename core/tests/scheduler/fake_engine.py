@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from toolkit_lm.messages import EngineRequest, NewSequence, ScheduledSequence, S
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import PersistentBatch, StepBuffers
-from toolkit_lm.scheduler import RequestLimits
+from toolkit_lm.scheduler import BlockManager, RequestLimits
+from toolkit_lm.scheduler.block_manager import FIRST_ON_HOST, NO_BLOCK
 
 PLUGINS = Plugins.load(PluginsConfig(plugins=[]))
 """Core's own."""
@@ -35,25 +37,17 @@ class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
 
     caches_prefixes: ClassVar[bool] = False
     forks_anywhere: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
 
     @property
     def page_bytes(self) -> int:
         return 64
 
-    def num_blocks(self, num_tokens: int) -> int:
-        return min(1, num_tokens)
-
-    def written(self, start: int, end: int) -> range:
-        return range(1)
-
-    def num_shared(self, num_tokens: int) -> int:
-        return 0
-
 
 def make_spec(size: int, kind: Any) -> KVCacheSpec:
     shape = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     if kind == "state":
-        return StateSpec(block_size=size)
+        return StateSpec(block_size=64)
     return FullSpec(**shape) if kind is None else WindowSpec(window=kind, **shape)
 
 
@@ -213,6 +207,21 @@ class FirstStage:
         return inputs
 
 
+def check_blocks(blocks: BlockManager) -> None:
+    """Asserts the invariants of block tables and pools."""
+    for index, (pool, host_pool) in enumerate(zip(blocks.pools, blocks.host_pools, strict=True)):
+        tables = [table for group, table in blocks._tables_of(list(blocks._tables)) if group.pool_index == index]
+        entries = [entry for table in tables for entry in table]
+        device = Counter(entry for entry in entries if entry >= 0)
+        host = Counter(FIRST_ON_HOST - entry for entry in entries if entry <= FIRST_ON_HOST)
+        for one, owners in ((pool, device), (host_pool, host)):
+            assert all(one.ref_counts[b] == owners.get(b, 0) for b in range(one.num_blocks)), "reference counts differ from owners"
+            assert one.num_free + len(owners) == one.num_blocks, "free + owned blocks differ from the total"
+        for table in tables:
+            held = [entry for entry in table if entry != NO_BLOCK]
+            assert len(set(held)) == len(held), "a table names a block twice"
+
+
 class Flight(Future[StepResult]):
     """A step's result; whoever takes in a failure has the runner forget that it is broken."""
 
@@ -277,7 +286,8 @@ class FakeExecutor(Executor):
             assert msgspec.msgpack.encode(self.plans[-1]) == self._encoded, "a plan was changed after it was given away"
 
     def warm_up(self) -> None:
-        tables = [[group] for group in range(len(self.cache.groups))]
+        pools = [group.pool for group in self.cache.groups]
+        tables = [[pools[:index].count(pool)] for index, pool in enumerate(pools)]
         new = NewSequence(
             seq_id=-1,
             token_ids=[0],

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from fake_engine import NAN, POISON, FakeCore, FakeRunner, kv_cache, next_token
+from fake_engine import NAN, POISON, FakeCore, FakeRunner, check_blocks, kv_cache, next_token
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import Candidates, EngineRequest, StepPlan, StepResult
@@ -153,7 +153,7 @@ def test_searches_among_others(seed):
         if core.has_unfinished:
             for output in core.step().outputs:
                 outputs[output.request_id].append(output)
-        core.scheduler.blocks.check()
+        check_blocks(core.scheduler.blocks)
         assert core.scheduler.roster.num_running <= core.scheduler.max_num_seqs
         assert all(len(plan.scheduled) <= core.scheduler.max_num_seqs for plan in core.executor.plans[-2:])
     for request_id, rest in drain(core).items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_engine import Groups, kv_cache
+from fake_engine import Groups, check_blocks, kv_cache
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toolkit_lm.messages import BlockCopy
 from toolkit_lm.scheduler import BlockManager, TokenRange
-from toolkit_lm.scheduler.group_blocks import NO_BLOCK
+from toolkit_lm.scheduler.block_manager import NO_BLOCK
 from toolkit_lm.scheduler.prefix import PrefixHashes
 
 CHUNK = 6
@@ -164,7 +164,7 @@ class BlockMachine(RuleBasedStateMachine):
 
     @invariant()
     def tables_hold_what_they_should(self):
-        self.blocks.check()
+        check_blocks(self.blocks)
         for seq_id, line in self.lines.items():
             for group, spec, pool in self.groups():
                 table = self.blocks.get_block_table(seq_id, group)

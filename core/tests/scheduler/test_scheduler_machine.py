@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
-from fake_engine import NAN, POISON, FakeCore, kv_cache, next_token
+from fake_engine import NAN, POISON, FakeCore, check_blocks, kv_cache, next_token
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
@@ -14,7 +14,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import BlockCopy, EngineRequest
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
-from toolkit_lm.scheduler.group_blocks import NO_BLOCK
+from toolkit_lm.scheduler.block_manager import NO_BLOCK
 
 MAX_MODEL_LEN = 20
 GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def blocks_add_up(self):
         blocks = self.scheduler.blocks
-        blocks.check()
+        check_blocks(blocks)
         distinct: list[set[tuple[int, int]]] = []
         for request in self.scheduler.roster.requests.values():
             # Distinct blocks of a request = the union of its sequences' tables.

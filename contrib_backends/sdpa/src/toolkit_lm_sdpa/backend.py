@@ -44,7 +44,8 @@ class SdpaBackend(AttentionBackend):
         return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
 
     def build(self, batch: BatchView) -> Metadata:
-        return Metadata.of(batch)
+        padded = batch.has_padding and batch.slot_mapping is not None
+        return Metadata(batch, (batch.slot_mapping >= 0).nonzero()[:, 0] if padded else None)  # type: ignore[union-attr,operator]
 
     def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
         keys, values = halves(kv_cache, layer.head_size * layer.num_kv_heads)

@@ -103,12 +103,6 @@ class Metadata:
     _plans: dict[LayerKey, Plan] = field(default_factory=dict)
     _slots: dict[int, Tensor] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, batch: BatchView) -> Metadata:
-        if not batch.has_padding or batch.slot_mapping is None:
-            return cls(batch, None)
-        return cls(batch, torch.ge(batch.slot_mapping, 0).nonzero()[:, 0])
-
     def slots(self, block_size: int) -> Tensor:
         """[S] int64: where their keys go in the cache, seen as [num_blocks * 2 * block_size, ...]."""
         if block_size not in self._slots:

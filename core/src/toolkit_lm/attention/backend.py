@@ -136,14 +136,7 @@ class AttentionBackend(CacheBackend):
 
     @abstractmethod
     def forward(
-        self,
-        layer: LayerParams,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        kv_cache: tuple[Tensor, ...] | None,
-        meta: Any,
-        out: Tensor,
+        self, layer: LayerParams, q: Tensor, k: Tensor | None, v: Tensor | None, kv_cache: tuple[Tensor, ...] | None, meta: Any, out: Tensor
     ) -> None:
         """Writes attention of q [T, num_heads, head_size] to out, of the same shape.
 

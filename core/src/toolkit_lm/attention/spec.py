@@ -24,14 +24,16 @@ class AttentionType(StrEnum):
 class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
     """What one layer keeps of a sequence, in blocks. Layers with equal specs form a KV group and share block tables.
 
-    Each kind is a subclass with a tag of its own; `toolkit_register_kv_kinds` makes a plugin's kind known. A kind says how many blocks
-    a sequence holds and which of them a step writes. What is in a block is between the layer and its backend.
+    Each kind is a subclass with a tag of its own; `toolkit_register_kv_kinds` makes a plugin's kind known. A step writes the blocks of the
+    tokens that it computes. What is in a block is between the layer and its backend: a recurrent state is a block of max_model_len tokens.
     """
 
     caches_prefixes: ClassVar[bool] = True
     """A block's content depends on the tokens up to its end alone, so that other sequences with these tokens can use it."""
     forks_anywhere: ClassVar[bool] = True
     """A fork can begin at any computed token. False: only where its parent stands."""
+    grows: ClassVar[bool] = True
+    """A sequence takes further blocks as it grows. False: a block has room for the longest."""
 
     block_size: int
     """Tokens per block."""
@@ -50,10 +52,6 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
         """Entries of the block table of a sequence with so many computed tokens."""
         return -(-num_tokens // self.block_size)
 
-    def written(self, start: int, end: int) -> range:
-        """The entries that a step writes when it computes tokens [start, end)."""
-        return range(start // self.block_size, self.num_blocks(end))
-
     def first_needed(self, num_tokens: int) -> int:
         """The first entry that the token after `num_tokens` can see. The blocks before it are given back."""
         return 0
@@ -61,10 +59,6 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
     def max_blocks(self, num_tokens: int, chunk: int) -> int:
         """Most blocks that a sequence of `num_tokens` holds at a time when at most `chunk` of them are computed in one step."""
         return self.num_blocks(num_tokens)
-
-    def num_shared(self, num_tokens: int) -> int:
-        """Blocks that forks after `num_tokens` share for good: none of them writes there."""
-        return num_tokens // self.block_size
 
 
 class FullSpec(KVCacheSpec, frozen=True, kw_only=True, tag="full"):

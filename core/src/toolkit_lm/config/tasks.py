@@ -10,10 +10,7 @@ Task = Literal["generate", "embed", "token_embed", "classify", "token_classify",
 
 POOLING_TASKS: tuple[PoolingTask, ...] = get_args(PoolingTask)
 
-CONVERT_TASKS: dict[str, tuple[PoolingTask, ...]] = {
-    "embed": ("embed", "token_embed"),
-    "classify": ("classify", "score", "token_classify"),
-}
+CONVERT_TASKS: dict[str, tuple[PoolingTask, ...]] = {"embed": ("embed", "token_embed"), "classify": ("classify", "score", "token_classify")}
 """What a model of each convert type serves. A native reward model serves what its own pooler says."""
 
 _BY_SUFFIX: tuple[tuple[str, RunnerType, str], ...] = (

@@ -26,8 +26,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     seed: Annotated[int | None, option("Seed of requests that have none.", none="a fresh one for each request", ge=0, le=2**63 - 1)] = None
     trust_remote_code: Annotated[bool, option("Run Python code that comes with the checkpoint.")] = False
     runner: Annotated[
-        Literal["auto", "generate", "pooling"],
-        option("Runner type: what the engine is for. auto: as the checkpoint's architecture says."),
+        Literal["auto", "generate", "pooling"], option("Runner type: what the engine is for. auto: as the checkpoint's architecture says.")
     ] = "auto"
     convert: Annotated[
         str,
@@ -59,8 +58,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[int, option("Tokens per block of the KV cache.", ge=1, le=1024)] = 16
     kv_cache_memory: Annotated[
-        str,
-        option("Memory of the KV cache: bytes ('2GiB') or a fraction of the free memory ('0.5'). auto: what the device can spare."),
+        str, option("Memory of the KV cache: bytes ('2GiB') or a fraction of the free memory ('0.5'). auto: what the device can spare.")
     ] = "auto"
     num_kv_blocks: Annotated[
         int | None, option("Blocks of the KV cache, in place of an amount of memory.", none="as many as kv_cache_memory holds", ge=1)
@@ -69,8 +67,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
         bool | None, option("Prefix caching: reuse the KV cache of earlier requests that begin alike.", none="on where text is generated")
     ] = None
     swap_memory: Annotated[
-        str | None,
-        option("Host memory for preempted requests: bytes ('4GiB') or a fraction of the free memory.", none="none"),
+        str | None, option("Host memory for preempted requests: bytes ('4GiB') or a fraction of the free memory.", none="none")
     ] = None
 
     def __post_init__(self) -> None:
@@ -88,16 +85,14 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
     max_num_seqs: Annotated[int, option("Maximum number of sequences in a step.", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
-        int | None,
-        option("Token budget of a step, over all sequences.", none="2048; for pooling in one step 8192, in float32 4096", ge=1),
+        int | None, option("Token budget of a step, over all sequences.", none="2048; for pooling in one step 8192, in float32 4096", ge=1)
     ] = None
     enable_chunked_prefill: Annotated[
         bool | None,
         option("Chunked prefill: compute long prompts in several steps.", none="on where text is generated or max_model_len needs it"),
     ] = None
     scheduling_policy: Annotated[
-        str,
-        option("Order of admission, by name. fcfs: by arrival. priority: by the request's number, smallest first. Or a plugin's."),
+        str, option("Order of admission, by name. fcfs: by arrival. priority: by the request's number, smallest first. Or a plugin's.")
     ] = "fcfs"
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],
@@ -208,8 +203,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
     max_n: Annotated[int, option("Maximum number of sequences per request (n).", ge=1)] = 128
     max_logprobs: Annotated[int, option("Maximum number of log probabilities per token (logprobs, prompt_logprobs).", ge=0)] = 20
     max_queued_requests: Annotated[
-        int | None,
-        option("Maximum number of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0),
+        int | None, option("Maximum number of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0)
     ] = 1024
     max_queued_tokens: Annotated[
         int | None,

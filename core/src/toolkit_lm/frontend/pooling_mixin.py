@@ -10,13 +10,7 @@ from typing import Any, TypedDict, Unpack
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import RequestError, nearest
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.outputs import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingRequestOutput,
-    RerankResult,
-    ScoringRequestOutput,
-)
+from toolkit_lm.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, PoolingRequestOutput, RerankResult, ScoringRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
 from toolkit_lm.processing.requests import PreparedRequest

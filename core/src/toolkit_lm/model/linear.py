@@ -67,14 +67,7 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
     """Split by its outputs: x [T, input_size] -> activation(x W^T + b) [T, output_size / ranks]."""
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        bias: bool = False,
-        activation: str | None = None,
-        vllm_config: VllmConfig,
-        prefix: str,
+        self, input_size: int, output_size: int, *, bias: bool = False, activation: str | None = None, vllm_config: VllmConfig, prefix: str
     ) -> None:
         """`activation` is a name that `get_activation` knows."""
         super().__init__(input_size, [output_size], bias=bias, vllm_config=vllm_config, prefix=prefix)

@@ -160,10 +160,7 @@ def _can_pack(weight: Tensor) -> bool:
         return False
     if weight.dtype is torch.float32:
         return True
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
+    supported = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
     return weight.dtype in supported and bool(supported[weight.dtype]())
 
 

@@ -20,6 +20,10 @@ class Boundary:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.check(error)
+
+    def check(self, error: BaseException | None) -> None:
+        """Raises PluginError where a plugin is to blame for an error."""
         if isinstance(error, (Exception, SystemExit)) and not isinstance(error, self._passes) and (message := self._failure(error)):
             raise PluginError(message) from error
 

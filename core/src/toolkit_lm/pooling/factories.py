@@ -143,11 +143,7 @@ def _embedding_method(vllm_config: VllmConfig, found: PoolingProfile, default: s
 
 
 def _embedding_head(
-    vllm_config: VllmConfig,
-    configs: Sequence[pooling_profile.Head],
-    size: int,
-    normalize: bool | None,
-    truncate_dim: int | None = None,
+    vllm_config: VllmConfig, configs: Sequence[pooling_profile.Head], size: int, normalize: bool | None, truncate_dim: int | None = None
 ) -> tuple[nn.Module, EmbeddingHead]:
     """The modules `configs`, and the head of them for vectors of `size`. `normalize` None: where the last module does it.
 

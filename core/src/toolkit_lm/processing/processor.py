@@ -75,8 +75,11 @@ class Processor:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, options: RequestOptions | None = None
     ) -> PreparedRequest:
         """Of a text, or token ids."""
-        with self.plugins.boundary:
+        try:
             token_ids, _ = self.renderer.render_prompt(prompt)
+        except Exception as error:
+            self.plugins.boundary.check(error)
+            raise
         text = prompt if isinstance(prompt, str) else prompt.get("prompt")
         return self._generation(request_id, token_ids, text, params or SamplingParams(), options or {})
 
@@ -89,8 +92,11 @@ class Processor:
         **render_options: Any,
     ) -> PreparedRequest:
         """Of a conversation, through the chat template. `render_options` are Renderer.render_conversation's."""
-        with self.plugins.boundary:
+        try:
             token_ids, _ = self.renderer.render_conversation(messages, **render_options)
+        except Exception as error:
+            self.plugins.boundary.check(error)
+            raise
         return self._generation(request_id, token_ids, None, params or SamplingParams(), options or {})
 
     def _generation(

@@ -3,10 +3,4 @@
 from toolkit_lm.renderer.contract import DecodeStream, MultiModalFeatureSpec, RenderedText, Renderer
 from toolkit_lm.renderer.pair_renderer import PairRenderer
 
-__all__ = [
-    "DecodeStream",
-    "MultiModalFeatureSpec",
-    "PairRenderer",
-    "RenderedText",
-    "Renderer",
-]
+__all__ = ["DecodeStream", "MultiModalFeatureSpec", "PairRenderer", "RenderedText", "Renderer"]

@@ -1,8 +1,7 @@
 """The runner: model, caches and the persistent batch on one device."""
 
 from toolkit_lm.runner.backends import load_model_class, select_backends
-from toolkit_lm.runner.batch import PersistentBatch
-from toolkit_lm.runner.buffers import StepBuffers
+from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.memory import free_memory
 from toolkit_lm.runner.model_runner import ModelRunner
 from toolkit_lm.runner.warm_up import warm_up

@@ -11,10 +11,7 @@ from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import Model
 from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
 
-_FED = {
-    "generate": (AttentionType.DECODER,),
-    "pooling": (AttentionType.DECODER, AttentionType.ENCODER),
-}
+_FED = {"generate": (AttentionType.DECODER,), "pooling": (AttentionType.DECODER, AttentionType.ENCODER)}
 """By runner type, the attention types whose inputs the runner makes."""
 
 

@@ -1,19 +1,57 @@
-"""The persistent batch: what the runner remembers of each live sequence between steps, and a step's flat inputs made from it."""
+"""The persistent batch: what the runner remembers of each live sequence between steps, and a step's flat inputs, at fixed addresses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from toolkit_lm.attention import KVCacheSpec
+from toolkit_lm.attention import BatchLimits, KVCacheSpec
 from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.model.state import GroupInputs, StepInputs
-from toolkit_lm.runner.buffers import StepBuffers
 from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
 
 _NO_SLOTS = np.zeros(0, np.int64)
 _NO_TABLE = np.zeros((0, 0), np.int32)
+
+
+class Buffer:
+    """One input: an array on the host, and a tensor on the device. On a CPU they are the same memory."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self._mirror = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+        self.host: np.ndarray = self._mirror.numpy()
+        self._tensor = self._mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
+
+    def upload(self, *size: int) -> Tensor:
+        """What the host holds of it, up to `size` along the first axes, as a view on the device."""
+        part = tuple(map(slice, size))
+        tensor = self._tensor[part]
+        if self._tensor is not self._mirror:
+            tensor.copy_(self._mirror[part], non_blocking=True)
+        return tensor
+
+
+class GroupBuffers:
+    """The inputs of one KV group; of what caches nothing, there are only lengths."""
+
+    def __init__(self, limits: BatchLimits, table_width: int, device: torch.device) -> None:
+        self.seq_lens = Buffer((limits.num_rows,), torch.int32, device)
+        self.slots = Buffer((limits.num_tokens,), torch.int64, device)
+        self.table = Buffer((limits.num_rows, table_width), torch.int32, device)
+
+
+class StepBuffers:
+    """Made once, for the largest step; each step uses the beginning of them. That is what a captured graph can read."""
+
+    def __init__(self, limits: BatchLimits, table_widths: Sequence[int], device: torch.device) -> None:
+        """`table_widths`: most entries of a block table, per KV group."""
+        self.input_ids = Buffer((limits.num_tokens,), torch.int64, device)
+        self.positions = Buffer((limits.num_tokens,), torch.int64, device)
+        self.query_start = Buffer((limits.num_rows + 1,), torch.int32, device)
+        self.groups = [GroupBuffers(limits, width, device) for width in table_widths]
 
 
 class PersistentBatch:
@@ -103,9 +141,8 @@ class PersistentBatch:
                 groups.append(GroupInputs(seq_lens, _NO_SLOTS, _NO_TABLE))
                 continue
             table, size = self._block_tables[index], self.block_sizes[index]
-            slots, width = buffer.slots.host[: len(token_index)], min(-(-longest // size), table.shape[1])
-            # A table with one entry for all tokens has one slot per token as well, past its only block.
-            slots[:] = table[row_of_token, np.minimum(token_index // size, width - 1)].astype(np.int64) * size + token_index % size
+            slots, width = buffer.slots.host[: len(token_index)], -(-longest // size)
+            slots[:] = table[row_of_token, token_index // size].astype(np.int64) * size + token_index % size
             step_table = buffer.table.host[: len(rows), :width]
             step_table[:] = table[rows, :width]
             groups.append(GroupInputs(seq_lens, slots, step_table))

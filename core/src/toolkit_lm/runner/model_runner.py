@@ -31,8 +31,7 @@ from toolkit_lm.model import IntermediateTensors, Model, ModelState, StepInputs,
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import cache_layers, has_cache, load_model_class, select_backends
-from toolkit_lm.runner.batch import PersistentBatch
-from toolkit_lm.runner.buffers import StepBuffers
+from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.pooling import PoolingState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
@@ -126,14 +125,7 @@ class ModelRunner:
         processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
         self._batch = PersistentBatch(self._buffers, specs, max_len, processors)
 
-    def _bind(
-        self,
-        selection: Selection,
-        layers: list[str],
-        spec: KVCacheSpec | None,
-        limits: BatchLimits,
-        caches: Any,
-    ) -> None:
+    def _bind(self, selection: Selection, layers: list[str], spec: KVCacheSpec | None, limits: BatchLimits, caches: Any) -> None:
         asked = [self._layers[layer].attention_spec(self.device, cached=spec is not None) for layer in layers]
         setup = GroupSetup(
             layers=[one for one in asked if one is not None],
@@ -166,7 +158,8 @@ class ModelRunner:
                 state.remove(seq_id)
             for seq in plan.new:
                 state.add(seq)
-        self._cache.copy(plan)
+        if plan.copies or plan.swap_out or plan.swap_in:
+            self._cache.copy(plan)
         if not plan.scheduled:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
@@ -202,13 +195,14 @@ class ModelRunner:
             )
             metadata.append(None if backend is None else backend.build(view))
         arguments.setdefault("positions", buffers.positions.upload(num_tokens))
-        pipeline = pipeline_parallel_group(self.config.parallel)
-        if pipeline.rank > 0:
+        pipeline = pipeline_parallel_group(self.config.parallel) if self.config.parallel.pipeline_parallel_size > 1 else None
+        if pipeline is not None and pipeline.rank > 0:
             arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
         with step_context(StepContext(self._bindings, metadata)):
             out: Tensor | IntermediateTensors = self.model(buffers.input_ids.upload(num_tokens), **arguments)
         if isinstance(out, Tensor):
             return out
+        assert pipeline is not None, "a model of one stage gives hidden states"
         pipeline.send(out, pipeline.rank + 1)
         return None
 

@@ -31,10 +31,7 @@ def _filter(logits: Tensor, rows: SamplingBatch) -> Tensor:
     if len(sorting):
         index = torch.from_numpy(sorting).to(logits.device)
         probs[index] = _top(logits[index], rows.select(sorting))
-    filters: list[tuple[np.ndarray, Callable[[Tensor, SamplingBatch], Tensor]]] = [
-        (rows.min_p > 0, _min_p),
-        (rows.typical_p < 1, _typical),
-    ]
+    filters: list[tuple[np.ndarray, Callable[[Tensor, SamplingBatch], Tensor]]] = [(rows.min_p > 0, _min_p), (rows.typical_p < 1, _typical)]
     for uses, keeps in filters:
         users = np.flatnonzero(uses)
         if len(users):

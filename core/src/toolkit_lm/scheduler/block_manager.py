@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
 from toolkit_lm.messages import BlockCopy, BlockMove
 from toolkit_lm.scheduler.block_pool import BlockPool
-from toolkit_lm.scheduler.group_blocks import FIRST_ON_HOST, NO_BLOCK, BlockHashes, GroupBlocks
+
+BlockHashes = Callable[[int, int], Sequence[bytes]]
+"""(block size, number of blocks) -> at least so many hashes of a sequence's first blocks."""
+
+NO_BLOCK = -1
+"""A table's entry for tokens that a window has left behind. Entries below it are blocks of the host pool."""
+
+FIRST_ON_HOST = NO_BLOCK - 1
 
 
 class TokenRange(NamedTuple):
@@ -28,6 +35,125 @@ class TableUpdate(NamedTuple):
     """Per KV group, the blocks appended."""
     copies: list[BlockCopy]
     moves: list[BlockMove]
+
+
+class GroupBlocks:
+    """How the block tables of one KV group grow, are shared and shrink, as the group's spec says.
+
+    A table is a list of block ids of the device pool, NO_BLOCK, or FIRST_ON_HOST - (block id of the host pool).
+    """
+
+    def __init__(self, index: int, spec: KVCacheSpec, pool_index: int, pool: BlockPool, host_pool: BlockPool) -> None:
+        self.index = index
+        self.spec = spec
+        self.size = spec.block_size
+        self.pool_index = pool_index
+        self.pool = pool
+        self.host_pool = host_pool
+
+    def num_needed(self, table: Sequence[int], start: int, end: int, spare: dict[int, int]) -> int:
+        """Free blocks that `extend` takes: new ones, and copies of shared ones.
+
+        `spare`: by shared block, its owners but for one. Of its writers each takes a copy, but for the one that is left as its only owner.
+        """
+        last = -(-end // self.size)
+        needed = max(0, last - len(table))
+        for block in table[start // self.size : last]:
+            if spare.setdefault(block, self._owners(block) - 1) > 0:
+                spare[block] -= 1
+                needed += 1
+        return needed
+
+    def extend(self, table: list[int], start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Makes the blocks of tokens [start, end) exist and be the table's own. `num_needed` blocks must be free.
+
+        Returns the new ones, and (index, shared block) of those that are copied.
+        """
+        copied = []
+        last = -(-end // self.size)
+        for index in range(start // self.size, min(last, len(table))):
+            source = table[index]
+            if self.pool.ref_counts[source] == 1:
+                # A fork whose parent is gone may find its block full already, of tokens that are the parent's.
+                self.pool.forget(source)
+            else:
+                table[index] = self.pool.take()
+                self.pool.release(source)
+                copied.append((index, source))
+        new = [self.pool.take() for _ in range(last - len(table))]
+        table += new
+        return new, copied
+
+    def trim(self, table: list[int], num_computed_tokens: int) -> None:
+        """Gives back the blocks that no token from `num_computed_tokens` on can see."""
+        # The last of them first: as soon as one is gone, all before it are.
+        for index in range(min(len(table), self.spec.first_needed(num_computed_tokens)) - 1, -1, -1):
+            if table[index] == NO_BLOCK:
+                break
+            self.pool.release(table[index])
+            table[index] = NO_BLOCK
+
+    def fork(self, table: Sequence[int], num_tokens: int) -> list[int]:
+        """A table that shares the blocks of the first `num_tokens` tokens."""
+        shared = list(table[: -(-num_tokens // self.size)])
+        for entry in shared:
+            if entry >= 0:
+                self.pool.share(entry)
+            elif entry <= FIRST_ON_HOST:
+                self.host_pool.share(FIRST_ON_HOST - entry)
+        return shared
+
+    def release(self, table: Sequence[int]) -> None:
+        """Gives back all blocks of a table."""
+        # From the end, so that a sequence's first blocks, the likeliest to be wanted again, are reused last.
+        for entry in reversed(table):
+            if entry >= 0:
+                self.pool.release(entry)
+            elif entry <= FIRST_ON_HOST:
+                self.host_pool.release(FIRST_ON_HOST - entry)
+
+    def _owners(self, entry: int) -> int:
+        return self.pool.ref_counts[entry] if entry >= 0 else self.host_pool.ref_counts[FIRST_ON_HOST - entry]
+
+    # Prefix caching
+
+    def gap(self, block_hashes: BlockHashes, length: int) -> int | None:
+        """Where the first block begins that the token after `length` can see and that is not cached. No prefix may end behind it."""
+        first, last = self.spec.first_needed(length), length // self.size
+        hashes = block_hashes(self.size, last)
+        return next((i * self.size for i in range(first, last) if self.pool.find((self.index, hashes[i])) is None), None)
+
+    def cached(self, block_hashes: BlockHashes, num_tokens: int) -> Iterator[tuple[int, int]]:
+        """(index in the table, block) of a cached prefix."""
+        last = num_tokens // self.size
+        hashes = block_hashes(self.size, last)
+        for index in range(self.spec.first_needed(num_tokens), last):
+            block = self.pool.find((self.index, hashes[index]))
+            assert block is not None, "the prefix is not cached"
+            yield index, block
+
+    def adopt(self, block_hashes: BlockHashes, num_tokens: int) -> list[int]:
+        """A table with the blocks of a cached prefix."""
+        table = [NO_BLOCK] * (num_tokens // self.size)
+        for index, block in self.cached(block_hashes, num_tokens):
+            self.pool.share(block)
+            table[index] = block
+        return table
+
+    def publish(self, table: Sequence[int], block_hashes: BlockHashes, before: int, num_tokens: int) -> None:
+        """Lets others find the full blocks of tokens [before, num_tokens)."""
+        first, full = before // self.size, num_tokens // self.size
+        if full > first:
+            hashes = block_hashes(self.size, full)
+            for index in range(first, full):
+                if table[index] >= 0:
+                    self.pool.publish((self.index, hashes[index]), table[index])
+
+    def forget_contents(self, table: Sequence[int]) -> None:
+        """Nobody is to find a table's blocks."""
+        for block in table:
+            if block >= 0:
+                self.pool.forget(block)
 
 
 class BlockManager:
@@ -54,10 +180,7 @@ class BlockManager:
         self.caches_prefixes = bool(specs) and all(spec.caches_prefixes for spec in specs)
         self.forks_anywhere = all(spec.forks_anywhere for spec in specs)
         self._groups_per_pool = [sum(group.pool == pool for group in kv_cache.groups) for pool in range(len(self.pools))]
-        self._growing = [
-            any(group.pool == pool and group.spec.num_blocks(2 * group.spec.block_size) > 1 for group in kv_cache.groups)
-            for pool in range(len(self.pools))
-        ]
+        self._growing = [any(group.pool == pool and group.spec.grows for group in kv_cache.groups) for pool in range(len(self.pools))]
         """Pools whose tables grow with their sequences."""
         self._gcd, self._lcm = (f(*(spec.block_size for spec in specs)) for f in (math.gcd, math.lcm))
         self._trimmed = [group for group in self.groups if group.spec.first_needed(2**30)]
@@ -150,6 +273,8 @@ class BlockManager:
     def find_prefix(self, block_hashes: BlockHashes, limit: int) -> int:
         """How many of a sequence's first tokens, at most `limit`, are in the cache, in every group."""
         length = limit // self._lcm * self._lcm
+        if not length:
+            return 0
         while gaps := [gap for group in self.groups if (gap := group.gap(block_hashes, length)) is not None]:
             length = min(gaps) // self._lcm * self._lcm
         return length
@@ -259,17 +384,3 @@ class BlockManager:
     @property
     def num_used_on_host(self) -> int:
         return sum(pool.num_used for pool in self.host_pools)
-
-    def check(self) -> None:
-        """Asserts the invariants."""
-        for index, (pool, host_pool) in enumerate(zip(self.pools, self.host_pools, strict=True)):
-            tables = [table for group, table in self._tables_of(list(self._tables)) if group.pool_index == index]
-            entries = [entry for table in tables for entry in table]
-            device = Counter(entry for entry in entries if entry >= 0)
-            host = Counter(FIRST_ON_HOST - entry for entry in entries if entry <= FIRST_ON_HOST)
-            for one, owners in ((pool, device), (host_pool, host)):
-                assert all(one.ref_counts[b] == owners.get(b, 0) for b in range(one.num_blocks)), "reference counts differ from owners"
-                assert one.num_free + len(owners) == one.num_blocks, "free + owned blocks differ from the total"
-            for table in tables:
-                held = [entry for entry in table if entry != NO_BLOCK]
-                assert len(set(held)) == len(held), "a table names a block twice"

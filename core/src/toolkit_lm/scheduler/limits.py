@@ -96,7 +96,7 @@ class RequestLimits:
         needed = [0] * len(self.kv_cache.pools)
         for group in self.kv_cache.groups:
             each = group.spec.max_blocks(num_tokens, self.max_num_batched_tokens)
-            shared = group.spec.num_shared(prompt - 1) if n > 1 and each == group.spec.num_blocks(num_tokens) else 0
+            shared = (prompt - 1) // group.spec.block_size if n > 1 and each == group.spec.num_blocks(num_tokens) else 0
             needed[group.pool] += shared + n * (each - shared)
         for count, pool in zip(needed, self.kv_cache.pools, strict=True):
             if count > pool.num_blocks:

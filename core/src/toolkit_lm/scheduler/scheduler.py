@@ -10,14 +10,7 @@ from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.events import LoadEvent
-from toolkit_lm.messages import (
-    Candidates,
-    EngineOutput,
-    EngineRequest,
-    StepPlan,
-    StepResult,
-    TokenLogprobs,
-)
+from toolkit_lm.messages import Candidates, EngineOutput, EngineRequest, StepPlan, StepResult, TokenLogprobs
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep

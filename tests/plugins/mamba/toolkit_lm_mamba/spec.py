@@ -6,10 +6,11 @@ from toolkit_lm.attention import KVCacheSpec
 
 
 class MambaSpec(KVCacheSpec, frozen=True, kw_only=True, tag="mamba"):
-    """The last inputs of the convolution and the state, in float32: one block, which every step writes."""
+    """The last inputs of the convolution and the state, in float32: one block of max_model_len tokens, which every step writes."""
 
     caches_prefixes: ClassVar[bool] = False
     forks_anywhere: ClassVar[bool] = False
+    grows: ClassVar[bool] = False
 
     channels: int
     kernel_size: int
@@ -18,12 +19,3 @@ class MambaSpec(KVCacheSpec, frozen=True, kw_only=True, tag="mamba"):
     @property
     def page_bytes(self) -> int:
         return 4 * self.channels * (self.kernel_size - 1 + self.state_size)
-
-    def num_blocks(self, num_tokens: int) -> int:
-        return min(1, num_tokens)
-
-    def written(self, start: int, end: int) -> range:
-        return range(1)
-
-    def num_shared(self, num_tokens: int) -> int:
-        return 0
