@@ -6,21 +6,18 @@ import copy
 import json
 import shutil
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit_lm import LLM, SamplingParams, VllmConfig
-from toolkit_lm.distributed import Group, parallel_groups
 from toolkit_lm.errors import ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import resolve
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_decoder.llama import LlamaForCausalLM
-from toolkit_lm_devkit import LinearMethodConformance, assert_same_logits, load_checkpoint, logits_of, make_checkpoint
+from toolkit_lm_devkit import LinearMethodConformance, assert_same_logits, load_checkpoint, logits_of, make_checkpoint, run_ranks
 from toolkit_lm_devkit.sharding import assert_shards
 from torch.nn import functional as F
 
@@ -163,26 +160,6 @@ def test_a_packed_checkpoint_runs_as_it_states(make_llama, assert_parity, tmp_pa
         run(folder)
 
 
-class ThreadGroup(Group):
-    """Ranks that are threads: each lays down its tensor, and all add or join them in the same order."""
-
-    def __init__(self, rank: int, board: list, barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.board, self.barrier = rank, len(board), board, barrier
-
-    def _all(self, tensor):
-        self.board[self.rank] = tensor
-        self.barrier.wait(60)
-        laid = list(self.board)
-        self.barrier.wait(60)
-        return laid
-
-    def all_reduce(self, tensor):
-        return torch.stack(self._all(tensor)).sum(0)
-
-    def all_gather(self, tensor, dim):
-        return torch.cat(self._all(tensor), dim)
-
-
 def test_two_ranks_give_the_logits_of_one_and_hold_its_shards(make_llama):
     folder, _ = make_llama("int8-bf16", dtype="bfloat16", tie_word_embeddings=False)
     plugins, tokens = Plugins.load(extra=[toolkit_lm_int8]), torch.arange(3, 40)
@@ -190,15 +167,11 @@ def test_two_ranks_give_the_logits_of_one_and_hold_its_shards(make_llama):
     def load(rank=0, **options):
         return load_checkpoint(LlamaForCausalLM, folder, rank=rank, plugins=plugins, quantization="int8", **options)
 
-    board, barrier = [None, None], threading.Barrier(2)
-
     def compute(rank):
-        shard, group = load(rank, tensor_parallel_size=2), ThreadGroup(rank, board, barrier)
-        with parallel_groups(tensor=group):
-            return shard, logits_of([shard], tokens)
+        shard = load(rank, tensor_parallel_size=2)
+        return shard, logits_of([shard], tokens)
 
-    with ThreadPoolExecutor(2) as threads:
-        (first, ours), (second, theirs) = threads.map(compute, range(2))
+    (first, ours), (second, theirs) = run_ranks(compute)
     whole = load()
     assert_shards(whole, [first, second])
     held = {param.dtype for name, param in whole.named_parameters() if name.endswith("_proj.weight") or name == "lm_head.weight"}

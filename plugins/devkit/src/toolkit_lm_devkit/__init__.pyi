@@ -31,5 +31,6 @@ from .ranks import Computed as Computed, hidden_states_of_ranks as hidden_states
 from .renderer import RendererConformance as RendererConformance
 from .sampling import sampling_rows as sampling_rows
 from .scheduling_policy import SchedulingPolicyConformance as SchedulingPolicyConformance
+from .thread_ranks import ThreadGroup as ThreadGroup, run_ranks as run_ranks
 from .torch_group import TorchGroup as TorchGroup, torch_groups as torch_groups
 from .transformers_model import TransformersConformance as TransformersConformance

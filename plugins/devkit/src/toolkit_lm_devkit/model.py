@@ -22,8 +22,10 @@ from torch import Tensor
 
 from toolkit_lm_devkit.conformance import Conformance
 from toolkit_lm_devkit.equality import assert_same_logits, assert_same_tokens
+from toolkit_lm_devkit.forward import load_checkpoint, logits_of
 from toolkit_lm_devkit.generation import Generated, generate
 from toolkit_lm_devkit.sharding import assert_shards, is_sharded
+from toolkit_lm_devkit.thread_ranks import run_ranks
 
 Reference = Callable[[Sequence[int]], Tensor]
 """Token ids of one sequence -> logits [T, V] at each of them."""
@@ -77,6 +79,8 @@ class ModelConformance(Conformance):
     max_tokens: ClassVar[int] = 24
     max_model_len: ClassVar[int] = 112
     tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
+    pipeline_stages: ClassVar[int] = 2
+    """Stages that the model's layers are cut into; 1 where it cannot be cut."""
 
     def make_checkpoint(self, folder: Path, **variant: Any) -> Reference:
         """Writes a checkpoint with random float32 weights and a tokenizer (see `write_checkpoint`), and gives the model to compare with."""
@@ -184,6 +188,20 @@ class ModelConformance(Conformance):
             model.load_weights(CheckpointWeights(subject.folder))
         assert any(is_sharded(models[1]).values()), f"{ranks} ranks hold all of every weight"
         assert_shards(models[0], models[1:])
+
+    def test_ranks_and_stages_compute_the_whole(self, first: Subject, ranks: int) -> None:
+        """Ranks that each hold a shard, in as many pipeline stages as `pipeline_stages` says, give the logits of one rank."""
+        model_class, tokens = self.model_class(first), torch.tensor(self.prompts(first)[0])
+        expected = logits_of([load_checkpoint(model_class, first.folder)], tokens)
+        stages = self.pipeline_stages
+
+        def compute(rank: int) -> Tensor:
+            options = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+            parts = [load_checkpoint(model_class, first.folder, rank=stage * ranks + rank, **options) for stage in range(stages)]
+            return logits_of(parts, tokens)
+
+        for rank, ours in enumerate(run_ranks(compute, ranks)):
+            assert (ours - expected).abs().max() <= 1e-4, f"rank {rank} of {ranks}, in {stages} stages, gives other logits than one alone"
 
     def test_missing_weights_are_refused_by_name(self, first: Subject) -> None:
         for name in self.checked_weights(first):
