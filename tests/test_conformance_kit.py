@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import CheckpointWeights
+from toolkit_lm.model import CheckpointWeights, RowParallelLinear
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import TransformersConformance
 from toolkit_lm_devkit.model import Subject
@@ -110,3 +111,19 @@ def test_wrong_shards_are_found(subject):
     first.model.layers[0].mlp.down_proj.weight.data[0, 0] += 1
     with pytest.raises(AssertionError, match=r"down_proj\.weight: rank 0 holds other values"):
         assert_shards(whole, [first, second])
+
+
+def test_a_bias_that_each_rank_adds_is_found(tmp_path, monkeypatch):
+    """The shards are right: only a forward pass over several ranks tells."""
+    biased = Subject(tmp_path, Kit().make_checkpoint(tmp_path, attention_bias=True, num_hidden_layers=2))
+    Kit().test_ranks_and_stages_compute_the_whole(biased, 2)
+
+    def forward(layer, x, residual=None):
+        out = layer.method.apply(x, layer.bias)
+        total = tensor_parallel_group(layer.parallel).all_reduce(out) if layer.is_sharded else out
+        return total if residual is None else total + residual
+
+    monkeypatch.setattr(RowParallelLinear, "forward", forward)
+    Kit().test_shards_make_up_the_whole(lambda variant: biased, "default", 2)
+    with pytest.raises(AssertionError, match="in 2 stages, gives other logits than one alone"):
+        Kit().test_ranks_and_stages_compute_the_whole(biased, 2)
