@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.errors import ConfigError
+from toolkit_lm.errors import UnsupportedError
 from toolkit_lm_devkit import ExecutorConformance, WorkersConformance
 
 sys.path.insert(0, str(Path(__file__).parent / "plugins" / "threads"))
@@ -104,5 +104,7 @@ def failing_at(length, execute):
 
 def test_in_process_is_refused_for_two_ranks(make_llama):
     folder, _ = make_llama("ranks")
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size 2 .*in_process: it runs 1 of 2 workers\. Supported: threads\."):
+    with pytest.raises(
+        UnsupportedError, match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. Supported: threads\."
+    ):
         threads(folder, 2, 1, executor="in_process")

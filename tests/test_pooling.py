@@ -177,10 +177,10 @@ class TestMemory:
     def test_no_cache_where_each_prompt_is_computed_at_once(self, checkpoint):
         with llm_of(checkpoint[0], convert="embed") as llm:
             cache = llm.engine.client.core.kv_cache
-            assert (cache.num_blocks, cache.groups) == (0, [])
+            assert (cache.pools, cache.groups) == ([], [])
         for options in (CHUNKED, {"enable_prefix_caching": True}):
             with llm_of(checkpoint[0], convert="embed", **options) as llm:
-                assert llm.engine.client.core.kv_cache.num_blocks == 128
+                assert llm.engine.client.core.kv_cache.pools[0].num_blocks == 128
 
     def test_a_long_prompt_raises_the_budget(self, checkpoint, states):
         with llm_of(checkpoint[0], convert="embed", max_num_batched_tokens=16) as llm:

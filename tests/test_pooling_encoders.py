@@ -95,7 +95,7 @@ class TestFamilies:
         states = [reference(made, text).last_hidden_state[0] for text in TEXTS]
         with LLM(made.folder) as llm:
             cache = llm.engine.client.core.kv_cache
-            assert (cache.num_blocks, cache.groups) == (0, [])
+            assert (cache.pools, cache.groups) == ([], [])
             assert llm.engine.tasks == ("embed", "token_embed")
             assert llm.config.max_model_len == 64
             together = llm.encode(TEXTS, task="embed", use_tqdm=False)
@@ -272,7 +272,7 @@ class TestWholePrompts:
     def test_prefix_caching_finds_nothing_and_takes_no_memory(self, make):
         made = make("Bert", "Model")
         with LLM(made.folder, enable_prefix_caching=True) as llm:
-            assert llm.engine.client.core.kv_cache.num_blocks == 0
+            assert llm.engine.client.core.kv_cache.pools == []
             for _ in range(2):
                 (output,) = llm.encode(TEXTS[1], task="embed", use_tqdm=False)
                 same([output], [unit(reference(made, TEXTS[1]).last_hidden_state[0].mean(0))])

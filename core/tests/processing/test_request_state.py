@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
@@ -60,6 +60,8 @@ def joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
     return result
 
 
+# A machine with other work on it is slow at times.
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 3), min_size=1, max_size=3)), max_size=20),
     st.lists(st.booleans(), min_size=20, max_size=20),
