@@ -196,7 +196,7 @@ class ModelConformance(Conformance):
         stages = self.pipeline_stages
 
         def compute(rank: int) -> Tensor:
-            options = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+            options: dict[str, Any] = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
             parts = [load_checkpoint(model_class, first.folder, rank=stage * ranks + rank, **options) for stage in range(stages)]
             return logits_of(parts, tokens)
 
