@@ -44,8 +44,9 @@ class SdpaBackend(AttentionBackend):
         return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
 
     def build(self, batch: BatchView) -> Metadata:
-        padded = batch.has_padding and batch.slot_mapping is not None
-        return Metadata(batch, (batch.slot_mapping >= 0).nonzero()[:, 0] if padded else None)  # type: ignore[union-attr,operator]
+        slots = batch.slot_mapping
+        stored = slots.ge(0).nonzero()[:, 0] if batch.has_padding and slots is not None else None
+        return Metadata(batch, stored)
 
     def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
         keys, values = halves(kv_cache, layer.head_size * layer.num_kv_heads)
