@@ -67,15 +67,6 @@ def test_bfloat16_is_no_further_from_float32_than_transformers(tmp_path):
     assert (ours.float() - exact).abs().mean() <= allowed
 
 
-def test_embeddings_can_stand_in_for_tokens(tmp_path):
-    model = load_checkpoint(LlamaForCausalLM, save_random(tmp_path, reference()))
-    embeds = model.model.embed_tokens(INPUT_IDS)
-    before = embeds.clone()
-    by_embeds = logits_of([model], INPUT_IDS, inputs_embeds=embeds)
-    assert torch.equal(by_embeds, logits_of([model], INPUT_IDS))
-    assert torch.equal(embeds, before)
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_pipeline_stages_chain_to_the_same_logits(tied, tmp_path):
     theirs = reference(tie_word_embeddings=tied)

@@ -35,10 +35,10 @@ class CountingRenderer(Renderer):
     def render_conversation(self, messages, **kwargs):
         return self.render_prompt(messages[0]["content"])
 
-    def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
+    def render_prompt(self, prompt, *, add_special_tokens=True):
         self.num_calls += 1
         parsed = parse_prompt(prompt)
-        return parsed.get("prompt_token_ids") or [ord(char) for char in parsed["prompt"]], None
+        return parsed.get("prompt_token_ids") or [ord(char) for char in parsed["prompt"]]
 
     def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
         raise AssertionError("nothing is decoded before the engine has answered")
@@ -55,7 +55,7 @@ class LoudParams(ProcessorParams):
     loud_word: Annotated[str | list[str], param("What.")] = "a"
 
     def prepare(self, renderer):
-        token_ids, _ = renderer.render_prompt(self.loud_word)
+        token_ids = renderer.render_prompt(self.loud_word)
         if len(token_ids) > 1:
             raise ValueError("loud_word must be one token")
         if self.loud_times == 3:

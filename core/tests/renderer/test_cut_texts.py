@@ -11,8 +11,8 @@ from toolkit_lm.renderer import Renderer
 class WordRenderer(Renderer):
     """A token is a word; one more begins each prompt."""
 
-    def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
-        return [0, *map(len, prompt.split())], None
+    def render_prompt(self, prompt, *, add_special_tokens=True):
+        return [0, *map(len, prompt.split())]
 
     def render_conversation(self, messages, **kwargs):
         raise NotImplementedError

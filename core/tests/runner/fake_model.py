@@ -54,7 +54,7 @@ class SumModel(Model):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.attention = Attention(1, 1, vllm_config=vllm_config, prefix="attention")
 
-    def forward(self, input_ids, positions, *, inputs_embeds=None, intermediate=None) -> Tensor:
+    def forward(self, input_ids, positions, *, intermediate=None) -> Tensor:
         values = input_ids[:, None].float()
         values = torch.where(values == NAN, torch.nan, values)
         return self.attention(values, values, values)

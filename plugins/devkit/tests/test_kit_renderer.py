@@ -53,7 +53,7 @@ def test_half_a_character_in_a_stream_is_found(written, tmp_path):
 def test_a_lenient_one_is_found(written, tmp_path):
     class Lenient(written.ByteRenderer):
         def render_prompt(self, prompt, *args, **kwargs):
-            return list(prompt if isinstance(prompt, str) else prompt["prompt_token_ids"]), None
+            return list(prompt if isinstance(prompt, str) else prompt["prompt_token_ids"])
 
     subject, renderer = kit(Lenient, tmp_path)
     with pytest.raises(pytest.fail.Exception):

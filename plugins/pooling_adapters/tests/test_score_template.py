@@ -25,15 +25,15 @@ BOS, EOS = 1, 2
 class TwoCharacters(Renderer):
     """A token is two characters of one text, or the last one; so that it matters where texts are tokenized apart."""
 
-    def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
+    def render_prompt(self, prompt, *, add_special_tokens=True):
         assert prompt, "an empty text is no prompt"
         ids = [hash_of(prompt[i : i + 2]) for i in range(0, len(prompt), 2)]
-        return ([BOS, *ids, EOS] if add_special_tokens else ids), None
+        return [BOS, *ids, EOS] if add_special_tokens else ids
 
     def render_texts(self, texts, *, max_tokens=None):
         rendered = []
         for text in texts:
-            ids = self.render_prompt(text, add_special_tokens=False)[0]
+            ids = self.render_prompt(text, add_special_tokens=False)
             rendered.append(RenderedText([BOS, *ids[: None if max_tokens is None else max_tokens - 2], EOS]))
         return rendered
 

@@ -30,7 +30,7 @@ from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 config = VllmConfig.default()
 renderer = HfRenderer(msgspec.structs.replace(config, checkpoint=Checkpoint(path={str(tmp_path)!r}, architecture="none", hf_config={{}})))
-ids, _ = renderer.render_conversation([{{"role": "user", "content": "hello"}}])
+ids = renderer.render_conversation([{{"role": "user", "content": "hello"}}])
 assert renderer.decode(ids) == "hello"
 assert not {{"torch", "transformers"}} & set(sys.modules)
 """
@@ -47,12 +47,12 @@ def test_prompt_tokens_equal_those_of_transformers(tmp_path, tokenizer, make_ren
     renderer = make_renderer(tokenizer, config)
     reference = AutoTokenizer.from_pretrained(str(tmp_path))
     for text in TEXTS:
-        assert renderer.render_prompt(text)[0] == reference(text)["input_ids"]
-        assert renderer.render_prompt(text, add_special_tokens=False)[0] == reference(text, add_special_tokens=False)["input_ids"]
+        assert renderer.render_prompt(text) == reference(text)["input_ids"]
+        assert renderer.render_prompt(text, add_special_tokens=False) == reference(text, add_special_tokens=False)["input_ids"]
 
 
 def test_tokens_pass_as_they_are(make_renderer, byte_level):
-    assert make_renderer(byte_level).render_prompt({"prompt_token_ids": [5, 3, 5]}) == ([5, 3, 5], None)
+    assert make_renderer(byte_level).render_prompt({"prompt_token_ids": [5, 3, 5]}) == [5, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_tokens_pass_as_they_are(make_renderer, byte_level):
         ("", "empty"),
         ({"prompt_token_ids": []}, "empty"),
         ({"prompt": "\ud800"}, "lone surrogate at position 0"),
-        ({"prompt": "a", "image": "b"}, "no key 'image'"),
+        ({"prompt": "a", "multi_modal_data": {"image": b""}}, "no key 'multi_modal_data'"),
         (3, "not a int"),
     ],
 )
@@ -72,7 +72,7 @@ def test_bad_prompts(make_renderer, byte_level, prompt, message):
 
 def test_token_ids_are_not_looked_at(make_renderer, byte_level):
     for token_ids in ([-1], [349], [5, 2**40]):
-        assert make_renderer(byte_level).render_prompt({"prompt_token_ids": token_ids}) == (token_ids, None)
+        assert make_renderer(byte_level).render_prompt({"prompt_token_ids": token_ids}) == token_ids
 
 
 def test_what_the_model_or_the_tokenizer_knows_can_be_decoded(make_renderer, byte_level):
@@ -85,7 +85,7 @@ def test_a_text_is_tokenized_whole_however_few_tokens_it_has(make_renderer):
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     renderer = make_renderer(words, {}, max_model_len=8)
     for text, expected in ((" " * 6000 + "hello world", [1, 2]), (("x" * 200 + " ") * 6 + "hello", [0] * 6 + [1])):
-        assert renderer.render_prompt(text)[0] == expected
+        assert renderer.render_prompt(text) == expected
         for most in (None, 7):
             assert renderer.render_texts([text], max_tokens=most)[0].token_ids == expected
 
@@ -98,11 +98,6 @@ def test_a_text_without_end_is_refused_before_it_is_tokenized(make_renderer, byt
     longest = max(map(len, byte_level.get_vocab()))
     with pytest.raises(ContextLengthError, match=f"no more than {2**20 * longest} are tokenized"):
         make_renderer(byte_level, max_model_len=2**20).render_prompt("a" * (2**20 * longest + 1))
-
-
-def test_other_modalities_are_refused(make_renderer, byte_level):
-    with pytest.raises(RequestError, match="text only"):
-        make_renderer(byte_level).render_prompt("a", multi_modal_data={"image": b""})
 
 
 def test_truncation_counts_the_special_tokens_of_what_is_cut(make_renderer, byte_level):
@@ -147,7 +142,7 @@ def test_truncation_and_padding_of_the_file_are_off(make_renderer, byte_level):
         byte_level.no_truncation()
         byte_level.no_padding()
     text = "The cat sat on the mat"
-    assert renderer.decode(renderer.render_prompt(text)[0]) == text
+    assert renderer.decode(renderer.render_prompt(text)) == text
 
 
 def test_eos_token_ids_are_those_of_all_files(make_renderer, byte_level):
@@ -161,7 +156,7 @@ def test_transformers_converts_a_checkpoint_without_tokenizer_json(tmp_path, mak
     byte_level.model.save(str(tmp_path))
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
     renderer = make_renderer(None, config)
-    assert renderer.render_prompt("The cat sat on the mat.")[0] == byte_level.encode("The cat sat on the mat.").ids
+    assert renderer.render_prompt("The cat sat on the mat.") == byte_level.encode("The cat sat on the mat.").ids
     assert renderer.eos_token_ids == [2]
 
 
@@ -189,7 +184,7 @@ def test_the_tokenizer_option_names_another_folder(tmp_path, make_renderer, byte
     make_renderer(byte_level)
     checkpoint = Checkpoint(path=str(tmp_path / "none"), architecture="none", hf_config={})
     config = msgspec.structs.replace(VllmConfig.default(tokenizer=str(tmp_path)), checkpoint=checkpoint)
-    assert HfRenderer(config).render_prompt("The cat")[0] == byte_level.encode("The cat").ids
+    assert HfRenderer(config).render_prompt("The cat") == byte_level.encode("The cat").ids
 
 
 def test_a_decoder_that_needs_whole_texts_is_refused(make_renderer, byte_level):

@@ -31,13 +31,13 @@ class CharRenderer(Renderer):
             raise RequestError("the chat template refuses this conversation", "messages")
         return self.render_prompt("".join(f"{m['role']}:{m['content']};" for m in messages))
 
-    def render_prompt(self, prompt, multi_modal_data=None, mm_processor_kwargs=None, *, add_special_tokens=True):
+    def render_prompt(self, prompt, *, add_special_tokens=True):
         if isinstance(prompt, str):
             prompt = {"prompt_token_ids": [ord(char) for char in prompt]}
         token_ids = prompt["prompt_token_ids"]
         if not token_ids:
             raise RequestError("the prompt is empty.", "prompt")
-        return token_ids, None
+        return token_ids
 
     def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
         raise NotImplementedError
@@ -74,14 +74,14 @@ class FakeEngine:
         self.num_resets += 1
 
     async def chat_many(self, conversations, params, *, options, **render_options):
-        prompts = [self.renderer.render_conversation(messages, **render_options)[0] for messages in conversations]
+        prompts = [self.renderer.render_conversation(messages, **render_options) for messages in conversations]
         async with aclosing(self.generate_many([{"prompt_token_ids": one} for one in prompts], params, **options)) as outputs:
             async for found in outputs:
                 yield found
 
     async def generate_many(self, prompts, params, **options):
         check_options(options)
-        rendered = [self.renderer.render_prompt(prompt)[0] for prompt in prompts]
+        rendered = [self.renderer.render_prompt(prompt) for prompt in prompts]
         for token_ids in rendered:
             check_token_ids(token_ids, self.renderer.vocab_size)
             if len(token_ids) >= self.config.max_model_len:

@@ -51,10 +51,8 @@ class Decoder(Model):
         """What embeddings are multiplied by."""
         return 1.0
 
-    def embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """Embeddings [T, embedding_size]: those given, or those of `input_ids` [T]."""
-        if inputs_embeds is not None:
-            return inputs_embeds
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, embedding_size] of `input_ids` [T]."""
         embedded: Tensor = self.get_submodule(self.embedding_name)(input_ids)
         return embedded
 
@@ -80,15 +78,10 @@ class CausalLM(Model):
         return ParallelLMHead(*sizes, tied_to=tied, vllm_config=self.vllm_config, prefix=join(self.prefix, "lm_head"))
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        *,
-        inputs_embeds: Tensor | None = None,
-        intermediate: IntermediateTensors | None = None,
+        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
     ) -> Tensor | IntermediateTensors:
         decoder = self.get_submodule(self.decoder_name)
-        out: Tensor | IntermediateTensors = decoder(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
+        out: Tensor | IntermediateTensors = decoder(input_ids, positions, intermediate=intermediate)
         return out
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

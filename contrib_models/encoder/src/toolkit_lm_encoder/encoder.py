@@ -51,8 +51,8 @@ class Embeddings(nn.Module):
             self.token_type_embeddings = nn.Embedding(num_types, size, dtype=dtype)
         self.LayerNorm = nn.LayerNorm(size, eps=eps, dtype=dtype)
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, token_type_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        x: Tensor = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        x: Tensor = self.word_embeddings(input_ids)
         if (types := self.token_type_embeddings) is not None:
             x = x + (types.weight[0] if token_type_ids is None or types.num_embeddings == 1 else types(token_type_ids))
         if self.position_embeddings is not None:
@@ -77,7 +77,7 @@ class Encoder(Model):
         self.embeddings = self.make_embeddings(config) if self.is_first else Absent()
 
     def make_embeddings(self, config: HFConfig) -> nn.Module:
-        """The module (input_ids, positions, token_type_ids, inputs_embeds) -> [T, H]."""
+        """The module (input_ids, positions, token_type_ids) -> [T, H]."""
         raise NotImplementedError
 
     def hidden_size(self, config: HFConfig) -> int:
@@ -90,17 +90,16 @@ class Encoder(Model):
 
     def forward(
         self,
-        input_ids: Tensor | None,
+        input_ids: Tensor,
         positions: Tensor,
         *,
-        inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
         token_type_ids: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
         if intermediate is not None:
             x = intermediate["hidden_states"]
         else:
-            x = self.embeddings(input_ids, positions, token_type_ids, inputs_embeds)
+            x = self.embeddings(input_ids, positions, token_type_ids)
         x = self.run_layers(x, positions)
         return x if self.is_last else {"hidden_states": x}
 

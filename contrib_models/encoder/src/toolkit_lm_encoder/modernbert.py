@@ -72,8 +72,8 @@ class ModernBertEmbeddings(nn.Module):
         self.tok_embeddings = VocabParallelEmbedding(*sizes, vllm_config=vllm_config, prefix=join(prefix, "tok_embeddings"))
         self.norm = layer_norm(config, torch_dtype(vllm_config.model.dtype))
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, token_type_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        x: Tensor = self.norm(self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds)
+    def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        x: Tensor = self.norm(self.tok_embeddings(input_ids))
         return x
 
 

@@ -37,12 +37,7 @@ class RewardModel(LlamaParts, Model):
         return token_classification_pooler(self.vllm_config, head, default="ALL", num_labels=self.num_labels, activation="identity")
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        *,
-        inputs_embeds: Tensor | None = None,
-        intermediate: IntermediateTensors | None = None,
+        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
     ) -> Tensor | IntermediateTensors:
-        out: Tensor | IntermediateTensors = self.model(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
+        out: Tensor | IntermediateTensors = self.model(input_ids, positions, intermediate=intermediate)
         return out

@@ -56,18 +56,9 @@ class TransformersForCausalLM(FallbackModel):
             return str(error)
         return None
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        *,
-        inputs_embeds: Tensor | None = None,
-        intermediate: IntermediateTensors | None = None,
-    ) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None) -> Tensor:
         # For transformers the flat batch is one sequence; only attention, which is ours, knows better.
-        given = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": inputs_embeds}
-        tokens = {name: tensor[None] for name, tensor in given.items() if tensor is not None}
-        hidden_states: Tensor = self._decode(**tokens, position_ids=positions[None], use_cache=False)[0]
+        hidden_states: Tensor = self._decode(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)[0]
         return hidden_states[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -40,16 +40,11 @@ class Model(nn.Module):
         self.prefix = prefix
 
     def forward(
-        self,
-        input_ids: Tensor | None,
-        positions: Tensor,
-        *,
-        inputs_embeds: Tensor | None = None,
-        intermediate: IntermediateTensors | None = None,
+        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
     ) -> Tensor | IntermediateTensors:
         """Hidden states [T, H] of tokens `input_ids` [T] at `positions` [T] or [3, T] (int64), or what the next pipeline rank needs.
 
-        `inputs_embeds` [T, H] stands in for `input_ids`; `intermediate` is the previous pipeline rank's result.
+        `intermediate` is the previous pipeline rank's result.
         """
         raise NotImplementedError
 

@@ -76,7 +76,7 @@ class Processor:
     ) -> PreparedRequest:
         """Of a text, or token ids."""
         try:
-            token_ids, _ = self.renderer.render_prompt(prompt)
+            token_ids = self.renderer.render_prompt(prompt)
         except Exception as error:
             self.plugins.boundary.check(error)
             raise
@@ -93,7 +93,7 @@ class Processor:
     ) -> PreparedRequest:
         """Of a conversation, through the chat template. `render_options` are Renderer.render_conversation's."""
         try:
-            token_ids, _ = self.renderer.render_conversation(messages, **render_options)
+            token_ids = self.renderer.render_conversation(messages, **render_options)
         except Exception as error:
             self.plugins.boundary.check(error)
             raise

@@ -1,6 +1,6 @@
 """The renderer contract: all input preparation, and its inverse."""
 
-from toolkit_lm.renderer.contract import DecodeStream, MultiModalFeatureSpec, RenderedText, Renderer
+from toolkit_lm.renderer.contract import DecodeStream, RenderedText, Renderer
 from toolkit_lm.renderer.pair_renderer import PairRenderer
 
-__all__ = ["DecodeStream", "MultiModalFeatureSpec", "PairRenderer", "RenderedText", "Renderer"]
+__all__ = ["DecodeStream", "PairRenderer", "RenderedText", "Renderer"]

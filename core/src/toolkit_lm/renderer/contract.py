@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from msgspec import Struct
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.prompts import Conversation, Prompt
-
-
-class MultiModalFeatureSpec(Struct, kw_only=True):
-    """One non-text input of a prompt, and where its placeholder tokens stand."""
-
-    modality: str
-    identifier: str
-    """Content hash, the key of caches."""
-    offset: int
-    """Index of the first placeholder token in the prompt."""
-    length: int
-    """Placeholder tokens."""
 
 
 class RenderedText(NamedTuple):
@@ -65,7 +51,7 @@ class Renderer(ABC):
         return None
 
     @abstractmethod
-    def render_conversation(self, messages: Conversation, **kwargs: Any) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
         """Token ids of a conversation, through the chat template.
 
         `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False), `tools`, `chat_template_kwargs`
@@ -73,14 +59,7 @@ class Renderer(ABC):
         """
 
     @abstractmethod
-    def render_prompt(
-        self,
-        prompt: Prompt,
-        multi_modal_data: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        *,
-        add_special_tokens: bool = True,
-    ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+    def render_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, at least one.
 
         Token ids that are given are passed on as they are: the engine checks that the model has them.
@@ -96,7 +75,7 @@ class Renderer(ABC):
         for text in texts:
             if not isinstance(text, str):
                 raise RequestError(f"{type(self).__name__} does not know how to join a pair of texts.", "input")
-            rendered.append(RenderedText(self.render_prompt(text)[0][:max_tokens]))
+            rendered.append(RenderedText(self.render_prompt(text)[:max_tokens]))
         return rendered
 
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:

@@ -117,9 +117,9 @@ def hidden_states(stages: Sequence[Model], sequences: Sequence[Tensor], **inputs
 
 
 @torch.inference_mode()
-def logits_of(stages: Sequence[Model], token_ids: Tensor, **inputs: Tensor) -> Tensor:
-    """Logits [T, V] at each token of one sequence [T]; the arguments are those of `hidden_states`."""
-    return stages[-1].compute_logits(hidden_states(stages, [token_ids], **inputs)[0])
+def logits_of(stages: Sequence[Model], token_ids: Tensor) -> Tensor:
+    """Logits [T, V] at each token of one sequence [T]; `stages` are those of `hidden_states`."""
+    return stages[-1].compute_logits(hidden_states(stages, [token_ids])[0])
 
 
 @torch.inference_mode()

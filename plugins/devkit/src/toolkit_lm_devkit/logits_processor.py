@@ -34,8 +34,8 @@ class LetterRenderer:
     vocab_size = 256
     config = VllmConfig.default({"vocab_size": 256})
 
-    def render_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> tuple[list[int], None]:
-        return list(prompt.encode()), None
+    def render_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(prompt.encode())
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return bytes(token_ids).decode(errors="replace")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from tokenizers import Encoding
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, nearest
 from toolkit_lm.prompts import Conversation, Prompt, parse_prompt
-from toolkit_lm.renderer import DecodeStream, MultiModalFeatureSpec, RenderedText, Renderer
+from toolkit_lm.renderer import DecodeStream, RenderedText, Renderer
 
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
@@ -45,32 +45,23 @@ class HfRenderer(Renderer):
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
         self._eos_token_ids = _eos_token_ids(config, vocab.get(special_tokens.get("eos_token", "")))
 
-    def render_conversation(self, messages: Conversation, **kwargs: Any) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
                 raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
         if self._chat_template is None:
             raise RequestError("the checkpoint has no chat template. Give one by --chat-template, or use plain completions.", "messages")
         text = self._chat_template.render(messages, max_length=self._max_chars, **kwargs)
-        return self._encode(text, "messages", add_special_tokens=False), None
+        return self._encode(text, "messages", add_special_tokens=False)
 
-    def render_prompt(
-        self,
-        prompt: Prompt,
-        multi_modal_data: Mapping[str, Any] | None = None,
-        mm_processor_kwargs: Mapping[str, Any] | None = None,
-        *,
-        add_special_tokens: bool = True,
-    ) -> tuple[list[int], list[MultiModalFeatureSpec] | None]:
-        if multi_modal_data or mm_processor_kwargs:
-            raise RequestError("this model takes text only, no multi_modal_data or mm_processor_kwargs.", "multi_modal_data")
+    def render_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
-            return self._encode(prompt, "prompt", add_special_tokens=add_special_tokens), None
+            return self._encode(prompt, "prompt", add_special_tokens=add_special_tokens)
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
-            return _not_empty(cast(list[int], token_ids), "prompt_token_ids"), None
-        return self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens), None
+            return _not_empty(cast(list[int], token_ids), "prompt_token_ids")
+        return self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens)
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         special = [self._tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True)]

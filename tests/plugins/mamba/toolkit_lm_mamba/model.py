@@ -59,7 +59,7 @@ class MambaForCausalLM(Model):
             prefix="lm_head",
         )
 
-    def forward(self, input_ids: Tensor | None, positions: Tensor, **inputs: Any) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, **inputs: Any) -> Tensor:
         x = self.backbone.embeddings(input_ids)
         for layer in self.backbone.layers:
             x = layer(x)
