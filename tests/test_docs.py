@@ -16,12 +16,12 @@ from typing import NamedTuple
 import httpx
 import pytest
 from toolkit_lm import LLM, SamplingParams, VllmConfig
-from toolkit_lm.cli.sampling import sampling_flags
 from toolkit_lm.config import options_of
 from toolkit_lm.errors import page as page_address
 from toolkit_lm.plugin import API_VERSION, Plugins
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_cli.explanation import explain
+from toolkit_lm_cli.sampling import sampling_flags
 from toolkit_lm_server.options import ServerOptions
 
 ROOT = Path(__file__).parents[1]

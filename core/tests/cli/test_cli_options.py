@@ -11,7 +11,7 @@ from typing import Annotated, get_args, get_origin
 import pytest
 import typer
 from msgspec import Struct
-from toolkit_lm.cli import SamplingFlags, engine_command
+from toolkit_lm.cli import engine_command
 from toolkit_lm.cli.app import LazyGroup
 from toolkit_lm.cli.prescan import plugins_config
 from toolkit_lm.config import PluginsConfig, VllmConfig, option
@@ -19,6 +19,7 @@ from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm_cli.sampling import SamplingFlags
 
 
 class PortOptions(Struct, frozen=True, kw_only=True):

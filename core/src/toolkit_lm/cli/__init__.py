@@ -1,7 +1,6 @@
 """The command line: `toolkit`. Its commands, core's own included, come from plugins and are imported when they are invoked."""
 
 from toolkit_lm.cli.app import main, run
-from toolkit_lm.cli.options import engine_command
-from toolkit_lm.cli.sampling import SamplingFlags
+from toolkit_lm.cli.options import CommandFlags, command_parameter, engine_command, flag_help
 
-__all__ = ["SamplingFlags", "engine_command", "main", "run"]
+__all__ = ["CommandFlags", "command_parameter", "engine_command", "flag_help", "main", "run"]

@@ -7,13 +7,12 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Protocol, Self, get_type_hints, runtime_checkable
 
 import msgspec
 import typer
 
 from toolkit_lm.cli.prescan import flag_value
-from toolkit_lm.cli.sampling import SamplingFlags, parse_flags, sampling_flags
 from toolkit_lm.config import Option, VllmConfig, load_options, options_of, read_file
 from toolkit_lm.config.options import ENV_PREFIX
 from toolkit_lm.errors import PluginError
@@ -22,12 +21,25 @@ from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 Section = type[msgspec.Struct]
 
 
+@runtime_checkable
+class CommandFlags(Protocol):
+    """Flags that depend on which logits processors are installed: a command that has an argument of a subclass gets them."""
+
+    @classmethod
+    def flags(cls, processors: LogitsProcessorRegistry) -> list[inspect.Parameter]:
+        """The parameters of a Typer command, as `command_parameter` makes them."""
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], processors: LogitsProcessorRegistry) -> Self:
+        """The argument, from the flags that are given. Raises ConfigError."""
+
+
 def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a Typer command of a function. What the function asks for by type is made from flags, environment and config file:
 
     - `VllmConfig`: the whole config, with MODEL as an optional argument and a flag for each other option;
     - any of `extra_sections` (frozen structs whose fields are stated with `option(...)`, of core or the plugin's own);
-    - `SamplingFlags`: the sampling parameters that are given;
+    - a subclass of `CommandFlags`: what it makes of its flags;
     - `Plugins`: the loaded plugins;
     - `typer.Context`, and any parameter that Typer itself understands, as it is.
 
@@ -42,7 +54,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
         options = VllmConfig.options() + [o for kind in sections if kind not in _core_sections() for o in options_of(kind)]
 
         def with_processors(processors: LogitsProcessorRegistry) -> Callable[..., Any]:
-            flags = sampling_flags(processors) if SamplingFlags in wanted.values() else {}
+            flags = {kind: kind.flags(processors) for kind in wanted.values() if isinstance(kind, type) and issubclass(kind, CommandFlags)}
 
             def command(ctx: typer.Context, **values: Any) -> Any:
                 plugins: Plugins = ctx.obj
@@ -55,8 +67,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                     plugins = Plugins.load(config.plugins)
                 made: dict[Any, Any] = {VllmConfig: config, Plugins: plugins, typer.Context: ctx}
                 made |= {kind: kind(**{o.name: merged[o.name] for o in options_of(kind) if o.name in merged}) for kind in sections}
-                if SamplingFlags in wanted.values():
-                    made[SamplingFlags] = parse_flags(_present(values, flags), processors)
+                made |= {kind: kind.parse(_present(values, [one.name for one in own]), processors) for kind, own in flags.items()}
                 return function(**{name: made[kind] if kind in made else values[name] for name, kind in wanted.items()})
 
             _disguise(command, function, list(_parameters(function, wanted, sections, flags)), [o.name for o in options])
@@ -69,44 +80,38 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
 
 
 def _parameters(
-    function: Callable[..., Any], wanted: Mapping[str, Any], sections: list[Section], flags: Mapping[str, Option]
+    function: Callable[..., Any], wanted: Mapping[str, Any], sections: list[Section], flags: Mapping[Any, list[inspect.Parameter]]
 ) -> Iterator[inspect.Parameter]:
-    yield _parameter("ctx", typer.Context, inspect.Parameter.empty)
+    yield command_parameter("ctx", typer.Context, inspect.Parameter.empty)
     if VllmConfig in wanted.values():
         model, *_ = options_of(_core_sections()[0])
-        yield _parameter("model", Annotated[str | None, typer.Argument(metavar="MODEL", help=_help(model))])
+        yield command_parameter("model", Annotated[str | None, typer.Argument(metavar="MODEL", help=flag_help(model))])
         sections = [*sections, *_core_sections()]
     own = inspect.signature(function).parameters.values()
-    made = {VllmConfig, Plugins, typer.Context, SamplingFlags, *sections}
+    made = {VllmConfig, Plugins, typer.Context, *flags, *sections}
     yield from (p.replace(annotation=wanted[p.name], kind=p.KEYWORD_ONLY) for p in own if wanted[p.name] not in made)
     taken = {o.name for o in VllmConfig.options()} if VllmConfig in wanted.values() else set()
-    yield from (_sampling_flag(o) for name, o in flags.items() if name not in taken)
-    yield _parameter("config", Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of options.")])
+    yield from (one for parameters in flags.values() for one in parameters if one.name not in taken)
+    yield command_parameter("config", Annotated[str | None, typer.Option("--config", metavar="FILE", help="YAML file of options.")])
     for section in sections:
         yield from (_flag(o, _title(section)) for o in options_of(section) if o.name != "model")
 
 
-def _parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+def command_parameter(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    """A parameter of a Typer command."""
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _flag(o: Option, panel: str) -> inspect.Parameter:
     # The type is text for all but switches: `Option.convert` checks values, whichever source they come from.
     if o.is_flag:
-        flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=_help(o), rich_help_panel=panel)
-        return _parameter(o.name, Annotated[bool | None, flag])
-    flag = typer.Option(o.flag, metavar=_metavar(o), help=_help(o), rich_help_panel=panel)
-    return _parameter(o.name, Annotated[list[str] | None if o.is_list or o.is_mapping else str | None, flag])
+        flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=flag_help(o), rich_help_panel=panel)
+        return command_parameter(o.name, Annotated[bool | None, flag])
+    flag = typer.Option(o.flag, metavar=_metavar(o), help=flag_help(o), rich_help_panel=panel)
+    return command_parameter(o.name, Annotated[list[str] | None if o.is_list or o.is_mapping else str | None, flag])
 
 
-def _sampling_flag(o: Option) -> inspect.Parameter:
-    if o.is_flag:
-        return _parameter(o.name, Annotated[bool | None, typer.Option(o.flag, help=o.help, rich_help_panel="Sampling")])
-    flag = typer.Option(o.flag, metavar=_sampling_metavar(o), help=_help(o), rich_help_panel="Sampling")
-    return _parameter(o.name, Annotated[list[str] | None if o.is_list else str | None, flag])
-
-
-def _help(o: Option) -> str:
+def flag_help(o: Option) -> str:
     """The help text with bounds and default."""
     default, none, bounds = o.default, o.spec.none, o.spec.range
     shown = none if default is None else "" if default in ("", [], {}) else default
@@ -120,12 +125,6 @@ def _help(o: Option) -> str:
         f"Default: {shown}." if shown != "" else "",
     ]
     return " ".join(part for part in parts if part)
-
-
-def _sampling_metavar(o: Option) -> str:
-    if bool in o.kinds:
-        return "|".join(["true", "false", *(choice for kind in o.kinds for choice in get_args(kind))])
-    return "NUMBER" if float in o.kinds else "INTEGER" if int in o.kinds or list[int] in o.kinds else "TEXT"
 
 
 def _metavar(o: Option) -> str:

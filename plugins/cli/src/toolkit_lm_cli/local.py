@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from toolkit_lm.cli import SamplingFlags
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
+
+from toolkit_lm_cli.sampling import SamplingFlags
 
 
 class LocalTalker:

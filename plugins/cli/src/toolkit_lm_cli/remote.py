@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
-from toolkit_lm.cli import SamplingFlags
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError, ToolkitError
+
+from toolkit_lm_cli.sampling import SamplingFlags
 
 _TIMEOUT = httpx.Timeout(600, connect=10)
 

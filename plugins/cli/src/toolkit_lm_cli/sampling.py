@@ -1,0 +1,73 @@
+"""Flags for sampling parameters."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, Self, get_args
+
+import msgspec
+import typer
+from toolkit_lm.cli import CommandFlags, command_parameter, flag_help
+from toolkit_lm.config import Option
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.param_spec import spec_of
+from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
+from toolkit_lm.plugin import LogitsProcessorRegistry
+
+
+def sampling_flags(processors: LogitsProcessorRegistry) -> dict[str, Option]:
+    """The parameters that have a flag, those of plugins' logits processors among them."""
+    return {name: o for name, o in (SAMPLING_PARAMS | processors.params).items() if spec_of(o).flag}
+
+
+class SamplingFlags(CommandFlags, dict[str, Any]):
+    """The sampling parameters given on the command line; a command that has an argument of this type gets a flag for each parameter."""
+
+    def __init__(self, processors: LogitsProcessorRegistry) -> None:
+        super().__init__()
+        self._processors = processors
+
+    @classmethod
+    def flags(cls, processors: LogitsProcessorRegistry) -> list[inspect.Parameter]:
+        return [_flag(o) for o in sampling_flags(processors).values()]
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], processors: LogitsProcessorRegistry) -> Self:
+        given, known = cls(processors), sampling_flags(processors)
+        for name, text in values.items():
+            o = known[name]
+            try:
+                given[name] = msgspec.convert(None if text == "none" else text, o.type, strict=False)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"option {o.flag!r}: {text!r} is not a value for it: {error}") from None
+        try:
+            given.params()
+        except RequestError as error:
+            raise ConfigError(f"option '--{(error.param or '').replace('_', '-')}': {error}") from None
+        return given
+
+    def params(self, overrides: Mapping[str, Any] | None = None, **defaults: Any) -> SamplingParams:
+        """`overrides` over the given flags over `defaults`. Raises RequestError for an unknown name or a value out of range."""
+        merged = {**defaults, **self, **(overrides or {})}
+        extra = {name: merged.pop(name) for name in list(merged) if name not in SAMPLING_PARAMS}
+        self._processors.parse(extra)
+        try:
+            return msgspec.convert(merged | ({"extra_args": extra} if extra else {}), SamplingParams, str_keys=True)
+        except msgspec.ValidationError as error:
+            if isinstance(error.__cause__, RequestError):
+                raise error.__cause__ from None
+            raise RequestError(f"wrong sampling parameters: {error}") from None
+
+
+def _flag(o: Option) -> inspect.Parameter:
+    if o.is_flag:
+        return command_parameter(o.name, Annotated[bool | None, typer.Option(o.flag, help=o.help, rich_help_panel="Sampling")])
+    flag = typer.Option(o.flag, metavar=_metavar(o), help=flag_help(o), rich_help_panel="Sampling")
+    return command_parameter(o.name, Annotated[list[str] | None if o.is_list else str | None, flag])
+
+
+def _metavar(o: Option) -> str:
+    if bool in o.kinds:
+        return "|".join(["true", "false", *(choice for kind in o.kinds for choice in get_args(kind))])
+    return "NUMBER" if float in o.kinds else "INTEGER" if int in o.kinds or list[int] in o.kinds else "TEXT"
