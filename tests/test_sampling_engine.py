@@ -13,13 +13,11 @@ MAX_TOKENS = 24
 # 30 blocks of 4 tokens do not hold all eight sequences, and a step computes at most 12 tokens: it preempts, and prefills in chunks.
 TIGHT = {"num_kv_blocks": 30, "block_size": 4, "max_model_len": 112, "max_num_seqs": 8, "max_num_batched_tokens": 12}
 PARAMETERS = {
-    "typical_p": {"typical_p": 0.9},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     "bad_words": {"bad_words": ["a", "bc", "!"]},
     "logit_bias": {"logit_bias": {40: 2.0, 41: -50.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(16, 60))},
     "all": {
-        "typical_p": 0.95,
         "repetition_penalty": 1.2,
         "frequency_penalty": 0.3,
         "bad_words": ["a"],

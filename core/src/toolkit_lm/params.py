@@ -61,10 +61,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_k: Annotated[int, param("Keep this many of the likeliest tokens. 0 or -1: all.", ge=-1)] = 0
     min_p: Annotated[float, param("Drop tokens that are less likely than min_p times the likeliest.", ge=0, le=1)] = 0.0
     """Nguyen et al. 2024."""
-    typical_p: Annotated[
-        float, param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1)
-    ] = 1.0
-    """Tokens are taken in the order of how far their surprise is from the entropy (Meister et al. 2022)."""
     repetition_penalty: Annotated[
         float, param("Tokens of prompt and output: positive logits are divided by it, negative ones multiplied.", gt=0, le=1000)
     ] = 1.0
@@ -213,7 +209,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 SAMPLING_PARAMS = params_of(SamplingParams)
 """The sampling parameters as they are stated, by name."""
 _CHECKS = checks_of(SamplingParams)
-_SAMPLING_EXTRA = ("dry_", "xtc_", "mirostat_", "epsilon_cutoff", "no_repeat_ngram")
+_SAMPLING_EXTRA = ("dry_", "xtc_", "mirostat_", "epsilon_cutoff", "typical_p", "no_repeat_ngram")
 _BEAMS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "beams"]
 _DRAWS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "draws"]
 _OFF = {"temperature": 0, "top_k": -1}

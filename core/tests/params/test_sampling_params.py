@@ -8,7 +8,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SamplingParams
 
 BAD = {
-    "typical_p": [0, 1.1, "1", None, float("nan")],
+    "top_p": [0, 1.1, "1", None, float("nan")],
     "repetition_penalty": [0, -1, 1001, None],
     "presence_penalty": [-2.1, 2.1, "0"],
     "frequency_penalty": [-2.1, 2.1, 10**400],
@@ -29,7 +29,6 @@ DRAWS = {
     "top_p": 0.9,
     "top_k": 5,
     "min_p": 0.1,
-    "typical_p": 0.9,
     "repetition_penalty": 1.1,
     "presence_penalty": 0.5,
     "frequency_penalty": 0.5,

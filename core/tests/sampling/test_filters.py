@@ -12,8 +12,6 @@ from toolkit_lm.sampling.filters import distribution
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
-        ("TypicalLogitsWarper", "typical_p", 0.3),
-        ("TypicalLogitsWarper", "typical_p", 0.9),
         ("TopKLogitsWarper", "top_k", 5),
         ("TopPLogitsWarper", "top_p", 0.7),
         ("MinPLogitsWarper", "min_p", 0.1),
@@ -31,6 +29,6 @@ def test_filters_are_those_of_transformers(make_rows, make_logits, name, field, 
 
 def test_greedy_rows_do_not_use_filters(make_rows, make_logits):
     table = make_logits(3)
-    params = [SamplingParams(temperature=0, **p) for p in ({"top_p": 0.01}, {"min_p": 1.0}, {"typical_p": 0.01})]
+    params = [SamplingParams(temperature=0, **p) for p in ({"top_p": 0.01}, {"min_p": 1.0}, {"top_k": 1})]
     sampled = sample(table, make_rows(*params))
     assert sampled.token_ids == table.argmax(-1).tolist() and sampled.states == {}

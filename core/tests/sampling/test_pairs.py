@@ -15,7 +15,6 @@ PARAMETERS = {
     "top_k": {"top_k": 20},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.02},
-    "typical_p": {"typical_p": 0.8},
     "repetition_penalty": {"repetition_penalty": 1.5},
     "presence_penalty": {"presence_penalty": 1.0},
     "frequency_penalty": {"frequency_penalty": 0.5},

@@ -108,6 +108,7 @@ def test_a_request_that_cannot_be_served_is_one_error(toolkit, checkpoint):
         (["--temperature", "-1"], "option '--temperature': temperature must be between 0"),
         (["--max-tokens", "many"], "option '--max-tokens': 'many' is not a value"),
         (["--top-p", "0"], "option '--top-p': top_p must be above 0"),
+        (["--typical-p", "0"], "option '--typical-p': typical_p must be above 0"),
         (["--block-size", "0"], "'block_size' must be between 1 and 1024"),
         (["--n", "2"], "one answer is streamed"),
     ],

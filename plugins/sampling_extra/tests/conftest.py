@@ -23,7 +23,7 @@ class LetterRenderer:
 
     def render_prompt(self, text, *, add_special_tokens):
         assert not add_special_tokens
-        return [ord(char) for char in text], None
+        return [ord(char) for char in text]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ OURS = {
     "dry": {"dry_multiplier": 1.0},
     "no_repeat_ngram": {"no_repeat_ngram_size": 2},
     "epsilon_cutoff": {"epsilon_cutoff": 0.02},
+    "typical_p": {"typical_p": 0.8},
 }
 PARAMETERS = OURS | {
     "temperature": {"temperature": 0.7},
@@ -21,8 +22,8 @@ PARAMETERS = OURS | {
     "top_k": {"top_k": 20},
     "top_p": {"top_p": 0.8},
     "min_p": {"min_p": 0.02},
-    "typical_p": {"typical_p": 0.8},
     "penalties": {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+    "bad_words": {"bad_words": ["a"]},
     "logit_bias": {"logit_bias": {5: 3.0, 6: -3.0}},
     "allowed_token_ids": {"allowed_token_ids": list(range(0, 64, 2))},
     "min_tokens": {"min_tokens": 9},
@@ -35,7 +36,8 @@ OUTPUT = [5, 6, 7, 5, 6]
 def rows_of(make_rows, params, seeds):
     num = len(params)
     params = [{**one, "max_tokens": 99} for one in params]
-    return make_rows(*params, prompts=[[1, 2]] * num, outputs=[OUTPUT] * num, seeds=seeds, stops=[[4, 8]] * num)
+    words = [[[9], [6, 7]] if "bad_words" in one else [] for one in params]
+    return make_rows(*params, prompts=[[1, 2]] * num, outputs=[OUTPUT] * num, seeds=seeds, stops=[[4, 8]] * num, bad_words=words)
 
 
 @pytest.mark.parametrize("first", OURS)

@@ -7,7 +7,8 @@ from toolkit_lm_sampling_extra.dry import Dry
 from toolkit_lm_sampling_extra.epsilon_cutoff import EpsilonCutoff
 from toolkit_lm_sampling_extra.mirostat import Mirostat
 from toolkit_lm_sampling_extra.no_repeat_ngram import NoRepeatNgram
-from toolkit_lm_sampling_extra.params import DryParams, EpsilonParams, MirostatParams, NgramParams, XtcParams
+from toolkit_lm_sampling_extra.params import DryParams, EpsilonParams, MirostatParams, NgramParams, TypicalParams, XtcParams
+from toolkit_lm_sampling_extra.typical import Typical
 from toolkit_lm_sampling_extra.xtc import Xtc
 
 
@@ -42,3 +43,9 @@ class TestEpsilonCutoff(LogitsProcessorConformance):
     processor, params = EpsilonCutoff, EpsilonParams
     cases = ({"epsilon_cutoff": 0.001}, {"epsilon_cutoff": 0.9})
     wrong = ({"epsilon_cutoff": 1.5},)
+
+
+class TestTypical(LogitsProcessorConformance):
+    processor, params = Typical, TypicalParams
+    cases = ({"typical_p": 0.9}, {"typical_p": 1e-6})
+    wrong = ({"typical_p": 0},)

@@ -106,8 +106,10 @@ def test_mirostat_is_its_definition(make_rows, make_logits):
 
 
 def test_greedy_rows_do_not_use_filters(make_rows, make_logits):
-    table = make_logits(3)
-    fields = [{"temperature": 0, **p} for p in ({"xtc_probability": 1}, {"mirostat_tau": 1.0}, {"epsilon_cutoff": 0.5})]
+    table = make_logits(4)
+    fields = [
+        {"temperature": 0, **p} for p in ({"xtc_probability": 1}, {"mirostat_tau": 1.0}, {"epsilon_cutoff": 0.5}, {"typical_p": 0.01})
+    ]
     sampled = sample(table, make_rows(*fields))
     assert sampled.token_ids == table.argmax(-1).tolist() and sampled.states == {}
 
@@ -124,13 +126,23 @@ def test_no_repeat_ngram_is_that_of_transformers(make_rows, make_logits, edited,
         assert torch.equal(row, NoRepeatNGramLogitsProcessor(size)(torch.tensor([tokens]), before[None].clone())[0])
 
 
-@pytest.mark.parametrize("epsilon", [0.01, 0.2, 0.9])
-def test_epsilon_cutoff_is_that_of_transformers(make_rows, make_logits, filtered, epsilon):
-    from transformers import EpsilonLogitsWarper
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("EpsilonLogitsWarper", "epsilon_cutoff", 0.01),
+        ("EpsilonLogitsWarper", "epsilon_cutoff", 0.2),
+        ("EpsilonLogitsWarper", "epsilon_cutoff", 0.9),
+        ("TypicalLogitsWarper", "typical_p", 0.3),
+        ("TypicalLogitsWarper", "typical_p", 0.9),
+    ],
+)
+@pytest.mark.parametrize("scale", [2, 3])
+def test_filters_are_those_of_transformers(make_rows, make_logits, filtered, name, field, value, scale):
+    import transformers
 
-    logits = make_logits(6) * 3
-    theirs = torch.softmax(EpsilonLogitsWarper(epsilon)(None, logits.clone()), dim=-1)
-    ours = filtered(torch.softmax(logits, dim=-1), make_rows(*[{"epsilon_cutoff": epsilon}] * 6))
+    logits = make_logits(6) * scale
+    theirs = torch.softmax(getattr(transformers, name)(value)(None, logits.clone()), dim=-1)
+    ours = filtered(torch.softmax(logits, dim=-1), make_rows(*[{field: value}] * 6))
     assert ((ours > 0) == (theirs > 0)).all()
     assert torch.allclose(ours, theirs, atol=1e-6)
 
@@ -148,6 +160,7 @@ BAD = {
     "dry_sequence_breakers": ["\n", [""], [" "], [-1], [1.5], [True], ["a" * 257], ["a"] * 301, {"a": 1}],
     "no_repeat_ngram_size": [-1, 2**31, 1.5],
     "epsilon_cutoff": [-0.1, 1.1, "1"],
+    "typical_p": [0, 1.1, "1", None, float("nan")],
 }
 
 
@@ -168,7 +181,7 @@ def test_every_parameter_is_known(registry):
         {"xtc_probability": 0, "xtc_threshold": 0.5},
         {"mirostat_tau": None, "mirostat_eta": 0.5},
         {"dry_multiplier": 0, "dry_sequence_breakers": ["a"]},
-        {"no_repeat_ngram_size": 0, "epsilon_cutoff": 0},
+        {"no_repeat_ngram_size": 0, "epsilon_cutoff": 0, "typical_p": 1},
     ],
 )
 def test_values_that_mean_off(prepare, fields):

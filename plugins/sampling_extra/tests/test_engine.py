@@ -20,8 +20,8 @@ PARAMETERS = {
     "dry": SamplingParams(temperature=0.0, extra_args={"dry_multiplier": 2.0, "dry_allowed_length": 1}),
     "no_repeat_ngram": SamplingParams(extra_args={"no_repeat_ngram_size": 1}),
     "epsilon_cutoff": SamplingParams(extra_args={"epsilon_cutoff": 0.004}),
+    "typical_p": SamplingParams(extra_args={"typical_p": 0.9}),
     "all": SamplingParams(
-        typical_p=0.95,
         repetition_penalty=1.2,
         frequency_penalty=0.3,
         bad_words=["a"],
@@ -31,7 +31,7 @@ PARAMETERS = {
         top_k=50,
         min_p=0.001,
         prompt_logprobs=0,
-        extra_args={"xtc_probability": 0.5, "xtc_threshold": 0.1, "mirostat_tau": 4.0, "dry_multiplier": 0.5},
+        extra_args={"typical_p": 0.95, "xtc_probability": 0.5, "xtc_threshold": 0.1, "mirostat_tau": 4.0, "dry_multiplier": 0.5},
     ),
 }
 
@@ -115,6 +115,7 @@ def test_the_same_with_steps_in_flight(name):
     [
         ({"no_repeat_ngram_size": -1}, "between 0 and 2147483647, not -1", "no_repeat_ngram_size"),
         ({"epsilon_cutoff": 2}, "between 0 and 1", "epsilon_cutoff"),
+        ({"typical_p": 0}, "above 0 and at most 1", "typical_p"),
         ({"no_repeat_ngrams": 2}, "Did you mean 'no_repeat_ngram_size'", "no_repeat_ngrams"),
         ({"dry_multiplier": 1, "dry_sequence_breakers": ["\ud800"]}, "cannot be tokenized", "dry_sequence_breakers"),
         ({"dry_sequence_breakers": ["a", 10**6]}, "token id 1000000 is not in the vocabulary", "dry_sequence_breakers"),

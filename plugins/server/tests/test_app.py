@@ -171,7 +171,7 @@ async def test_sampling_parameters_go_by_name(client, engine):
         "presence_penalty": 0.5,
         "frequency_penalty": -0.5,
         "repetition_penalty": 1.2,
-        "typical_p": 0.9,
+        "min_p": 0.1,
         "bad_words": ["no"],
         "allowed_token_ids": [65, 66],
     }
@@ -219,6 +219,7 @@ BAD = [
     (CHAT, {**HI, "bad_words": [""]}, 400, "bad_words", None),
     (COMPLETE, {"prompt": "a", "extra_args": {"a": 1}}, 400, "extra_args", None),
     (COMPLETE, {"prompt": "a", "xtc_probability": 0.5}, 400, "xtc_probability", None),
+    (COMPLETE, {"prompt": "a", "typical_p": 0.9}, 400, "typical_p", None),
     (COMPLETE, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, 400, "prompt_logprobs", None),
     (CHAT, {**HI, "messages": [{"role": "user", "content": "x" * 100}]}, 400, "prompt", "context_length_exceeded"),
     (COMPLETE, {"prompt": ""}, 400, "prompt", None),

@@ -93,7 +93,6 @@ class SamplingBatch:
     temperature: np.ndarray
     top_p: np.ndarray
     min_p: np.ndarray
-    typical_p: np.ndarray
     repetition_penalty: np.ndarray
     presence_penalty: np.ndarray
     frequency_penalty: np.ndarray
@@ -144,7 +143,7 @@ class SamplingBatch:
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.penalized[row] = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0 or params.typical_p < 1
+        self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         stages = self.processors.add(self.processor_row(row), seq) if self.processors is not None and seq.inputs.logits_processors else ()
         self.processed[row] = "logits" in stages
         self.rules[row] = rules = TokenRules.of(params, seq.inputs.bad_words, seq.stop_token_ids)

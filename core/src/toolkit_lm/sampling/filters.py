@@ -1,8 +1,6 @@
-"""Filters of the distribution: top-k, top-p, min-p, typical, each on what the one before has left."""
+"""Filters of the distribution: top-k, top-p, min-p, each on what the one before has left."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -31,14 +29,10 @@ def _filter(logits: Tensor, rows: SamplingBatch) -> Tensor:
     if len(sorting):
         index = torch.from_numpy(sorting).to(logits.device)
         probs[index] = _top(logits[index], rows.select(sorting))
-    filters: list[tuple[np.ndarray, Callable[[Tensor, SamplingBatch], Tensor]]] = [(rows.min_p > 0, _min_p), (rows.typical_p < 1, _typical)]
-    for uses, keeps in filters:
-        users = np.flatnonzero(uses)
-        if len(users):
-            index = torch.from_numpy(users).to(probs.device)
-            some = probs[index]
-            some = some.masked_fill(~keeps(some, rows.select(users)), 0.0)
-            probs[index] = some / some.sum(dim=-1, keepdim=True)
+    users = np.flatnonzero(rows.min_p > 0)
+    if len(users):
+        index = torch.from_numpy(users).to(probs.device)
+        probs[index] = _min_p(probs[index], rows.select(users))
     return probs
 
 
@@ -57,21 +51,10 @@ def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, order, probs / probs.sum(dim=-1, keepdim=True))
 
 
-# Each takes probabilities [R, V], and says which tokens are kept. Dropped ones are 0.
-
-
 def _min_p(probs: Tensor, rows: SamplingBatch) -> Tensor:
-    return probs >= _column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True)
-
-
-def _typical(probs: Tensor, rows: SamplingBatch) -> Tensor:
-    surprise = -probs.log()
-    entropy = (probs * surprise).nan_to_num(0.0).sum(dim=-1, keepdim=True)
-    distance = (surprise - entropy).abs()
-    nearest, order = distance.sort(dim=-1, stable=True)
-    total = probs.gather(-1, order).cumsum(dim=-1, dtype=torch.float64)
-    last = (total < _column(rows.typical_p, total)).sum(dim=-1, keepdim=True).clamp_(max=probs.shape[-1] - 1)
-    return (distance <= nearest.gather(-1, last)) & (probs > 0)
+    """[R, V] -> [R, V] probabilities after min-p."""
+    probs = probs.masked_fill(probs < _column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True), 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
 
 
 def _column(values: np.ndarray, like: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ The steps, in order; each works on what the one before has left, and only on the
 3. plugins' logits processors of the stage "logits";
 4. greedy rows (temperature 0) take the likeliest token, the first of equals;
 5. temperature;
-6. filters: top-k, top-p, min-p, typical;
+6. filters: top-k, top-p, min-p;
 7. plugins' logits processors of the stage "probs";
 8. one draw by inverse distribution function, from one uniform number per row.
 

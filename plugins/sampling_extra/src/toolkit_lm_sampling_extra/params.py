@@ -104,6 +104,18 @@ class EpsilonParams(ProcessorParams):
         return {"epsilon": self.epsilon_cutoff} if self.epsilon_cutoff else None
 
 
+class TypicalParams(ProcessorParams):
+    """Meister et al. 2022, "Locally Typical Sampling"."""
+
+    typical_p: Annotated[
+        float, param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1)
+    ] = 1.0
+    """Tokens are taken in the order of how far their surprise is from the entropy."""
+
+    def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
+        return {"p": self.typical_p} if self.typical_p < 1 else None
+
+
 def _vocab_size(renderer: Renderer) -> int:
     of_all = renderer.config.hf_config
     of_text = of_all.get("text_config") or {}
@@ -114,7 +126,7 @@ def _vocab_size(renderer: Renderer) -> int:
 def _last_token(text: str, renderer: Renderer) -> int:
     # A letter before a text keeps tokenizers from joining it with the beginning of a sequence.
     try:
-        token_ids, _ = renderer.render_prompt(f"a{text}", add_special_tokens=False)
+        token_ids = renderer.render_prompt(f"a{text}", add_special_tokens=False)
     except RequestError as error:
         name = "dry_sequence_breakers"
         raise RequestError(f"{name}: {text!r} cannot be tokenized: {error}", name) from None
