@@ -440,3 +440,16 @@ def test_a_fingerprint_sees_content(tmp_path, monkeypatch):
     after = load(printed_plugin).fingerprint()
     assert "plugin 'printed_plugin': from code" in before.difference(after)
     monkeypatch.delitem(sys.modules, "printed_plugin")
+
+
+def test_a_plugin_may_be_made_in_a_script_that_has_no_file():
+    code = """
+from toolkit_lm.plugin import Plugins
+
+class Counter:
+    name = "counter"
+
+print(Plugins.load(extra=[Counter()]).fingerprint().digest)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-"], input=code, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.strip()) == 64

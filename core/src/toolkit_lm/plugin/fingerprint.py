@@ -67,6 +67,6 @@ def _content(plugin: object) -> str:
     for root in roots or []:
         for path in sorted(Path(root).rglob("*.py")):
             digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
-    if roots is None and file:
+    if roots is None and file and Path(file).is_file():
         digest.update(Path(file).read_bytes())
     return digest.hexdigest()
