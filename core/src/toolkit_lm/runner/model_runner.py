@@ -93,15 +93,16 @@ class ModelRunner:
         }
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """By layer: what it caches. Layers that cache nothing are left out."""
-        if not has_cache(self.config):
-            return {}
-        specs = {name: layer.kv_cache_spec() for name, layer in self._layers.items()}
+        """By layer: what it caches. Layers that cache nothing are left out. Only attention can do without a cache."""
+        cached = has_cache(self.config)
+        specs = {name: layer.kv_cache_spec() for name, layer in self._layers.items() if cached or not isinstance(layer, Attention)}
         return {name: spec for name, spec in specs.items() if spec is not None}
 
     def init_kv_cache(self, kv_cache: KVCacheConfig) -> None:
         """Allocates the cache, and binds each layer to its backend and its part of the cache."""
         self.kv_cache = kv_cache
+        self._bindings.clear()
+        self._backends.clear()
         scheduler, max_len = self.config.scheduler, self.config.max_model_len
         # The warm-up computes two tokens.
         limits = BatchLimits(scheduler.max_num_seqs, max(scheduler.token_budget, scheduler.max_num_seqs, 2), max_len)
