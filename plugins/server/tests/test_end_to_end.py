@@ -174,6 +174,11 @@ def test_openai_sampling_parameters(client):
     letters = {**FOREVER, "allowed_token_ids": list(range(50, 70)), "no_repeat_ngram_size": 1}
     distinct = client.completions.create(**options, extra_body=letters).choices[0].text
     assert len(set(distinct)) == 12
+    # Of so little probability only the most typical token is kept: nothing is left to chance.
+    options["temperature"] = 1
+    for typical_p, texts in ((1e-6, 1), (1.0, 3)):
+        found = [client.completions.create(**options, seed=i, extra_body={**FOREVER, "typical_p": typical_p}) for i in range(3)]
+        assert len({reply.choices[0].text for reply in found}) == texts
     with pytest.raises(openai.BadRequestError) as wrong:
         client.completions.create(**options, extra_body={"xtc_probability": 2})
     assert wrong.value.param == "xtc_probability"
@@ -307,6 +312,143 @@ def test_curl(url):
     assert curl("/health") == (200, '{"status":"ready"}')
     assert curl("/version")[0] == 200
     assert "toolkit_lm_time_to_first_token_seconds_count" in curl("/metrics")[1]
+
+
+GATED = """
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+from toolkit_lm.plugin import hookimpl
+
+GATE = Path(__file__).with_name("gate")
+
+@hookimpl
+def toolkit_configure(config, options):
+    while not GATE.exists():
+        time.sleep(0.02)
+    match GATE.read_text():
+        case "raise":
+            raise RuntimeError("not today")
+        case "too long":
+            return config.replace(max_model_len=10**6)
+
+@hookimpl
+def toolkit_register_routes(router, engine, options):
+    @router.get("/gated")
+    async def gated() -> list[str]:
+        return opened
+
+    opened = []
+
+    @asynccontextmanager
+    async def lifespan():
+        opened.append(engine.served_model_name)
+        yield
+        print("closed", flush=True)
+
+    return lifespan
+"""
+
+
+@pytest.fixture
+def gate(tmp_path, monkeypatch):
+    """A file for which an installed plugin waits in toolkit_configure. It says what to do."""
+    (tmp_path / "gated_plugin.py").write_text(GATED)
+    info = tmp_path / "gated_plugin-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: gated-plugin\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[toolkit_lm]\ngated = gated_plugin\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def gated(checkpoint, gate):
+    """A server that waits for the file. Gives the server, its URL and the file."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = Server(str(checkpoint), *FLAGS, "--port", str(port), "--routes", "gated", "--log-level", "warning")
+    try:
+        url = f"http://127.0.0.1:{port}"
+        wait_for(lambda: status(f"{url}/health") == 200)
+        yield server, url, gate
+    finally:
+        server.process.kill()
+        server.process.communicate()
+
+
+def status(url) -> int | None:
+    """None: nobody answers."""
+    try:
+        return httpx.get(url, timeout=1).status_code
+    except httpx.TransportError:
+        return None
+
+
+def test_answers_while_plugins_configure(gated):
+    server, url, gate = gated
+    assert httpx.get(f"{url}/health").json() == {"status": "starting", "reason": "configuring"}
+    ready = httpx.get(f"{url}/ready")
+    assert (ready.status_code, ready.json()["status"], "retry-after" in ready.headers) == (503, "starting", True)
+    for early in (httpx.post(f"{url}/v1/completions", json=LONG), httpx.get(f"{url}/gated")):
+        assert (early.status_code, early.json()["error"]["code"], "retry-after" in early.headers) == (503, "engine_starting", True)
+    assert 'toolkit_lm_engine_status{status="starting"} 1.0' in httpx.get(f"{url}/metrics").text
+    gate.touch()
+    assert server.url() == url
+    assert (httpx.get(f"{url}/health").json(), httpx.get(f"{url}/gated").json()) == ({"status": "ready"}, ["random"])
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    out, errors = server.process.communicate(timeout=60)
+    assert (server.process.returncode, out) == (0, "closed\n"), errors
+
+
+@pytest.mark.parametrize(
+    ("what", "expected", "message"),
+    [
+        ("too long", 2, "error: max_model_len is 1000000"),
+        pytest.param("raise", 1, "error: plugin 'gated' (gated-plugin 1.0, ", marks=pytest.mark.slow),
+    ],
+)
+def test_a_start_that_fails_late_is_one_message(gated, what, expected, message):
+    server, _, gate = gated
+    gate.with_name("whole").write_text(what)
+    gate.with_name("whole").rename(gate)
+    code, errors = server.end()
+    assert code == expected
+    assert errors.startswith(message)
+    assert len(errors.splitlines()) == 1
+
+
+def test_stops_in_time_while_plugins_configure(gated):
+    server, _, _ = gated
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    code, errors = server.end()
+    assert (code, errors) == (0, "")
+    assert time.monotonic() - start < 8
+
+
+def test_an_interrupt_ends_it_at_once_while_it_imports(checkpoint, gate):
+    """The engine is being made in a thread, and a KeyboardInterrupt could leave that without the lock of an import."""
+    prelude = f"""
+import sys, time, pathlib
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "toolkit_lm_server.lifecycle":
+            pathlib.Path({str(gate.with_name("importing"))!r}).touch()
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())"""
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", prelude=prelude)
+    try:
+        wait_for(gate.with_name("importing").exists)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        code, errors = server.end()
+        assert time.monotonic() - start < 3
+        assert (code, errors) == (-signal.SIGINT, "")
+    finally:
+        server.process.kill()
 
 
 def test_a_port_in_use_is_one_message_before_the_model_is_loaded():

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 from fastapi import FastAPI
 from toolkit_lm.errors import QueueFullError
-from toolkit_lm_server.app import create_app, create_router
+from toolkit_lm_server.app import create_app, create_early_app, create_router
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
@@ -55,6 +55,30 @@ async def test_health_needs_no_key(engine, client_of):
         assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
         engine.status = "starting"
         assert (await client.post(COMPLETE, json={"prompt": "a"})).status_code == 401
+
+
+async def test_an_engine_that_is_being_made(engine, client_of):
+    """What answers before there is a config says what the engine's own routes say later."""
+    engine.status, engine.reason = "starting", "configuring"
+    options, key = ServerOptions(api_key="secret"), {"authorization": "Bearer secret"}
+    readiness = Readiness(engine)
+    early = create_early_app(options, Metrics(), readiness)
+    async with client_of(early) as one, client_of(create_app(engine, options, metrics=Metrics(), readiness=readiness)) as other:
+        for draining in (False, True):
+            readiness.draining = draining
+            for method, path in [*API, ("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics")]:
+                for headers in ({}, key):
+                    sent = {"headers": {**headers, "x-request-id": "id-1"}, "json": {"prompt": "a"}}
+                    first, second = [await client.request(method, path, **sent) for client in (one, other)]
+                    if path == "/metrics":
+                        # The figures change from one to the next, and with them the length.
+                        del first.headers["content-length"], second.headers["content-length"]
+                    else:
+                        assert first.text == second.text, path
+                    assert (first.status_code, first.headers) == (second.status_code, second.headers), path
+        assert (await one.get("/metrics", headers=key)).text.count('toolkit_lm_engine_status{status="starting"} 1.0') == 1
+        # Whether there will be such a route is not known yet.
+        assert (await one.get("/of-a-plugin", headers=key)).status_code == 503
 
 
 async def test_a_server_that_is_being_stopped(engine, client_of):

@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 class About:
     """What the server says of itself."""
 
-    def __init__(self, engine: AsyncLLM, metrics: Metrics | None) -> None:
-        self._engine = engine
+    def __init__(self, readiness: Readiness, metrics: Metrics | None) -> None:
+        self._readiness = readiness
         self._metrics = metrics
-        self._created = int(time.time())
 
     async def version(self) -> dict[str, str]:
         """The version of toolkit-lm."""
@@ -46,8 +45,16 @@ class About:
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
         assert self._metrics is not None
-        self._metrics.observe(self._engine)
+        self._metrics.observe(self._readiness.engine)
         return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+class Served:
+    """What is said of the model that is served, and what operators may do to its engine."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._created = int(time.time())
 
     async def reset_prefix_cache(self) -> dict[str, str]:
         """Forgets what is cached of prompts that were seen before. Requests under way go on."""
@@ -85,9 +92,9 @@ def create_router(
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
-    kind, always = route_class(options, readiness, metrics), route_class(options)
+    kind = route_class(options, readiness, metrics)
     router = APIRouter(route_class=kind)
-    about, tokens = About(engine, metrics), Tokens(engine)
+    served, tokens = Served(engine), Tokens(engine)
     for path, handler, body in (
         ("/v1/chat/completions", Chat(engine).create, ChatBody),
         ("/v1/completions", Completions(engine, options).create, CompletionBody),
@@ -95,20 +102,26 @@ def create_router(
         whole = with_plugin_fields(body, engine.plugins.logits_processors)
         router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None)
     _add_pooling_routes(router, engine, options)
-    router.add_api_route("/v1/models", about.models)
-    router.add_api_route("/v1/models/{model:path}", about.model)
+    router.add_api_route("/v1/models", served.models)
+    router.add_api_route("/v1/models/{model:path}", served.model)
     router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"])
     router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"])
     if options.admin_routes:
-        router.add_api_route("/reset_prefix_cache", about.reset_prefix_cache, methods=["POST"])
+        router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
+    _add_own_routes(router, options, readiness, metrics)
+    add_plugin_routes(router, engine, options.routes, kind)
+    return router
+
+
+def _add_own_routes(router: APIRouter, options: ServerOptions, readiness: Readiness, metrics: Metrics | None) -> None:
+    """Those that need no engine."""
+    about, always = About(readiness, metrics), route_class(options)
     router.add_api_route("/version", about.version, route_class_override=always)
     if metrics is not None:
         router.add_api_route("/metrics", about.metrics, response_model=None, route_class_override=always)
     # These two are open to all, so they are no ServerRoutes.
     router.add_api_route("/health", readiness.health, response_model=None, route_class_override=APIRoute)
     router.add_api_route("/ready", readiness.ready, response_model=None, route_class_override=APIRoute)
-    add_plugin_routes(router, engine, options.routes, kind)
-    return router
 
 
 def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOptions) -> None:
@@ -134,11 +147,30 @@ def create_app(
 ) -> FastAPI:
     """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
     options = options or ServerOptions()
-    # The generated pages describe the API to anyone, so they are on only where anyone may use it.
-    openapi_url = None if options.api_key else "/openapi.json"
-    app = FastAPI(title="toolkit-lm", version=__version__, openapi_url=openapi_url, exception_handlers={HTTPException: _answer_error})
+    app = _app(options)
     app.include_router(create_router(engine, options, metrics=metrics, readiness=readiness))
     return app
+
+
+def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readiness) -> FastAPI:
+    """An app for as long as `readiness` refuses requests: its engine is being made. It answers as `create_app`'s would."""
+    app = _app(options)
+    router = APIRouter(route_class=route_class(options, readiness, metrics))
+    _add_own_routes(router, options, readiness, metrics)
+    # Which others there will be depends on the engine.
+    router.add_api_route("/{path:path}", _refused, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+    app.include_router(router)
+    return app
+
+
+async def _refused() -> None:
+    raise AssertionError("the route's class refuses all requests while there is no engine")
+
+
+def _app(options: ServerOptions) -> FastAPI:
+    # The generated pages describe the API to anyone, so they are on only where anyone may use it.
+    openapi_url = None if options.api_key else "/openapi.json"
+    return FastAPI(title="toolkit-lm", version=__version__, openapi_url=openapi_url, exception_handlers={HTTPException: _answer_error})
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

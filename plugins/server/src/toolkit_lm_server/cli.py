@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import signal
 import socket
+from concurrent.futures import wait
 
 from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import ConfigError, EngineDeadError
+from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names
+from toolkit_lm_server.threads import CLOSING, close, in_thread
 
 
 @engine_command(ServerOptions)
@@ -26,16 +29,16 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     with bind(options.host, options.port) as listener:
         from toolkit_lm.frontend import AsyncLLM
 
-        engine = AsyncLLM(config, plugins=plugins, wait=False)
-        # The web framework is imported while the engine process imports torch.
-        from toolkit_lm_server.lifecycle import CLOSING, Lifecycle, close
-
+        # Until the lifecycle handles it: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Plugins and files may keep it for long, while the server answers already.
+        making = in_thread(lambda: AsyncLLM(config, plugins=plugins, wait=False))
         try:
-            asyncio.run(Lifecycle(engine, options, metrics, listener).run())
+            from toolkit_lm_server.lifecycle import Lifecycle
+
+            asyncio.run(Lifecycle(making, options, metrics, listener).run())
         finally:
-            close(engine).join(CLOSING)
-        if engine.error is not None:
-            raise EngineDeadError(f"the engine has died: {engine.health().reason}") from engine.error
+            wait([close(making)], CLOSING)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -8,27 +8,31 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
+from toolkit_lm.errors import EngineDeadError
+from toolkit_lm.frontend.health import Health
 
-from toolkit_lm_server.app import create_app
+from toolkit_lm_server.app import create_app, create_early_app
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
+from toolkit_lm_server.threads import CLOSING, close, in_thread
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
 
 logger = logging.getLogger("uvicorn.error")
 
-CLOSING = 5
-"""Seconds that the last answers, and then the engine, get at the end."""
+Result = TypeVar("Result")
+
 _POLL = 0.05
 """Seconds between two looks at what has come about."""
 _DEAD = 1.0
@@ -39,13 +43,13 @@ class InFlight:
     """Counts the requests that an app has under way, streams included."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self.app = app
         self.count = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.count += 1
         try:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         finally:
             self.count -= 1
 
@@ -57,58 +61,100 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Lifecycle:
-    """Serves an engine that may still be loading, until a signal stops it or the engine dies."""
+class _NoEngine:
+    """Stands for an engine that is being made."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions, metrics: Metrics, listener: socket.socket) -> None:
-        self._engine = engine
+    num_restarts = 0
+    num_queued_tokens = 0
+
+    def health(self) -> Health:
+        return Health("starting", "configuring")
+
+
+class _StoppedError(Exception):
+    """The server is to end."""
+
+
+class Lifecycle:
+    """Serves an engine that is made meanwhile, and then loads, until a signal stops it or the engine dies."""
+
+    def __init__(self, making: Future[AsyncLLM], options: ServerOptions, metrics: Metrics, listener: socket.socket) -> None:
+        self._making = making
+        self._options = options
+        self._metrics = metrics
         self._listener = listener
-        self._shutdown_timeout = options.shutdown_timeout
-        self._readiness = Readiness(engine)
-        self._app = create_app(engine, options, metrics=metrics, readiness=self._readiness)
-        self._in_flight = InFlight(self._app)
+        self._readiness = Readiness(_NoEngine())
+        self._in_flight = InFlight(create_early_app(options, metrics, self._readiness))
         self._server = _Server(_settings(self._in_flight, options))
         self._stopped = False
 
     async def run(self) -> None:
-        """Raises what kept the engine from starting."""
+        """Raises what kept the engine from starting, and EngineDeadError when it has died."""
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
-        async with self._app.router.lifespan_context(self._app):
-            await self._serve()
+        if self._making.done():
+            # What is wrong at once is said without a server's words around it.
+            self._making.result()
+        # What plugins' routes need is left when the last request has ended.
+        async with AsyncExitStack() as lifespan:
+            await self._serve(lifespan)
 
-    async def _serve(self) -> None:
+    async def _serve(self, lifespan: AsyncExitStack) -> None:
         logger.info("Listening on %s while the engine starts", url_of(self._listener))
-        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        starting = asyncio.create_task(self._start())
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         try:
-            await self._attend(serving, starting)
+            await self._attend(lifespan)
         finally:
-            starting.cancel()
             self._server.should_exit = True
-            await serving
+            await self._serving
 
-    async def _start(self) -> None:
-        await self._engine.wait_ready()
-        print(f"Serving {self._engine.served_model_name} at {url_of(self._listener)}", flush=True)
+    async def _attend(self, lifespan: AsyncExitStack) -> None:
+        engine = None
+        try:
+            engine = await self._unless_stopped(asyncio.wrap_future(self._making))
+            await self._open(engine, lifespan)
+            await self._unless_stopped(engine.wait_ready())
+            print(f"Serving {engine.served_model_name} at {url_of(self._listener)}", flush=True)
+            while engine.health().status != "dead":
+                self._check_stopped()
+                await asyncio.wait([self._serving], timeout=_POLL)
+            await asyncio.sleep(_DEAD)
+        except _StoppedError:
+            await self._drain()
+        if engine is not None and engine.error is not None:
+            raise EngineDeadError(f"the engine has died: {engine.health().reason}") from engine.error
 
-    async def _attend(self, serving: asyncio.Task[None], starting: asyncio.Task[None]) -> None:
-        while not (serving.done() or self._stopped):
-            if starting.done():
-                starting.result()
-                if self._engine.health().status == "dead":
-                    await asyncio.sleep(_DEAD)
-                    return
-            await asyncio.wait([serving], timeout=_POLL)
-        await self._drain()
+    async def _open(self, engine: AsyncLLM, lifespan: AsyncExitStack) -> None:
+        """Puts the engine's routes in the place of the early ones."""
+        make = partial(create_app, engine, self._options, metrics=self._metrics, readiness=self._readiness)
+        # Plugins add their routes, which may take a while.
+        app = await self._unless_stopped(asyncio.wrap_future(in_thread(make)))
+        await lifespan.enter_async_context(app.router.lifespan_context(app))
+        self._in_flight.app, self._readiness.engine = app, engine
+
+    async def _unless_stopped(self, work: Awaitable[Result]) -> Result:
+        """What `work` gives. Raises _StoppedError when the server is to end before it does."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not task.done():
+                self._check_stopped()
+                await asyncio.wait([self._serving, task], timeout=_POLL, return_when=asyncio.FIRST_COMPLETED)
+            return task.result()
+        finally:
+            # No effect on one that is done.
+            task.cancel()
+
+    def _check_stopped(self) -> None:
+        if self._stopped or self._serving.done():
+            raise _StoppedError
 
     async def _drain(self) -> None:
         """Takes no new requests, and gives those under way their time."""
         self._readiness.draining = True
-        await self._until_idle(self._shutdown_timeout)
+        await self._until_idle(self._options.shutdown_timeout)
         if self._in_flight.count:
             # What is still under way is told that the engine has been shut down, and so comes to its end.
-            close(self._engine)
+            close(self._making)
             await self._until_idle(CLOSING)
 
     async def _until_idle(self, seconds: float) -> None:
@@ -118,7 +164,7 @@ class Lifecycle:
 
     def _stop(self, number: int) -> None:
         if self._stopped:
-            close(self._engine).join(_DEAD)
+            wait([close(self._making)], _DEAD)
             sys.stdout.flush()
             # At once: nothing else is waited for.
             os._exit(128 + number)
@@ -131,17 +177,10 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def close(engine: AsyncLLM) -> threading.Thread:
-    """Closes the engine. The thread is a daemon: a step that hangs cannot keep the process alive."""
-    closing = threading.Thread(target=engine.close, daemon=True)
-    closing.start()
-    return closing
-
-
 def _settings(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        # The lifecycle enters it before the first connection.
+        # The lifecycle enters the app's.
         lifespan="off",
         log_level=options.log_level,
         access_log=options.access_log,

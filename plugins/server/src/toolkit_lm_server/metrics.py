@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm.frontend.health import Health
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 _STATUSES = ("starting", "ready", "stalled", "restarting", "dead", "closed")
+
+
+class Watched(Protocol):
+    """An AsyncLLM, or what stands for one that is being made."""
+
+    def health(self) -> Health: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    @property
+    def num_queued_tokens(self) -> int: ...
 
 
 class Metrics:
@@ -77,7 +89,7 @@ class Metrics:
         if status in (429, 503):
             self._refused.labels(str(status)).inc()
 
-    def observe(self, engine: AsyncLLM) -> None:
+    def observe(self, engine: Watched) -> None:
         """Takes in what no event tells."""
         status = engine.health().status
         for one in _STATUSES:

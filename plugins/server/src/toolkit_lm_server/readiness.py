@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError
-
-if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+from toolkit_lm_server.metrics import Watched
 
 _ALIVE = ("starting", "ready", "restarting")
 """What gets better by itself: whoever watches the server has no reason to end it."""
@@ -20,19 +18,19 @@ _TEMPORARY = ("starting", "restarting", "stalled")
 class Readiness:
     """Answers /health and /ready, and refuses the requests that nobody would serve."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
-        self._engine = engine
+    def __init__(self, engine: Watched) -> None:
+        self.engine = engine
         self.draining = False
         """No new request is taken: the server ends when those under way have ended."""
 
     async def health(self) -> Response:
         """200 while the engine starts or makes progress; 503 with the reason when it has stalled or died."""
-        health = self._engine.health()
+        health = self.engine.health()
         return JSONResponse(_body(health.status, health.reason), 200 if health.status in _ALIVE else 503)
 
     async def ready(self) -> Response:
         """200 while requests are served, else 503 with the reason."""
-        health = self._engine.health()
+        health = self.engine.health()
         if health.status == "ready" and not self.draining:
             return JSONResponse(_body("ready", ""))
         status = "draining" if self.draining else health.status
@@ -43,7 +41,7 @@ class Readiness:
         headers = {"Retry-After": str(RETRY_AFTER)}
         if self.draining:
             raise ApiError(503, "The server is being stopped.", code="server_stopping", headers={**headers, "Connection": "close"})
-        health = self._engine.health()
+        health = self.engine.health()
         if health.status != "ready":
             reason = f": {health.reason}" if health.reason else "."
             temporary = health.status in _TEMPORARY

@@ -37,10 +37,10 @@ class Tokens:
     def _tokenize(self, body: TokenizeBody) -> tuple[list[int], list[str] | None]:
         renderer = self._engine.renderer
         if body.messages is not None:
-            token_ids, _ = renderer.render_conversation(body.messages, **body.render_options())
+            token_ids = renderer.render_conversation(body.messages, **body.render_options())
         else:
             assert body.prompt is not None
-            token_ids, _ = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens)
+            token_ids = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens)
         return token_ids, renderer.token_texts(token_ids) if body.return_token_strs else None
 
     def _detokenize(self, token_ids: list[int]) -> str:
