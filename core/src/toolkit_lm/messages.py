@@ -55,6 +55,14 @@ class SequenceInputs(Struct, kw_only=True, frozen=True):
     """Of an encoder's prompt: only so many tokens, from the first on, are seen, by all of them; None: all."""
 
 
+class CacheKey(Struct, array_like=True, frozen=True):
+    """What keys and values of tokens [start, end) depend on beside the tokens up to them: a tenant's salt, the hash of a picture."""
+
+    start: int
+    end: int
+    key: str
+
+
 class EngineRequest(Struct, kw_only=True):
     """Tokens in. All preparation of input has ended: no text from here on."""
 
@@ -80,8 +88,8 @@ class EngineRequest(Struct, kw_only=True):
     """time.monotonic() of the front."""
     deadline: float | None = None
     """time.monotonic() at which it ends with "timeout", wherever it is."""
-    cache_salt: str | None = None
-    """Only requests of the same salt share cached prefixes."""
+    cache_keys: list[CacheKey] = field(default_factory=list)
+    """What else decides on the prompt's keys and values. Requests share no cached prefix that goes beyond a place where they differ."""
     context: dict[str, str] = field(default_factory=dict)
     """For events: what the caller attached."""
 

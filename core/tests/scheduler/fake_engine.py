@@ -68,7 +68,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 class FakeRunner:
-    """Runs plans on the real PersistentBatch. A sequence's salt is its seed: what is cached under another must not be read."""
+    """Runs plans on the real PersistentBatch. A sequence's seed is the place from which on its keys are not those of its tokens alone."""
 
     def __init__(self, config: VllmConfig, cache: KVCacheConfig) -> None:
         specs = [group.spec for group in cache.groups]
@@ -146,7 +146,8 @@ class FakeRunner:
         return {scheduled.seq_id: [TokenLogprobs([self.tokens[scheduled.seq_id][p]], [0.0], 1) for p in fresh]} if fresh else {}
 
     def _key(self, group: int, seq_id: int, position: int) -> tuple[object, ...]:
-        return (group, self.salts[seq_id], hash(tuple(self.tokens[seq_id][: position + 1])))
+        salt = self.salts[seq_id]
+        return (group, salt if salt is not None and salt <= position else None, hash(tuple(self.tokens[seq_id][: position + 1])))
 
     def _write(self, plan: StepPlan, inputs) -> None:
         for r, scheduled in enumerate(plan.scheduled):

@@ -28,7 +28,7 @@ class Line:
         self.request_id, self.tokens, self.computed = request_id, tokens, computed
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        return PrefixHashes(b"").block_hashes(self.tokens, block_size, num_blocks)
+        return PrefixHashes("").block_hashes(self.tokens, block_size, num_blocks)
 
 
 class BlockMachine(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import BlockCopy, EngineRequest
+from toolkit_lm.messages import BlockCopy, CacheKey, EngineRequest
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
@@ -34,7 +34,7 @@ REQUEST = st.fixed_dictionaries(
         "eos": st.lists(st.integers(0, POISON), max_size=3),
         "ignore_eos": st.booleans(),
         "priority": st.integers(-2, 2),
-        "salt": st.sampled_from([None, None, 1]),
+        "keyed": st.sampled_from([None, None, 0, 5]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "patience": st.sampled_from([None] * 9 + [-1, 3, 9]),
     }
@@ -131,17 +131,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in requests:
             self.queue(**request)
 
-    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, salt, prompt_logprobs, patience):
+    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, keyed, prompt_logprobs, patience):
         prompt = [*opening[:shared], *tail, *([] if bad is None else [bad])]
         message = EngineRequest(
             request_id=f"r{len(self.messages)}",
             prompt_token_ids=prompt,
-            params=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=salt, prompt_logprobs=prompt_logprobs),
+            params=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=ignore_eos, seed=keyed, prompt_logprobs=prompt_logprobs),
             eos_token_ids=eos,
             priority=priority,
             arrival_time=float(len(self.messages)),
             deadline=None if patience is None else self.now + patience,
-            cache_salt=None if salt is None else f"salt {salt}",
+            cache_keys=[] if keyed is None else [CacheKey(keyed, keyed + 1, "a picture")],
         )
         try:
             self.core.add_request(message)

@@ -92,7 +92,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> None:
         """Forgets what is cached of tokens. Requests under way go on."""
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.blocks.forget_all_contents()
 
     @property
     def has_unfinished(self) -> bool:

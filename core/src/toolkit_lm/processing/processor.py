@@ -9,7 +9,7 @@ from typing import Any
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import EngineRequest, SequenceInputs
+from toolkit_lm.messages import CacheKey, EngineRequest, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import check_params
@@ -215,7 +215,7 @@ class Processor:
             raise RequestError(f"a request id must be a text, not a {type(request_id).__name__}.", "request_id")
         if options:
             check_options(options)
-        now, timeout = time.monotonic(), options.get("timeout")
+        now, timeout, salt = time.monotonic(), options.get("timeout"), options.get("cache_salt")
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -224,6 +224,6 @@ class Processor:
             priority=options.get("priority", 0),
             arrival_time=now,
             deadline=None if timeout is None else now + timeout,
-            cache_salt=options.get("cache_salt"),
+            cache_keys=[CacheKey(0, 1, salt)] if salt else [],
             context=options.get("context", {}),
         )

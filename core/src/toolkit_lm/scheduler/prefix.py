@@ -8,20 +8,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-
-def root_hash(*extra: object) -> bytes:
-    """What the first hash of a sequence begins with: whatever else decides on keys and values beside the tokens.
-
-    The plugin set, the adapter, the caller's salt: requests that differ in any of these share nothing.
-    """
-    return hashlib.sha256(msgspec.msgpack.encode(extra)).digest()
+from toolkit_lm.messages import CacheKey
 
 
 class PrefixHashes:
-    """The hashes of a sequence's full blocks: each over its parent and its own tokens (SHA-256, so that nobody can make two collide)."""
+    """The hashes of a sequence's full blocks (SHA-256, so that nobody can make two collide).
 
-    def __init__(self, root: bytes) -> None:
-        self._root = root
+    Each is over the one before, the block's tokens, and what else their keys and values depend on. The first is over `salt`, which stands
+    for the plugin set.
+    """
+
+    def __init__(self, salt: str, keys: Sequence[CacheKey] = ()) -> None:
+        self._salt = salt
+        self._keys = keys
         self._hashes: dict[int, list[bytes]] = {}
         """By block size."""
 
@@ -29,14 +28,15 @@ class PrefixHashes:
         """At least the first `num_blocks` hashes of blocks of this size. The tokens may have grown since the last call, not changed."""
         hashes = self._hashes.setdefault(block_size, [])
         for index in range(len(hashes), num_blocks):
-            tokens = token_ids[index * block_size : (index + 1) * block_size]
-            assert len(tokens) == block_size, "only full blocks have a hash"
-            parent = hashes[-1] if hashes else self._root
-            hashes.append(hashlib.sha256(parent + array("q", tokens).tobytes()).digest())
+            start, end = index * block_size, (index + 1) * block_size
+            assert len(token_ids) >= end, "only full blocks have a hash"
+            parent = hashes[-1] if hashes else self._salt.encode()
+            keys = [key for key in self._keys if key.start < end and start < key.end]
+            hashes.append(hashlib.sha256(parent + array("q", token_ids[start:end]).tobytes() + msgspec.msgpack.encode(keys)).digest())
         return hashes
 
     def fork(self) -> PrefixHashes:
         """For a sequence that has the same tokens so far."""
-        other = PrefixHashes(self._root)
+        other = PrefixHashes(self._salt, self._keys)
         other._hashes = {size: list(hashes) for size, hashes in self._hashes.items()}
         return other

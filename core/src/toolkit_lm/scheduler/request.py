@@ -122,7 +122,7 @@ class Sequence:
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
         """At least the first `num_blocks` hashes of its full blocks."""
         if self._hashes is None:
-            self._hashes = PrefixHashes(self.request.root_hash)
+            self._hashes = PrefixHashes(self.request.salt, self.request.cache_keys)
         return self._hashes.block_hashes(self.token_ids, block_size, num_blocks)
 
     @property
@@ -148,13 +148,15 @@ class Request:
         message: EngineRequest,
         ids: Iterator[int],
         *,
-        root_hash: bytes = b"",
+        salt: str = "",
         default_seed: int | None = None,
         chunked: bool = True,
         pipelined: bool = False,
         forks_anywhere: bool = True,
     ) -> None:
-        """`ids`: of its sequences, and of beams to come. `chunked`: prompts may be computed in several steps.
+        """`ids`: of its sequences, and of beams to come. `salt`: of its blocks' hashes.
+
+        `chunked`: prompts may be computed in several steps.
 
         `pipelined`: a drawn token is computed once it is known, and not before.
         `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they do.
@@ -173,8 +175,8 @@ class Request:
         self.forks_anywhere = forks_anywhere
         self.reads_prefix_cache = message.reads_prefix_cache
         self.swappable = message.swappable
-        self.root_hash = root_hash
-        """What the hashes of its blocks begin with."""
+        self.salt = salt
+        self.cache_keys = message.cache_keys
         self.swapped = False
         """Its blocks are in the host pool."""
         self.max_output_tokens = message.max_output_tokens

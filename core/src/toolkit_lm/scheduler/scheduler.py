@@ -18,7 +18,6 @@ from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog, load_event
 from toolkit_lm.scheduler.preemption import PreemptionCost
-from toolkit_lm.scheduler.prefix import root_hash
 from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.request_blocks import RequestBlocks
@@ -60,7 +59,6 @@ class Scheduler:
         self.outputs: list[EngineOutput] = []
         """Of requests that ended between steps, since the engine last took them."""
         self._deadlines = Deadlines()
-        self._root_hash = root_hash(self.salt, None)
         self._seq_ids = count()
 
     # Requests come and go
@@ -72,7 +70,7 @@ class Scheduler:
         request = Request(
             message,
             self._seq_ids,
-            root_hash=self._root_hash if message.cache_salt is None else root_hash(self.salt, message.cache_salt),
+            salt=self.salt,
             default_seed=self.default_seed,
             chunked=self.chunked,
             pipelined=self.pipelined,
@@ -100,10 +98,6 @@ class Scheduler:
         for seq in request.unfinished:
             self.blocks.forget_contents(seq.seq_id)
         return self._end(request, "error", error)
-
-    def reset_prefix_cache(self) -> None:
-        """Nobody will find what blocks hold now. Requests under way go on."""
-        self.blocks.forget_all_contents()
 
     def load(self) -> LoadEvent:
         """How full the engine is."""
