@@ -17,6 +17,8 @@ NAMES = {"model": "seed", "attention_backend": "naive", "renderer": "bytes"}
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 GENERATED = {
     Kind.MODEL: "new-model",
+    Kind.KV_KIND: "new-kind",
+    Kind.DRAFTER: "new-drafter",
     Kind.EXECUTOR: "new-executor",
     Kind.QUANTIZATION: "new-quantization",
     Kind.CHECKPOINT_LOADER: "new-loader",

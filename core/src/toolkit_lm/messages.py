@@ -159,7 +159,6 @@ class NewSequence(Struct, kw_only=True):
     token_ids: list[int]
     """All known tokens: the prompt, then the output so far."""
     num_prompt_tokens: int
-    num_computed_tokens: int
     block_tables: list[list[int]]
     """Per KV group, the ids of its blocks."""
     params: SamplingParams
@@ -180,12 +179,17 @@ class ScheduledSequence(Struct):
     """One row of the flat batch."""
 
     seq_id: int
+    start: int
+    """The first token to compute now: so many are computed already."""
     num_tokens: int
-    """Tokens to compute now, from num_computed_tokens on."""
     new_blocks: list[list[int]]
     """Per KV group, block ids to append to the table; for a NewSequence of the same plan these are in its block_tables already."""
     samples: bool
-    """True when the last of these tokens is the sequence's last: a next token is drawn, or a beam search's candidates are returned."""
+    """True when the sequence's last token is among these: a next token is drawn, or a beam search's candidates are returned."""
+    tokens: list[int] = field(default_factory=list)
+    """The tokens to compute, where workers cannot know them: the last pipeline stage alone has drawn them, or they are drafts."""
+    num_drafts: int = 0
+    """How many of `tokens`, at their end, are drafts. A worker draws as many tokens as agree with them, and one more."""
 
 
 class BlockCopy(Struct):
@@ -218,9 +222,6 @@ class StepPlan(Struct, kw_only=True):
     """From the host's pool (source) to the device's (target), next."""
     copies: list[BlockCopy] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    """By seq_id, of rows that the workers hold already: the tokens to compute now, where they were drawn. Only with pipeline stages: the
-    last one alone has drawn them."""
 
     @property
     def num_tokens(self) -> int:
@@ -234,9 +235,12 @@ class StepResult(Struct, kw_only=True):
     """What came of a step, in the order of `plan.scheduled`."""
 
     token_ids: list[list[int]]
-    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, nor for a beam, one for a decode."""
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """Per row; empty when no row asked for any."""
+    """Per row, the drawn tokens: none for a chunk that ends before the sequence does, nor for a beam; else one, and one more for each
+    draft that it agrees with."""
+    logprobs: list[list[TokenLogprobs]] = field(default_factory=list)
+    """Per row, one for each drawn token where the row asked for them; empty when no row did."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """By seq_id, guesses at the tokens after the drawn ones, for the next step to verify."""
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     """By seq_id, of the prompt tokens that follow the computed ones, where the request asked for them."""
     sampler_state: dict[int, SamplerState] = field(default_factory=dict)

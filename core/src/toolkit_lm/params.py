@@ -198,10 +198,6 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The best of several sequences are wanted: there is nothing to return before all have ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
-    @property
-    def stop_texts(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
     def replace(self, **changes: object) -> SamplingParams:
         return msgspec.structs.replace(self, **changes)
 

@@ -127,10 +127,10 @@ def make_runner(num_blocks: int = 16, num_host_blocks: int = 4, **options) -> Mo
 
 def new(seq_id: int, tokens: list[int], blocks: list[int], *, num_prompt_tokens: int | None = None, **changes) -> NewSequence:
     """A greedy sequence, unless `changes` say otherwise."""
-    fields = {"params": SamplingParams(temperature=0), "num_computed_tokens": 0, "seed": 0, "stop_token_ids": []}
+    fields = {"params": SamplingParams(temperature=0), "seed": 0, "stop_token_ids": []}
     num_prompt_tokens = len(tokens) if num_prompt_tokens is None else num_prompt_tokens
     return NewSequence(seq_id=seq_id, token_ids=tokens, num_prompt_tokens=num_prompt_tokens, block_tables=[blocks], **fields | changes)
 
 
-def row(seq_id: int, num_tokens: int, new_blocks: list[int] | None = None, samples: bool = True) -> ScheduledSequence:
-    return ScheduledSequence(seq_id, num_tokens, [new_blocks or []], samples)
+def row(seq_id: int, num_tokens: int, new_blocks: list[int] | None = None, samples: bool = True, start: int = 0) -> ScheduledSequence:
+    return ScheduledSequence(seq_id, start, num_tokens, [new_blocks or []], samples)

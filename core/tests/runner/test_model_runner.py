@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_model import BLOCK_SIZE, NAN, SumBackend, SumModel, continuation, make_runner, new, next_token, row
-from toolkit_lm.messages import BlockCopy, BlockMove, SequenceInputs, StepPlan
+from fake_model import BLOCK_SIZE, NAN, VOCAB, SumBackend, SumModel, continuation, make_runner, new, next_token, row
+from toolkit_lm.messages import BlockCopy, BlockMove, ScheduledSequence, SequenceInputs, StepPlan
 from toolkit_lm.model import ModelState
 from toolkit_lm.params import SamplingParams
+from toolkit_lm.runner import model_runner
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -28,17 +31,18 @@ def test_it_says_what_it_loaded(runner):
 
 def test_a_prompt_and_its_continuation(runner):
     drawn = runner.execute(StepPlan(new=[new(0, PROMPT, [7, 2])], scheduled=[row(0, 5)])).token_ids
-    for blocks in ([], [], [], [4], []):
-        drawn += runner.execute(StepPlan(scheduled=[row(0, 1, blocks)])).token_ids
+    for start, blocks in enumerate(([], [], [], [4], []), 5):
+        drawn += runner.execute(StepPlan(scheduled=[row(0, 1, blocks, start=start)])).token_ids
     assert [token for [token] in drawn] == continuation(PROMPT, 6)
 
 
 def test_rows_of_all_kinds_in_one_step(runner):
     """A decode, a prompt in chunks, and a prompt at once."""
     runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
-    plan = StepPlan(new=[new(1, [9, 8, 7], [2]), new(2, [2, 2], [3])], scheduled=[row(0, 1), row(1, 2, samples=False), row(2, 2)])
+    rows = [row(0, 1, start=5), row(1, 2, samples=False), row(2, 2)]
+    plan = StepPlan(new=[new(1, [9, 8, 7], [2]), new(2, [2, 2], [3])], scheduled=rows)
     assert runner.execute(plan).token_ids == [[continuation(PROMPT, 2)[-1]], [], [next_token([2, 2])]]
-    assert runner.execute(StepPlan(scheduled=[row(1, 1)])).token_ids == [[next_token([9, 8, 7])]]
+    assert runner.execute(StepPlan(scheduled=[row(1, 1, start=2)])).token_ids == [[next_token([9, 8, 7])]]
 
 
 def test_a_plan_that_computes_nothing(runner):
@@ -50,15 +54,14 @@ def test_a_plan_that_computes_nothing(runner):
 def test_a_block_is_copied_before_it_is_written(runner):
     """Two sequences share the first tokens; the second writes into a copy of their block."""
     runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
-    plan = StepPlan(
-        new=[new(1, [3, 1, 9], [5], num_computed_tokens=2)], scheduled=[row(0, 1), row(1, 1)], copies=[BlockCopy(0, source=0, target=5)]
-    )
+    rows = [row(0, 1, start=5), row(1, 1, start=2)]
+    plan = StepPlan(new=[new(1, [3, 1, 9], [5])], scheduled=rows, copies=[BlockCopy(0, source=0, target=5)])
     assert runner.execute(plan).token_ids == [[continuation(PROMPT, 2)[-1]], [next_token([3, 1, 9])]]
 
 
 def test_a_move_comes_with_its_copy(runner):
     runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
-    plan = StepPlan(scheduled=[row(0, 1)], copies=[BlockCopy(0, source=1, target=6)], moves=[BlockMove(0, 0, 1, 6)])
+    plan = StepPlan(scheduled=[row(0, 1, start=5)], copies=[BlockCopy(0, source=1, target=6)], moves=[BlockMove(0, 0, 1, 6)])
     assert runner.execute(plan).token_ids == [[continuation(PROMPT, 2)[-1]]]
 
 
@@ -67,9 +70,11 @@ def test_to_the_host_and_back(runner):
     # Another sequence takes the blocks meanwhile.
     swap_out = [BlockCopy(0, source=0, target=3), BlockCopy(0, source=1, target=2)]
     runner.execute(StepPlan(dropped=[0], swap_out=swap_out, new=[new(1, [6] * 6, [0, 1])], scheduled=[row(1, 6)]))
-    back = new(0, [*PROMPT, *continuation(PROMPT, 1)], [8, 9], num_prompt_tokens=5, num_computed_tokens=5)
+    back = new(0, [*PROMPT, *continuation(PROMPT, 1)], [8, 9], num_prompt_tokens=5)
     swap_in = [BlockCopy(0, source=3, target=8), BlockCopy(0, source=2, target=9)]
-    assert runner.execute(StepPlan(swap_in=swap_in, new=[back], scheduled=[row(0, 1)])).token_ids == [[continuation(PROMPT, 2)[-1]]]
+    assert runner.execute(StepPlan(swap_in=swap_in, new=[back], scheduled=[row(0, 1, start=5)])).token_ids == [
+        [continuation(PROMPT, 2)[-1]]
+    ]
 
 
 def test_beams_get_candidates_and_the_others_tokens(runner):
@@ -93,10 +98,10 @@ def test_log_probabilities_of_those_that_ask(runner):
     plan = StepPlan(new=[new(0, [2], [2]), asking], scheduled=[row(0, 1), row(1, 3, samples=False)])
     result = runner.execute(plan)
     assert result.logprobs == [] and [one.token_ids for one in result.prompt_logprobs[1]] == [[1], [4], [1]]
-    result = runner.execute(StepPlan(scheduled=[row(0, 1), row(1, 2)]))
+    result = runner.execute(StepPlan(scheduled=[row(0, 1, start=1), row(1, 2, start=3)]))
     assert [one.token_ids for one in result.prompt_logprobs[1]] == [[5]]
-    none, logprobs = result.logprobs
-    assert none is None and logprobs.token_ids[:2] == [next_token(PROMPT)] * 2 and logprobs.rank == 1 and len(logprobs.token_ids) == 3
+    none, [logprobs] = result.logprobs
+    assert none == [] and logprobs.token_ids[:2] == [next_token(PROMPT)] * 2 and logprobs.rank == 1 and len(logprobs.token_ids) == 3
 
 
 def test_the_sampler_s_state_survives_a_preemption():
@@ -110,7 +115,7 @@ def test_the_sampler_s_state_survives_a_preemption():
             result = runner.execute(plan)
             tokens += result.token_ids[0]
             states.append(result.sampler_state[0])
-            plan = StepPlan(scheduled=[row(0, 1)])
+            plan = StepPlan(scheduled=[row(0, 1, start=5 + step)])
             if step == preempted_after:
                 back = new(0, list(tokens), [4, 5, 6, 7], **asking, num_prompt_tokens=5, sampler_state=states[-1])
                 plan = StepPlan(dropped=[0], new=[back], scheduled=[row(0, len(tokens))])
@@ -162,10 +167,90 @@ def test_a_model_brings_a_state_of_its_own(monkeypatch):
     monkeypatch.setattr(type(runner.model), "__call__", lambda self, ids, **inputs: self.forward(ids, inputs["positions"]))
     drawn = runner.execute(StepPlan(new=[new(0, PROMPT, [7, 2])], scheduled=[row(0, 5)])).token_ids
     assert positions[0].tolist() == [[0, 1, 2, 3, 4], [0, 0, 1, 1, 2], [0, 1, 0, 1, 0]]
-    drawn += runner.execute(StepPlan(scheduled=[row(0, 1)])).token_ids
+    drawn += runner.execute(StepPlan(scheduled=[row(0, 1, start=5)])).token_ids
     # Slots follow from the token's index, whatever its positions are.
     assert [token for [token] in drawn] == continuation(PROMPT, 2)
     assert state.seen == {0: 6}
     runner.execute(StepPlan(dropped=[0]))
     assert state.seen == {}
     runner.shutdown()
+
+
+def drafted(start: int, known: int, drafts: list[int]) -> ScheduledSequence:
+    """A row that computes a token and drafts of those after it."""
+    scheduled = row(0, 1 + len(drafts), start=start)
+    scheduled.tokens, scheduled.num_drafts = [known, *drafts], len(drafts)
+    return scheduled
+
+
+@pytest.mark.parametrize("num_right", range(4))
+@pytest.mark.parametrize("num_wrong", range(3))
+def test_drafts_count_as_far_as_they_are_drawn(runner, num_right, num_wrong):
+    expected = continuation(PROMPT, 8)
+    [first] = runner.execute(StepPlan(new=[new(0, PROMPT, [7, 2, 4, 5])], scheduled=[row(0, 5)])).token_ids
+    drafts = [*expected[1 : 1 + num_right], *[(expected[1 + num_right] + 1 + i) % VOCAB for i in range(num_wrong)]]
+    [drawn] = runner.execute(StepPlan(scheduled=[drafted(5, *first, drafts)])).token_ids
+    assert drawn == expected[1 : 2 + num_right]
+    # What was written of the wrong ones is written over.
+    [after] = runner.execute(StepPlan(scheduled=[row(0, 1, start=6 + num_right)])).token_ids
+    assert after == [expected[2 + num_right]]
+
+
+def test_rows_with_and_without_drafts_in_one_step(runner):
+    """Each with what it asks for: log probabilities of all its tokens, a beam's candidates."""
+    expected = continuation(PROMPT, 4)
+    asking = new(0, PROMPT, [7, 2, 4], params=SamplingParams(temperature=0, logprobs=0))
+    runner.execute(StepPlan(new=[asking, new(1, [2, 2], [3])], scheduled=[row(0, 5), row(1, 2)]))
+    rows = [row(2, 5), drafted(5, expected[0], expected[1:3]), row(1, 1, start=2)]
+    result = runner.execute(StepPlan(new=[new(2, PROMPT, [0, 1], num_candidates=2)], scheduled=rows))
+    assert result.token_ids == [[], expected[1:], [continuation([2, 2], 2)[-1]]]
+    assert [[entry.token_ids[0] for entry in entries] for entries in result.logprobs] == [[], expected[1:], []]
+    assert result.candidates[2].token_ids[0] == expected[0]
+
+
+def test_a_failure_after_a_draft_is_the_row_s(runner):
+    expected = continuation(PROMPT, 2)
+    runner.execute(StepPlan(new=[new(0, PROMPT, [7, 2, 4])], scheduled=[row(0, 5)]))
+    result = runner.execute(StepPlan(scheduled=[drafted(5, expected[0], [NAN])]))
+    assert (result.token_ids, result.errors) == ([expected[1:]], {}), "a draft that is not drawn has no say"
+
+
+class MadeTensors(TorchDispatchMode):
+    """Notes the shapes of the tensors that get memory of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes, self.paused = [], False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
+        made = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in given]
+        self.shapes += [tuple(one.shape) for one in made if not self.paused]
+        return out
+
+    def leaving_out(self, function):
+        def call(*args, **kwargs):
+            self.paused = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.paused = False
+
+        return call
+
+
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_decode_step_makes_no_tensor_beside_the_model_s_and_the_sampler_s(runner, monkeypatch, num_rows):
+    made = MadeTensors()
+    monkeypatch.setattr(runner.model, "forward", made.leaving_out(runner.model.forward))
+    monkeypatch.setattr(runner.model, "compute_logits", made.leaving_out(runner.model.compute_logits))
+    monkeypatch.setattr(model_runner, "sample", made.leaving_out(model_runner.sample))
+    prompts = [new(i, [1 + i, 2], [i]) for i in range(num_rows)]
+    with made:
+        runner.execute(StepPlan(new=prompts, scheduled=[row(i, 2) for i in range(num_rows)]))
+        assert made.shapes == [(num_rows, 1)], "of a prompt's hidden states only the last are wanted"
+        made.shapes.clear()
+        result = runner.execute(StepPlan(scheduled=[row(i, 1, start=2) for i in range(num_rows)]))
+    assert made.shapes == []
+    assert result.token_ids == [continuation([1 + i, 2], 2)[1:] for i in range(num_rows)]

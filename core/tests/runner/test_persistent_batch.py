@@ -30,8 +30,8 @@ def run(batch: PersistentBatch, plan: StepPlan):
 
 def test_the_flat_inputs_of_prompts(batch):
     plan = StepPlan(
-        new=[new(7, [10, 11, 12, 13, 14], [5, 2]), new(8, [20, 21, 22], [3], num_computed_tokens=1)],
-        scheduled=[row(7, 5), row(8, 1, samples=False)],
+        new=[new(7, [10, 11, 12, 13, 14], [5, 2]), new(8, [20, 21, 22], [3])],
+        scheduled=[row(7, 5), row(8, 1, samples=False, start=1)],
     )
     inputs = run(batch, plan)
     assert inputs.input_ids.tolist() == [10, 11, 12, 13, 14, 21]
@@ -47,7 +47,7 @@ def test_the_flat_inputs_of_prompts(batch):
 def test_a_drawn_token_is_the_next_step_s_input(batch):
     first = run(batch, StepPlan(new=[new(7, [1, 2, 3, 4], [6])], scheduled=[row(7, 4)]))
     batch.append_tokens(first.rows, [9])
-    second = run(batch, StepPlan(scheduled=[row(7, 1, [1])]))
+    second = run(batch, StepPlan(scheduled=[row(7, 1, [1], start=4)]))
     assert (second.input_ids.tolist(), second.token_index.tolist(), second.groups[0].seq_lens.tolist()) == ([9], [4], [5])
     assert second.groups[0].slots.tolist() == [4]
     assert batch.sampling.position[second.rows].tolist() == [1]
@@ -57,14 +57,14 @@ def test_the_blocks_of_a_new_sequence_are_in_its_tables_already(batch):
     """A plan names them twice; they count once."""
     inputs = run(batch, StepPlan(new=[new(7, [1, 2, 3, 4, 5], [6, 2])], scheduled=[row(7, 5, [6, 2])]))
     batch.append_tokens(inputs.rows, [9])
-    batch.apply(StepPlan(scheduled=[row(7, 4, [3])]))
-    inputs = batch.inputs(StepPlan(scheduled=[row(7, 4)]))
+    batch.apply(StepPlan(scheduled=[row(7, 4, [3], start=5)]))
+    inputs = batch.inputs(StepPlan(scheduled=[row(7, 4, start=5)]))
     assert inputs.groups[0].table.tolist() == [[6, 2, 3]]
 
 
 def test_a_move_replaces_an_entry_of_the_table(batch):
     run(batch, StepPlan(new=[new(7, [1, 2, 3, 4, 5], [6, 2])], scheduled=[row(7, 4, samples=False)]))
-    inputs = run(batch, StepPlan(scheduled=[row(7, 1)], moves=[BlockMove(7, 0, 1, 8)]))
+    inputs = run(batch, StepPlan(scheduled=[row(7, 1, start=4)], moves=[BlockMove(7, 0, 1, 8)]))
     assert inputs.groups[0].table.tolist() == [[6, 8]]
     assert inputs.groups[0].slots.tolist() == [8 * 4]
 
@@ -90,13 +90,12 @@ def test_groups_have_tables_of_their_own():
         seq_id=0,
         token_ids=[1, 2, 3],
         num_prompt_tokens=3,
-        num_computed_tokens=0,
         block_tables=[[5], [1, 3]],
         params=SamplingParams(),
         seed=0,
         stop_token_ids=[],
     )
-    inputs = run(batch, StepPlan(new=[seq], scheduled=[ScheduledSequence(0, 3, [[5], [1, 3]], True)]))
+    inputs = run(batch, StepPlan(new=[seq], scheduled=[ScheduledSequence(0, 0, 3, [[5], [1, 3]], True)]))
     assert [group.slots.tolist() for group in inputs.groups] == [[20, 21, 22], [2, 3, 6]]
     assert [group.table.tolist() for group in inputs.groups] == [[[5]], [[1, 3]]]
 
@@ -134,7 +133,7 @@ def test_prompt_logprobs_that_were_returned_are_remembered(batch):
 def test_a_step_s_inputs_are_where_those_of_the_step_before_were(batch):
     first = run(batch, StepPlan(new=[new(7, [1, 2, 3, 4], [6])], scheduled=[row(7, 4)]))
     batch.append_tokens(first.rows, [9])
-    second = run(batch, StepPlan(scheduled=[row(7, 1, [1])]))
+    second = run(batch, StepPlan(scheduled=[row(7, 1, [1], start=4)]))
     for name in ("input_ids", "token_index", "query_start"):
         assert getattr(first, name).ctypes.data == getattr(second, name).ctypes.data
     for name in ("seq_lens", "slots", "table"):

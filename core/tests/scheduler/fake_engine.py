@@ -29,7 +29,7 @@ POISON = VOCAB - 1
 """Who computes this token makes the step fail."""
 
 Groups = list[tuple[Any, ...]]
-"""Of KV groups: block size; then a window, None, or "state"; then the index of the pool, 0 where it is not given."""
+"""Of KV groups: block size; then a window, None, "late" or "state"; then the index of the pool, 0 where it is not given."""
 
 
 class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
@@ -44,10 +44,18 @@ class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
         return 64
 
 
+class LateSpec(FullSpec, frozen=True, kw_only=True, tag="late"):
+    """Keys and values that a step reads before it writes."""
+
+    shared_within_step: ClassVar[bool] = False
+
+
 def make_spec(size: int, kind: Any) -> KVCacheSpec:
     shape = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     if kind == "state":
         return StateSpec(block_size=64)
+    if kind == "late":
+        return LateSpec(**shape)
     return FullSpec(**shape) if kind is None else WindowSpec(window=kind, **shape)
 
 
@@ -67,6 +75,21 @@ def next_token(tokens: list[int]) -> int:
     return POISON if drawn == 0 else NAN if drawn == 1 else drawn % NAN
 
 
+def guess(tokens: list[int]) -> list[int]:
+    """A drafter: up to four tokens, of which the first ones are right."""
+    right, wrong = divmod(hash((*tokens, "guess")) % 9, 3)
+    guesses: list[int] = []
+    for i in range(right + wrong):
+        token = next_token(tokens + guesses)
+        guesses.append(token if i < right else (token + 1) % NAN)
+    return guesses
+
+
+def drafts_of(scheduled: ScheduledSequence) -> list[int]:
+    """The drafts among the tokens that a row computes."""
+    return scheduled.tokens[len(scheduled.tokens) - scheduled.num_drafts :]
+
+
 class FakeRunner:
     """Runs plans on the real PersistentBatch. A sequence's seed is the place from which on its keys are not those of its tokens alone."""
 
@@ -82,6 +105,10 @@ class FakeRunner:
         self.tokens: dict[int, list[int]] = {}
         self.salts: dict[int, int | None] = {}
         self.num_computed = 0
+        self.max_len = max_len
+        self.writers: dict[tuple[int, int, int], int] = {}
+        """By group, block and offset, the sequence that writes it in this step."""
+        self.drafting = config.scheduler.drafter is not None
         self.last_inputs: list[list[int]] = []
         """Per row of the last step, the tokens that it computed."""
 
@@ -111,6 +138,8 @@ class FakeRunner:
         if not plan.scheduled:
             self.last_inputs = []
             return StepResult(token_ids=[])
+        for scheduled in plan.scheduled:
+            self.tokens[scheduled.seq_id] += drafts_of(scheduled)
         inputs = self.batch.inputs(plan)
         self.last_inputs = [tokens.tolist() for tokens in np.split(inputs.input_ids, inputs.query_start[1:-1])]
         self.num_computed += int(inputs.query_start[-1])
@@ -123,15 +152,22 @@ class FakeRunner:
     def _draw(self, plan: StepPlan, inputs) -> StepResult:
         result = StepResult(token_ids=[])
         for r, scheduled in enumerate(plan.scheduled):
-            tokens = self.tokens[scheduled.seq_id]
+            drafts = drafts_of(scheduled)
+            tokens = self.tokens[scheduled.seq_id][: len(self.tokens[scheduled.seq_id]) - len(drafts)]
+            drawn = [next_token(tokens)] if scheduled.samples else []
+            while drawn and drawn == drafts[: len(drawn)]:
+                drawn.append(next_token(tokens + drawn))
             start, end = inputs.query_start[r], inputs.query_start[r + 1]
-            if NAN in inputs.input_ids[start:end]:
+            if NAN in inputs.input_ids[start : end - len(drafts) + max(0, len(drawn) - 1)]:
                 result.errors[scheduled.seq_id] = "not a number"
             result.prompt_logprobs |= self._prompt_logprobs(plan, scheduled, inputs, r)
-            result.token_ids.append([next_token(tokens)] if scheduled.samples else [])
-            tokens += result.token_ids[-1]
-        rows = inputs.rows[inputs.sampling]
-        self.batch.append_tokens(rows, [result.token_ids[i][0] for i in inputs.sampling])
+            result.token_ids.append(drawn)
+            self.tokens[scheduled.seq_id] = tokens + drawn
+            for token in drawn:
+                self.batch.append_tokens(inputs.rows[r : r + 1], [token])
+            assert self.batch.history.tokens(inputs.rows[r]).tolist() == (tokens + drawn)[: self.max_len]
+            if drawn and self.drafting:
+                result.drafts[scheduled.seq_id] = guess(tokens + drawn)
         return result
 
     def _prompt_logprobs(self, plan: StepPlan, scheduled: ScheduledSequence, inputs, r: int) -> dict[int, list[TokenLogprobs]]:
@@ -150,6 +186,7 @@ class FakeRunner:
         return (group, salt if salt is not None and salt <= position else None, hash(tuple(self.tokens[seq_id][: position + 1])))
 
     def _write(self, plan: StepPlan, inputs) -> None:
+        self.writers.clear()
         for r, scheduled in enumerate(plan.scheduled):
             for group, spec in enumerate(self.specs):
                 if spec.kind == "state":
@@ -161,6 +198,7 @@ class FakeRunner:
                     if spec.kind != "state":
                         block, offset = divmod(int(inputs.groups[group].slots[t]), spec.block_size)
                         self.caches[group][block][offset] = self._key(group, scheduled.seq_id, position)
+                        self.writers[group, block, offset] = scheduled.seq_id
 
     def _advance(self, seq_id: int, inputs, r: int, group: int) -> None:
         """A state is read as the tokens before this step left it, and written."""
@@ -179,6 +217,8 @@ class FakeRunner:
                 table, window, size = inputs.groups[group].table[r], getattr(spec, "window", first + 1), spec.block_size
                 for position in range(max(0, first - window + 1), length):
                     found = self.caches[group][table[position // size]][position % size]
+                    writer = self.writers.get((group, int(table[position // size]), position % size), scheduled.seq_id)
+                    assert spec.shared_within_step or writer == scheduled.seq_id, "it reads what another row of the step writes"
                     assert found == self._key(group, scheduled.seq_id, position), (
                         f"sequence {scheduled.seq_id} reads a foreign key at position {position} of group {group}"
                     )
@@ -189,21 +229,18 @@ class FirstStage:
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
-        self.num_computed: dict[int, int] = {}
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """The tokens that each row of the plan computes."""
         for seq_id in plan.dropped:
             self.tokens.pop(seq_id, None)
         for new in plan.new:
-            self.tokens[new.seq_id], self.num_computed[new.seq_id] = list(new.token_ids), new.num_computed_tokens
-        for seq_id, tokens in plan.tokens.items():
-            self.tokens[seq_id][self.num_computed[seq_id] :] = tokens
+            self.tokens[new.seq_id] = list(new.token_ids)
         inputs = []
         for row in plan.scheduled:
-            start = self.num_computed[row.seq_id]
-            self.num_computed[row.seq_id] += row.num_tokens
-            inputs.append(self.tokens[row.seq_id][start : start + row.num_tokens])
+            if row.tokens:
+                self.tokens[row.seq_id][row.start :] = row.tokens
+            inputs.append(self.tokens[row.seq_id][row.start : row.start + row.num_tokens])
         assert [len(tokens) for tokens in inputs] == [row.num_tokens for row in plan.scheduled], "a token that only the last stage has"
         return inputs
 
@@ -293,13 +330,12 @@ class FakeExecutor(Executor):
             seq_id=-1,
             token_ids=[0],
             num_prompt_tokens=1,
-            num_computed_tokens=0,
             block_tables=tables,
             params=SamplingParams(),
             seed=0,
             stop_token_ids=[],
         )
-        self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 1, [[] for _ in tables], True)]))
+        self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 1, [[] for _ in tables], True)]))
         self.runner.execute(StepPlan(dropped=[-1]))
 
     def load(self) -> None: ...

@@ -156,7 +156,7 @@ def test_pipeline_stages_work_on_different_sequences():
         assert [o.token_ids[0] for o in outputs[name]] == continuation(prompt, 5)
     # Each computes its prompt in a step of its own, and from then on they take turns.
     assert [[row.seq_id for row in plan.scheduled] for plan in core.executor.plans] == [[0], [1]] * 5
-    assert [list(plan.tokens) for plan in core.executor.plans[2:]] == [[0], [1]] * 4
+    assert all(row.tokens for plan in core.executor.plans[2:] for row in plan.scheduled)
 
 
 def test_a_sequence_alone_has_one_step_in_the_pipeline():
@@ -166,4 +166,20 @@ def test_a_sequence_alone_has_one_step_in_the_pipeline():
     for drawn in range(5):
         core.step()
         assert len(core.executor.plans) == drawn + 1
-    assert [plan.tokens for plan in core.executor.plans] == [{}, *({0: [token]} for token in continuation(prompt, 4))]
+    told = [row.tokens for plan in core.executor.plans for row in plan.scheduled]
+    assert told == [[], *([token] for token in continuation(prompt, 4))]
+
+
+@pytest.mark.parametrize(("kind", "found"), [(None, [0, 8, 8]), ("late", [0, 0, 8])])
+def test_what_a_step_writes_is_shared_within_it_where_the_cache_allows(kind, found):
+    core = make_core(groups=[(4, kind)])
+    prompt = lone_good_prompt(9, 3)
+    for name in ("a", "b"):
+        core.add_request(request(name, prompt, max_tokens=3))
+    outputs = {}
+    while core.has_unfinished:
+        for output in core.step().outputs:
+            outputs.setdefault(output.request_id, output)
+        if core.scheduler.roster.requests and "c" not in outputs and "c" not in core.scheduler.roster.requests:
+            core.add_request(request("c", prompt, max_tokens=3))
+    assert [outputs[name].num_cached_tokens for name in "abc"] == found

@@ -18,7 +18,13 @@ from toolkit_lm.scheduler.block_manager import NO_BLOCK
 
 MAX_MODEL_LEN = 20
 GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
-GROUPS += [[(2, "state")], [(2, None), (1, "state", 1)], [(2, None), (3, 4, 1), (1, "state", 2), (2, None)]]
+GROUPS += [
+    [(2, "late")],
+    [(2, None), (3, "late")],
+    [(2, "state")],
+    [(2, None), (1, "state", 1)],
+    [(2, None), (3, 4, 1), (1, "state", 2), (2, None)],
+]
 """Of KV groups: block size, window or kind, pool."""
 OPENINGS = [[7 * (i + k) % NAN for i in range(MAX_MODEL_LEN)] for k in (0, 0, 1)]
 """What prompts begin with, so that many share a prefix."""
@@ -96,8 +102,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks_per_token=st.floats(0.1, 2),
         max_in_flight=st.integers(1, 3),
         stages=st.integers(1, 2),
+        drafts=st.booleans(),
     )
-    def start(self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, max_in_flight, stages):
+    def start(
+        self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, max_in_flight, stages, drafts
+    ):
         config = VllmConfig.default(
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=max_num_seqs,
@@ -106,6 +115,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             preemption_mode=mode,
             pipeline_parallel_size=stages,
+            # A state cannot go back by the tokens that were not drawn.
+            drafter="guess" if drafts and all(group[1] != "state" for group in groups) else None,
         )
         num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in groups)
         least = kv_cache([0] * num_pools, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget)
@@ -179,6 +190,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.core.has_unfinished:
             return
         executor = self.core.executor
+        if self.scheduler.quarantine.quarantined:
+            # A hiccup that was to come before a real failure: of a request that computes alone it would be taken for its own.
+            executor.transient = None
         planned = len(executor.plans)
         news = self.core.step()
         self.now += 1

@@ -22,7 +22,7 @@ from toolkit_lm.scheduler.roster import Roster, fcfs, load_policy, priority
 
 
 def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
-    params = fields.pop("params", SamplingParams())
+    params, needs_tokens = fields.pop("params", SamplingParams()), fields.pop("needs_tokens", False)
     message = EngineRequest(
         request_id=request_id,
         prompt_token_ids=list(prompt),
@@ -31,7 +31,7 @@ def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tok
         max_output_tokens=max_output_tokens,
         **fields,
     )
-    return Request(message, count(), chunked=chunked)
+    return Request(message, count(), chunked=chunked, needs_tokens=needs_tokens)
 
 
 class TestTake:
@@ -41,12 +41,12 @@ class TestTake:
     def test_whether_and_why_it_has_ended(self, tokens, reason):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
         seq.num_placeholders = 1
-        assert seq.take(tokens) == reason
+        assert seq.take(tokens, []) == reason
         assert (seq.token_ids, seq.num_placeholders, seq.num_tokens) == ([1, 2, 3, *tokens], 0, 3 + len(tokens))
 
     def test_the_last_token_that_is_allowed_may_be_a_stop(self):
         seq = make_request(eos=[5], max_output_tokens=1).leader
-        assert seq.take([5]) == "stop"
+        assert seq.take([5], []) == "stop"
 
     def test_only_a_stop_token_is_named(self):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
@@ -54,10 +54,43 @@ class TestTake:
         assert seq.output("stop", [5]).stop_token_id is None
 
     def test_ignore_eos(self):
-        assert make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.take([5]) is None
+        assert make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.take([5], []) is None
+
+    def test_nothing_follows_the_token_that_ends_it(self):
+        seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
+        assert seq.take([9, 6, 9], []) == "stop"
+        assert seq.token_ids == [1, 2, 3, 9, 6]
+        seq = make_request(max_output_tokens=2).leader
+        assert seq.take([9, 9, 9], []) == "length"
+        assert seq.token_ids == [1, 2, 3, 9, 9]
+
+    def test_what_was_computed_of_rejected_drafts_counts_no_more(self):
+        seq = make_request(needs_tokens=True).leader
+        seq.num_computed_tokens, seq.num_placeholders = 3 + 3, 1
+        assert seq.num_kept_tokens == 3
+        assert seq.take([8, 9], []) is None
+        assert (seq.num_computed_tokens, seq.num_pending_tokens) == (4, 1)
+
+    @pytest.mark.parametrize(("drafts", "kept"), [([], []), ([7, 8], [7, 8]), ([7] * 9, [7, 7]), ([7, 5, 8], [7]), ([6, 7], [])])
+    def test_drafts_are_cut_where_the_sequence_ends(self, drafts, kept):
+        seq = make_request(eos=[5], needs_tokens=True, params=SamplingParams(stop_token_ids=[6])).leader
+        seq.take([9], drafts)
+        assert seq.drafts == kept
+
+    def test_who_computes_what_is_not_known_yet_takes_no_drafts(self):
+        seq = make_request().leader
+        seq.take([9], [7])
+        assert seq.drafts == []
 
 
 class TestTokenRanges:
+    def test_drafts_are_computed_as_far_as_they_fit(self):
+        request = make_request(needs_tokens=True)
+        request.leader.drafts = [7, 8]
+        assert request.token_ranges(9) == [(0, 0, 5)]
+        assert request.token_ranges(4) == [(0, 0, 4)]
+        assert make_request(needs_tokens=True, chunkable=False).token_ranges(2) == []
+
     def test_a_prompt_is_cut_where_it_may_be(self):
         assert make_request().token_ranges(2) == [(0, 0, 2)]
         assert make_request(chunkable=False).token_ranges(2) == []
@@ -108,7 +141,7 @@ class TestEventLog:
         log, request = EventLog(), make_request(context={"trace": "1"})
         log.add("queued", request)
         log.scheduled(request)
-        request.leader.take([7])
+        request.leader.take([7], [])
         log.first_token(request)
         log.add("finished", request, "length")
         events = log.take()

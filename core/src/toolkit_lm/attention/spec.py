@@ -32,6 +32,8 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
     """A block's content depends on the tokens up to its end alone, so that other sequences with these tokens can use it."""
     forks_anywhere: ClassVar[bool] = True
     """A fork can begin at any computed token. False: only where its parent stands."""
+    shared_within_step: ClassVar[bool] = True
+    """Other sequences of the step that writes a block can read it. False: from the next step on."""
     grows: ClassVar[bool] = True
     """A sequence takes further blocks as it grows. False: a block has room for the longest."""
 

@@ -94,6 +94,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
     scheduling_policy: Annotated[
         str, option("Order of admission, by name. fcfs: by arrival. priority: by the request's number, smallest first. Or a plugin's.")
     ] = "fcfs"
+    drafter: Annotated[str | None, option("Speculative decoding: the plugin that drafts tokens, by name.", none="none")] = None
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],
         option("Preemption of a request. recompute: compute it again later. swap: move it to swap_memory. auto: what costs less."),
@@ -301,6 +302,12 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         """The checkpoint's config.json. The config must be resolved."""
         assert self.checkpoint is not None, "the config is not resolved: it has no checkpoint"
         return self.checkpoint.hf_config
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Tokens of the checkpoint's language model; None where its config.json does not say."""
+        size: int | None = (self.hf_config.get("text_config") or self.hf_config).get("vocab_size")
+        return size
 
     @property
     def max_model_len(self) -> int:

@@ -44,5 +44,5 @@ from .parameters import (
 )
 from .rope_scaling import RopeParameters as RopeParameters
 from .rotary import RotaryEmbedding as RotaryEmbedding, Rotation as Rotation
-from .state import GroupInputs as GroupInputs, ModelState as ModelState, StepInputs as StepInputs
+from .state import Drafter as Drafter, GroupInputs as GroupInputs, ModelState as ModelState, StepInputs as StepInputs
 from .weights import CheckpointWeights as CheckpointWeights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import NewSequence, StepPlan, StepResult
 
 
@@ -42,7 +44,9 @@ class StepInputs:
     """[R] int64: tokens that were computed before this step."""
     groups: list[GroupInputs]
     sampling: np.ndarray
-    """Indices into `rows` of those that draw a token."""
+    """Indices into `rows` of those that draw tokens."""
+    num_drafts: np.ndarray
+    """Of each that draws: the last so many of its tokens are drafts."""
     histories: Any
     """Their tokens: toolkit_lm.sampling.TokenHistory, by persistent row."""
 
@@ -70,3 +74,22 @@ class ModelState:
 
     def finish(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
         """Adds to a step's result what it makes of its hidden states [T, H]."""
+
+
+class Drafter(ModelState):
+    """A ModelState that guesses at the tokens to come. The next step keeps those that it draws itself."""
+
+    @abstractmethod
+    def propose(self, token_ids: np.ndarray) -> list[int]:
+        """Drafts of what follows these tokens, [N] int32, read only: prompt and output of a sequence. Empty: no guess."""
+
+    def finish(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+        """Asks for drafts for each sequence that has drawn a token. Raises PluginError for what is no list of tokens of the model."""
+        limit = self.config.vocab_size or np.inf
+        for place in inputs.sampling:
+            if result.token_ids[place]:
+                tokens = inputs.histories.tokens(inputs.rows[place])
+                tokens.flags.writeable = False
+                drafts = result.drafts[inputs.plan.scheduled[place].seq_id] = self.propose(tokens)
+                if not isinstance(drafts, list) or any(type(token) is not int or not 0 <= token < limit for token in drafts):
+                    raise PluginError(f"{type(self).__module__}.{type(self).__name__} has proposed {drafts!r}: no list of token ids.")

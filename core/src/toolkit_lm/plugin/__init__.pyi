@@ -11,6 +11,7 @@ from .registries import (
     CommandEntry as CommandEntry,
     CommandRegistry as CommandRegistry,
     ConverterRegistry as ConverterRegistry,
+    DrafterRegistry as DrafterRegistry,
     ExecutorEntry as ExecutorEntry,
     ExecutorRegistry as ExecutorRegistry,
     KVKindRegistry as KVKindRegistry,

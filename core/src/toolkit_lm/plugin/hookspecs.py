@@ -18,6 +18,7 @@ from toolkit_lm.plugin.registries import (
     CheckpointRegistry,
     CommandRegistry,
     ConverterRegistry,
+    DrafterRegistry,
     ExecutorRegistry,
     KVKindRegistry,
     LoaderRegistry,
@@ -84,6 +85,14 @@ def toolkit_register_renderers(renderers: RendererRegistry) -> None:
 @hookspec
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
     """Registers logits processors, which requests ask for by name.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
+    """Registers drafters for speculative decoding, one of which the option drafter asks for by name.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

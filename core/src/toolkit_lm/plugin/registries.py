@@ -218,6 +218,13 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
         self.add_entry(SchedulingPolicyEntry, name, target, "module:function", reads_priority=reads_priority, override=override)
 
 
+class DrafterRegistry(PlainRegistry):
+    """Subclasses of toolkit_lm.model.Drafter, by the name that the option drafter gives."""
+
+    noun = "drafter"
+    base = "toolkit_lm.model:Drafter"
+
+
 class ConverterRegistry(PlainRegistry):
     """Pooling adapters, by the convert type that they are for: "embed", "classify", ...
 
@@ -361,6 +368,7 @@ class Registries:
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
     scheduling_policies: SchedulingPolicyRegistry = field(default_factory=SchedulingPolicyRegistry)
+    drafters: DrafterRegistry = field(default_factory=DrafterRegistry)
     pooling: ConverterRegistry = field(default_factory=ConverterRegistry)
     pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
     pair_renderers: PairRendererRegistry = field(default_factory=PairRendererRegistry)

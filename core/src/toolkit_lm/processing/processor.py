@@ -48,8 +48,7 @@ class Processor:
         self.texts = PoolingInputProcessor(config, renderer, plugins)
         self._limits: RequestLimits | None = None
         self._max_model_len = config.max_model_len
-        of_text = config.hf_config.get("text_config") or {}
-        self._vocab_size: int = of_text.get("vocab_size") or config.hf_config.get("vocab_size") or renderer.vocab_size
+        self._vocab_size = config.vocab_size or renderer.vocab_size
         self._eos_token_ids = renderer.eos_token_ids
 
     def set_limits(self, limits: RequestLimits) -> None:

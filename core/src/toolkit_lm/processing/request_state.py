@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+
+from msgspec import structs
 
 from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -73,6 +76,8 @@ class RequestState:
 
     def apply(self, output: EngineOutput) -> bool:
         """Takes in one step's output of one sequence. True: a stop text ended it, and the engine must be told."""
+        if len(output.token_ids) > 1 and output.score is None and self._params.stop:
+            return any(self.apply(one) for one in _token_by_token(output))
         self._has_news = True
         sequence, params = self._sequences[output.index], self._params
         self.num_cached_tokens = output.num_cached_tokens
@@ -177,6 +182,14 @@ class RequestState:
         for place, (token, logprob, text) in enumerate(zip(found.token_ids, found.logprobs, texts, strict=True)):
             entries.setdefault(token, Logprob(logprob, place or found.rank, text))
         return entries
+
+
+def _token_by_token(output: EngineOutput) -> Iterator[EngineOutput]:
+    """As if each token had come in a step of its own: a stop text may end between them."""
+    last = len(output.token_ids) - 1
+    for i, token in enumerate(output.token_ids):
+        one = structs.replace(output, token_ids=[token], logprobs=output.logprobs and output.logprobs[i : i + 1])
+        yield one if i == last else structs.replace(one, finish_reason=None, stop_token_id=None)
 
 
 def _best(outputs: list[CompletionOutput], n: int) -> list[CompletionOutput]:

@@ -15,7 +15,7 @@ class SequenceText:
         """The text so far, in pieces, as they came."""
         self.stopped_by: str | None = None
         self._held = ""
-        self._finder = StopFinder(params.stop_texts) if params.stop else None
+        self._finder = StopFinder([params.stop] if isinstance(params.stop, str) else params.stop) if params.stop else None
         self._includes_stop = params.include_stop_str_in_output
         self._stream = renderer.decode_stream(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 

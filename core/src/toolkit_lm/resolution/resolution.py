@@ -49,7 +49,7 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
         config = config.replace(max_model_len=min(config.max_model_len, profile.max_tokens))
     asked_budget = config.scheduler.max_num_batched_tokens
     config = _for_runner(config, choice, plugins.models.get(checkpoint.architecture))
-    _check(config, asked_budget)
+    _check(config, plugins, asked_budget)
     return config
 
 
@@ -169,9 +169,12 @@ def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
     return plugins.executors.choose(f"run {sizes}", refusal, parallel.executor)
 
 
-def _check(config: VllmConfig, asked_budget: int | None) -> None:
-    """Options that are fine each, but not together. `asked_budget`: max_num_batched_tokens as it was given."""
+def _check(config: VllmConfig, plugins: Plugins, asked_budget: int | None) -> None:
+    """Unknown names, and options that are fine each, but not together. `asked_budget`: max_num_batched_tokens as it was given."""
     scheduler = config.scheduler
+    plugins.scheduling_policies.get(scheduler.scheduling_policy)
+    if scheduler.drafter is not None:
+        plugins.drafters.get(scheduler.drafter)
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
         raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
     # Where prompts are only pooled, and whole, none of them waits for a token in each step.

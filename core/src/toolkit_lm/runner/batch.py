@@ -74,7 +74,6 @@ class PersistentBatch:
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
         """Per row, prompt tokens whose log probabilities are known."""
         self._free_rows = list(range(num_rows))[::-1]
-        self._num_computed = np.zeros(num_rows, np.int64)
         self._block_tables = [np.zeros_like(group.table.host) for group in buffers.groups[: len(specs)]]
         self._num_blocks = np.zeros((len(specs), num_rows), np.int64)
 
@@ -87,37 +86,35 @@ class PersistentBatch:
                 self.sampling.clear(row)
         for move in plan.moves:
             self._block_tables[move.group][self.row_of[move.seq_id], move.index] = move.block
-        new: set[int] = set()
+        new = {seq.seq_id for seq in plan.new}
         for seq in plan.new:
             self._add(seq)
-            new.add(seq.seq_id)
         for scheduled in plan.scheduled:
             if scheduled.seq_id not in new:
                 for group, blocks in enumerate(scheduled.new_blocks):
                     if blocks:
                         self._append_blocks(self.row_of[scheduled.seq_id], group, blocks)
-        for seq_id, tokens in plan.tokens.items():
-            row = self.row_of[seq_id]
-            self.history.put(row, int(self._num_computed[row]), tokens)
+            if scheduled.tokens:
+                self.history.put(self.row_of[scheduled.seq_id], scheduled.start, scheduled.tokens, scheduled.num_drafts)
 
     def inputs(self, plan: StepPlan) -> StepInputs:
-        """The flat batch of a plan, in the buffers, and the computed counts advanced past it."""
-        row_list, counts, sampling = [], [], []
+        """The flat batch of a plan, in the buffers."""
+        row_list, first, counts, sampling, drafts = [], [], [], [], []
         for index, scheduled in enumerate(plan.scheduled):
             row_list.append(self.row_of[scheduled.seq_id])
+            first.append(scheduled.start)
             counts.append(scheduled.num_tokens)
             if scheduled.samples:
                 sampling.append(index)
-        rows, num_tokens = np.array(row_list, np.int64), np.array(counts, np.int64)
+                drafts.append(scheduled.num_drafts)
+        rows, starts, num_tokens = np.array(row_list, np.int64), np.array(first, np.int64), np.array(counts, np.int64)
         query_start = self.buffers.query_start.host[: len(rows) + 1]
         np.cumsum(num_tokens, out=query_start[1:])
         total = int(query_start[-1])
         row_of_token = np.repeat(rows, num_tokens)
-        starts = self._num_computed[rows]
         token_index, input_ids = self.buffers.positions.host[:total], self.buffers.input_ids.host[:total]
         token_index[:] = np.arange(total) + np.repeat(starts - query_start[:-1], num_tokens)
         input_ids[:] = self.history.token_ids[row_of_token, token_index]
-        self._num_computed[rows] += num_tokens
         return StepInputs(
             plan=plan,
             rows=rows,
@@ -125,13 +122,13 @@ class PersistentBatch:
             token_index=token_index,
             query_start=query_start,
             starts=starts,
-            groups=self._groups(rows, row_of_token, token_index),
+            groups=self._groups(rows, starts + num_tokens, row_of_token, token_index),
             sampling=np.array(sampling, np.int64),
+            num_drafts=np.array(drafts, np.int64),
             histories=self.history,
         )
 
-    def _groups(self, rows: np.ndarray, row_of_token: np.ndarray, token_index: np.ndarray) -> list[GroupInputs]:
-        lengths = self._num_computed[rows]
+    def _groups(self, rows: np.ndarray, lengths: np.ndarray, row_of_token: np.ndarray, token_index: np.ndarray) -> list[GroupInputs]:
         longest = int(lengths.max())
         groups = []
         for index, buffer in enumerate(self.buffers.groups):
@@ -149,7 +146,7 @@ class PersistentBatch:
         return groups
 
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        """Remembers the tokens drawn for `rows`, the inputs of a later step."""
+        """Remembers a token drawn for each of `rows`, the input of a later step."""
         self.history.append(rows, token_ids)
         self.sampling.position[rows] += 1
 
@@ -157,7 +154,6 @@ class PersistentBatch:
         row = self._free_rows.pop()
         self.row_of[seq.seq_id] = row
         self.history.set(row, seq.token_ids, seq.num_prompt_tokens)
-        self._num_computed[row] = seq.num_computed_tokens
         self._num_blocks[:, row] = 0
         for group, blocks in enumerate(seq.block_tables):
             self._append_blocks(row, group, blocks)

@@ -26,7 +26,8 @@ from toolkit_lm.attention import (
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
 from toolkit_lm.distributed import pipeline_parallel_group
-from toolkit_lm.messages import PoolingRules, StepPlan, StepResult, TokenLogprobs
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.model import IntermediateTensors, Model, ModelState, StepInputs, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
@@ -73,6 +74,10 @@ class ModelRunner:
             kinds.append(PoolingState)
         self._states = [kind(self.model, self.config, self.device) for kind in kinds]
         self._layers = cache_layers(self.model)
+        if (drafter := self.config.scheduler.drafter) is not None:
+            if self.config.model.runner == "pooling" or not all(spec.forks_anywhere for spec in self.kv_cache_specs().values()):
+                raise UnsupportedError(f"drafter {drafter!r}: drafts are for engines that generate, of models without recurrent state.")
+            self._states.append(self.plugins.drafters.make(drafter, self.model, self.config, self.device))
         self.selections = select_backends(self.model, self.device, self.config, self.plugins.attention_backends)
 
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
@@ -215,17 +220,32 @@ class ModelRunner:
             result.prompt_logprobs = prompt_logprobs(inputs, self._batch, hidden_states, self.model.compute_logits)
         if not len(inputs.sampling):
             return result
-        last = self._to_device(inputs.query_start[1:][inputs.sampling].astype(np.int64) - 1)
-        logits = self.model.compute_logits(hidden_states[last])
+        # The logits of a row: those after its last token, and before them those that its drafts are compared with.
+        counts = inputs.num_drafts + 1
+        firsts = counts.cumsum() - counts
+        within = np.arange(firsts[-1] + counts[-1]) + np.repeat(inputs.query_start[1:][inputs.sampling] - counts - firsts, counts)
+        # In a decode step these are all tokens, and nothing is copied.
+        logits = self.model.compute_logits(hidden_states if len(within) == len(hidden_states) else hidden_states[self._to_device(within)])
         rows = inputs.rows[inputs.sampling]
         drawing = self._batch.sampling.num_candidates[rows] == 0
         if not drawing.all():
             searching = np.flatnonzero(~drawing)
-            self._search(plan, result, logits[self._to_device(searching)], inputs.sampling[searching], rows[searching])
-            logits = logits[self._to_device(np.flatnonzero(drawing))]
-        if drawing.any():
-            self._draw(plan, result, logits, inputs.sampling[drawing], rows[drawing])
+            self._search(plan, result, logits[self._to_device(firsts[searching])], inputs.sampling[searching], rows[searching])
+        going = np.flatnonzero(drawing)
+        while len(going):
+            # As if each token were drawn in a step of its own: a row goes on while the draft is the token that was drawn.
+            part = logits if len(going) == len(logits) else logits[self._to_device(firsts[going])]
+            self._draw(plan, result, part, inputs.sampling[going], rows[going])
+            firsts += 1
+            drafted = going[inputs.num_drafts[going] > 0]
+            going = np.array([i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64)
         return result
+
+    @staticmethod
+    def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:
+        """Whether the last token that a row has drawn is the draft in its place, so that the logits after it count."""
+        scheduled, drawn = plan.scheduled[place], result.token_ids[place]
+        return scheduled.tokens[-scheduled.num_drafts :][: len(drawn)] == drawn and scheduled.seq_id not in result.errors
 
     def _search(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
         """Candidates for beams. `places`: the rows' indices in the plan; `rows`: those in the persistent batch."""
@@ -239,14 +259,15 @@ class ModelRunner:
         sampled = sample(logits, self._batch.sampling.select(rows))
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(places, sampled.token_ids, strict=True):
-            result.token_ids[index] = [token]
+            result.token_ids[index].append(token)
         if sampled.logprobs:
-            by_row: dict[int, TokenLogprobs | None] = dict(zip(places.tolist(), sampled.logprobs, strict=True))
-            result.logprobs = [by_row.get(i) for i in range(len(plan.scheduled))]
+            result.logprobs = result.logprobs or [[] for _ in plan.scheduled]
+            for index, logprobs in zip(places, sampled.logprobs, strict=True):
+                result.logprobs[index] += [] if logprobs is None else [logprobs]
         for i, error in sampled.errors.items():
             result.errors[plan.scheduled[places[i]].seq_id] = error
-        if sampled.states:
-            result.sampler_state = {plan.scheduled[places[i]].seq_id: state for i, state in sampled.states.items()}
+        for i, state in sampled.states.items():
+            result.sampler_state[plan.scheduled[places[i]].seq_id] = state
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)

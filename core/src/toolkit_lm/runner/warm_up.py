@@ -24,9 +24,9 @@ def warm_up(runner: ModelRunner) -> None:
     generates = runner.config.model.runner != "pooling"
     new = _made_up(runner, -1, 2)
     nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
-    runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 2, nothing_new, generates)]))
+    runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 2, nothing_new, generates)]))
     if generates:
-        runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 1, nothing_new, True)], tokens={-1: [0]}))
+        runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
     runner.execute(StepPlan(dropped=[-1]))
 
 
@@ -37,7 +37,6 @@ def _made_up(runner: ModelRunner, seq_id: int, num_tokens: int) -> NewSequence:
         seq_id=seq_id,
         token_ids=[0] * num_tokens,
         num_prompt_tokens=num_tokens,
-        num_computed_tokens=0,
         block_tables=[list(range(group.spec.num_blocks(num_tokens + 1))) for group in runner.kv_cache.groups],
         params=SamplingParams(temperature=0),
         seed=0,

@@ -55,11 +55,11 @@ class TokenHistory:
         self.num_tokens[row] = len(token_ids)
         self.num_prompt_tokens[row] = num_prompt_tokens
 
-    def put(self, row: int, start: int, token_ids: list[int]) -> None:
-        """The tokens of a row from position `start` on."""
+    def put(self, row: int, start: int, token_ids: list[int], num_drafts: int = 0) -> None:
+        """The tokens of a row from position `start` on. The last `num_drafts` of them do not count yet."""
         end = start + len(token_ids)
         self.token_ids[row, start:end] = token_ids
-        self.num_tokens[row] = max(self.num_tokens[row], end)
+        self.num_tokens[row] = max(self.num_tokens[row], end - num_drafts)
 
     def append(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """One token for each of `rows` [R]. What a full row gets is counted, but no step will ever read it."""

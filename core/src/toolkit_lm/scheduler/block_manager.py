@@ -179,6 +179,7 @@ class BlockManager:
         specs = [group.spec for group in kv_cache.groups]
         self.caches_prefixes = bool(specs) and all(spec.caches_prefixes for spec in specs)
         self.forks_anywhere = all(spec.forks_anywhere for spec in specs)
+        self.shared_within_step = all(spec.shared_within_step for spec in specs)
         self._groups_per_pool = [sum(group.pool == pool for group in kv_cache.groups) for pool in range(len(self.pools))]
         self._growing = [any(group.pool == pool and group.spec.grows for group in kv_cache.groups) for pool in range(len(self.pools))]
         """Pools whose tables grow with their sequences."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 
 from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, SamplerState, TokenLogprobs
 from toolkit_lm.params import FinishReason
@@ -23,6 +24,7 @@ class Sequence:
     __slots__ = (
         "_hashes",
         "candidates",
+        "drafts",
         "finish_reason",
         "index",
         "logprob",
@@ -45,6 +47,8 @@ class Sequence:
         self.num_computed_tokens = 0
         """Tokens whose keys and values are in the cache, those of the running step included."""
         self.num_placeholders = 0
+        self.drafts: list[int] = []
+        """Guesses at the tokens to come. The next step computes them too, as far as they fit, and keeps those that it draws."""
         self.on_worker = False
         """The runner holds it: a plan has made it known, and none has dropped it."""
         self.sampler_state: SamplerState = {}
@@ -57,20 +61,33 @@ class Sequence:
         self.candidates: Candidates | None = None
         """Of a beam: what its next token may be, until all beams of the request know. Meanwhile that token is a placeholder."""
 
-    def take(self, tokens: list[int]) -> FinishReason | None:
-        """Appends what a step drew in the place of a placeholder. Returns why the sequence has ended, None where it goes on."""
+    def take(self, tokens: list[int], drafts: list[int]) -> FinishReason | None:
+        """Appends what a step drew in the place of a placeholder, up to the token that ends the sequence.
+
+        `drafts`: guesses at what follows. Returns why it has ended, None where it goes on.
+        """
         self.num_placeholders -= 1
-        self.token_ids += tokens
-        request, last = self.request, tokens[-1]
-        if last in request.eos_token_ids or last in request.stop_token_ids:
-            return "stop"
-        return "length" if len(self.token_ids) >= request.most_tokens else None
+        request = self.request
+        for token in tokens:
+            self.token_ids.append(token)
+            if token in request.end_token_ids:
+                return "stop"
+            if len(self.token_ids) >= request.most_tokens:
+                return "length"
+        # Of drafts that were not drawn, the keys and values are written over.
+        self.num_computed_tokens = self.num_kept_tokens
+        if drafts and request.needs_tokens:
+            # The last token of all is drawn, and never computed.
+            fitting = drafts[: request.most_tokens - len(self.token_ids) - 1]
+            # What ends the sequence is drawn too: a failure of what would follow is not to count.
+            self.drafts = list(takewhile(lambda token: token not in request.end_token_ids, fitting))
+        return None
 
     def output(
         self,
         finish_reason: FinishReason | None,
         token_ids: Iterable[int] = (),
-        logprobs: TokenLogprobs | None = None,
+        logprobs: Iterable[TokenLogprobs] = (),
         prompt_logprobs: Iterable[TokenLogprobs] = (),
         pooled: Array | None = None,
     ) -> EngineOutput:
@@ -80,7 +97,7 @@ class Sequence:
             request_id=self.request.request_id,
             index=self.index,
             token_ids=tokens,
-            logprobs=None if logprobs is None else [logprobs],
+            logprobs=list(logprobs) or None,
             prompt_logprobs=list(prompt_logprobs),
             finish_reason=finish_reason,
             stop_token_id=tokens[-1] if tokens and tokens[-1] in self.request.stop_token_ids else None,
@@ -95,11 +112,10 @@ class Sequence:
             seq_id=self.seq_id,
             token_ids=list(self.token_ids),
             num_prompt_tokens=request.num_prompt_tokens,
-            num_computed_tokens=self.num_computed_tokens,
             block_tables=block_tables,
             params=request.params,
             seed=self.seed,
-            stop_token_ids=sorted(request.eos_token_ids | request.stop_token_ids),
+            stop_token_ids=sorted(request.end_token_ids),
             inputs=request.inputs,
             sampler_state=self.sampler_state,
             num_prompt_logprobs=request.num_prompt_logprobs,
@@ -130,8 +146,13 @@ class Sequence:
         return len(self.token_ids) + self.num_placeholders
 
     @property
+    def num_kept_tokens(self) -> int:
+        """Computed tokens that count whatever the running step draws: those that are no drafts."""
+        return min(self.num_computed_tokens, self.num_tokens - 1)
+
+    @property
     def num_pending_tokens(self) -> int:
-        """Tokens still to compute."""
+        """Tokens still to compute, but for drafts."""
         return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
@@ -151,14 +172,14 @@ class Request:
         salt: str = "",
         default_seed: int | None = None,
         chunked: bool = True,
-        pipelined: bool = False,
+        needs_tokens: bool = False,
         forks_anywhere: bool = True,
     ) -> None:
         """`ids`: of its sequences, and of beams to come. `salt`: of its blocks' hashes.
 
         `chunked`: prompts may be computed in several steps.
 
-        `pipelined`: a drawn token is computed once it is known, and not before.
+        `needs_tokens`: a drawn token is computed once it is known, and not before.
         `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they do.
         """
         self.request_id = message.request_id
@@ -183,8 +204,9 @@ class Request:
         assert message.max_output_tokens > 0 or not message.draws_tokens, "the front has not held the request to its limits"
         self.most_tokens = self.num_prompt_tokens + (message.max_output_tokens if message.draws_tokens else 1)
         """A sequence of so many tokens, the prompt included, has nothing left to compute."""
-        self.eos_token_ids = frozenset(() if message.params.ignore_eos else message.eos_token_ids)
         self.stop_token_ids = frozenset(message.params.stop_token_ids or ())
+        self.end_token_ids = self.stop_token_ids.union(() if message.params.ignore_eos else message.eos_token_ids)
+        """Those, and the model's own: each ends a sequence."""
         self.num_cached_tokens = 0
         self.num_prompt_logprobs = 0
         """Prompt tokens whose log probabilities were returned."""
@@ -194,7 +216,7 @@ class Request:
         base = secrets.randbits(63) if seed is None else seed
         self.search = self._search()
         """Set for a beam search: its sequences are then the beams, which a step replaces; there is one at first."""
-        self.needs_tokens = pipelined or self.search is not None
+        self.needs_tokens = needs_tokens or self.search is not None
         """A sequence whose last token is a placeholder cannot compute it."""
         num_sequences = 1 if self.search else message.params.num_sequences
         # Each sequence draws from its own stream; the same seed gives the same continuations.
@@ -215,7 +237,7 @@ class Request:
             self.max_output_tokens,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
-            end_token_ids=self.eos_token_ids | self.stop_token_ids,
+            end_token_ids=self.end_token_ids,
         )
 
     def token_ranges(self, budget: int) -> list[TokenRange]:
@@ -227,8 +249,8 @@ class Request:
             return ranges
         for seq in ready:
             pending = self._until_fork(seq) or seq.num_pending_tokens
-            num_tokens = min(pending, budget)
-            if num_tokens > 0 and (num_tokens == pending or self.chunkable):
+            num_tokens = min(pending + len(seq.drafts), budget)
+            if num_tokens > 0 and (num_tokens >= pending or self.chunkable):
                 budget -= num_tokens
                 ranges.append(TokenRange(seq.seq_id, seq.num_computed_tokens, seq.num_computed_tokens + num_tokens))
         return ranges

@@ -63,31 +63,35 @@ class RequestBlocks:
             seq = self.sequences[tokens.seq_id]
             update = self.blocks.append_slots(tokens)
             plan.copies += update.copies
+            row = ScheduledSequence(seq.seq_id, tokens.start, tokens.end - tokens.start, update.new_blocks, samples=False)
+            num_drafts = tokens.end - seq.num_tokens
+            if request.draws_tokens and num_drafts >= 0:
+                row.samples, row.num_drafts = True, num_drafts
+            if row.num_drafts or (request.needs_tokens and seq.on_worker and tokens.end > request.num_prompt_tokens):
+                row.tokens = seq.token_ids[tokens.start : tokens.end] + seq.drafts[: row.num_drafts]
             if seq.on_worker:
                 plan.moves += update.moves
-                if request.needs_tokens and tokens.end > request.num_prompt_tokens:
-                    plan.tokens[seq.seq_id] = seq.token_ids[tokens.start : tokens.end]
             else:
                 tables = [self.blocks.get_block_table(seq.seq_id, group) for group in range(len(self.blocks.groups))]
                 # No query reads what a window has left behind: any block will do for it.
                 plan.new.append(seq.as_new([[max(block, 0) for block in table] for table in tables]))
                 seq.on_worker = True
             seq.num_computed_tokens = tokens.end
-            # Whoever comes later in this very step may share what it writes: keys and values are written before they are read.
-            self.publish(seq)
-            samples = request.draws_tokens and tokens.end == seq.num_tokens
-            if samples:
+            # Where keys and values are written before any are read, who comes later in this very step may share what it writes.
+            self.publish(seq, tokens.end if self.blocks.shared_within_step else tokens.start)
+            if row.samples:
                 seq.num_placeholders += 1
-            plan.scheduled.append(ScheduledSequence(seq.seq_id, tokens.end - tokens.start, update.new_blocks, samples))
-            total += tokens.end - tokens.start
+                seq.drafts = []
+            plan.scheduled.append(row)
+            total += row.num_tokens
         if len(request.unfinished) > 1:
             self._fork_from_leader(request)
         return total
 
-    def publish(self, seq: Sequence) -> None:
-        """Lets others find what is computed of a sequence, as far as its tokens are known."""
+    def publish(self, seq: Sequence, num_tokens: int) -> None:
+        """Lets others find what is computed of a sequence's first tokens, as far as these are known."""
         if self.caching:
-            self.blocks.publish(seq.seq_id, seq.block_hashes, min(seq.num_computed_tokens, len(seq.token_ids)))
+            self.blocks.publish(seq.seq_id, seq.block_hashes, min(num_tokens, len(seq.token_ids)))
 
     def _fork_from_leader(self, request: Request) -> None:
         """Once the leader has computed the prompt, the others share it, but for its last token: they compute that again to draw from it.
@@ -105,7 +109,7 @@ class RequestBlocks:
     def trim(self, request: Request) -> None:
         """Gives back what windows have left behind."""
         for seq in request.unfinished:
-            self.blocks.trim(seq.seq_id, seq.num_computed_tokens)
+            self.blocks.trim(seq.seq_id, seq.num_kept_tokens)
 
     def swap_out(self, request: Request) -> list[BlockCopy] | None:
         """Moves a request's blocks to the host; None where it is better computed again, or has no room there."""

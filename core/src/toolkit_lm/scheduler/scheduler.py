@@ -40,8 +40,8 @@ class Scheduler:
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
-        self.pipelined = config.parallel.pipeline_parallel_size > 1
-        """A token that is not known yet cannot be computed: only the last pipeline stage has it."""
+        self.needs_tokens = config.parallel.pipeline_parallel_size > 1 or config.scheduler.drafter is not None
+        """A token that is not known yet cannot be computed: only the last pipeline stage has it, or drafts are to follow it."""
         self.default_seed = config.model.seed
         self.salt = salt
         self.roster = Roster(policy)
@@ -73,7 +73,7 @@ class Scheduler:
             salt=self.salt,
             default_seed=self.default_seed,
             chunked=self.chunked,
-            pipelined=self.pipelined,
+            needs_tokens=self.needs_tokens,
             forks_anywhere=self.blocks.forks_anywhere,
         )
         self.roster.add(request)
@@ -126,7 +126,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Takes in the tokens that a step drew; ends the sequences that are complete. Steps come in the order of their plans."""
         outputs = []
-        logprobs = result.logprobs or [None] * len(plan.scheduled)
+        logprobs = result.logprobs or [[]] * len(plan.scheduled)
         for row, tokens, row_logprobs in zip(plan.scheduled, result.token_ids, logprobs, strict=True):
             seq = self.roster.sequences.get(row.seq_id)
             if seq is None:
@@ -145,7 +145,7 @@ class Scheduler:
             elif row.samples:
                 if row.seq_id in result.sampler_state:
                     seq.sampler_state = result.sampler_state[row.seq_id]
-                outputs.append(self._take_tokens(seq, tokens, row_logprobs, prompt_logprobs))
+                outputs.append(self._take_tokens(seq, tokens, result.drafts.get(row.seq_id, []), row_logprobs, prompt_logprobs))
             elif prompt_logprobs:
                 outputs.append(seq.output(None, prompt_logprobs=prompt_logprobs))
         return outputs
@@ -238,20 +238,21 @@ class Scheduler:
     # Results
 
     def _take_tokens(
-        self, seq: Sequence, tokens: list[int], logprobs: TokenLogprobs | None, prompt_logprobs: list[TokenLogprobs]
+        self, seq: Sequence, drawn: list[int], drafts: list[int], logprobs: list[TokenLogprobs], prompt_logprobs: list[TokenLogprobs]
     ) -> EngineOutput:
-        request = seq.request
-        reason = seq.take(tokens)
-        if seq.num_placeholders:
+        request, before = seq.request, len(seq.token_ids)
+        reason = seq.take(drawn, drafts)
+        tokens = seq.token_ids[before:]
+        if seq.num_placeholders or not self.blocks.shared_within_step:
             # The step that is on its way computes what is known only now.
-            self.request_blocks.publish(seq)
+            self.request_blocks.publish(seq, seq.num_computed_tokens)
         if request.first_token_time is None:
             self.events.first_token(request)
         if reason is not None:
             self._finish_sequence(seq, reason)
         if self.quarantine.quarantined:
             self._release_from_quarantine(request)
-        return seq.output(reason, tokens, logprobs, prompt_logprobs)
+        return seq.output(reason, tokens, logprobs[: len(tokens)], prompt_logprobs)
 
     def _take_candidates(self, beam: Sequence, search: BeamSearch, candidates: Candidates) -> list[EngineOutput]:
         """One more beam of a request has its candidates; with the last of them the search goes a token on, to other beams, or ends."""

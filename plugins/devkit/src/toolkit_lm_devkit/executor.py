@@ -197,10 +197,26 @@ class ExecutorConformance(Conformance):
         result = core.executor.execute(StepPlan(new=sequences, scheduled=scheduled)).result(PATIENCE)
         best = int(reference(prompts()[0])[-1].argmax())
         assert result.token_ids == [[best], [], [best]]
-        assert [entry is not None for entry in result.logprobs] == [True, False, False]
-        assert (result.logprobs[0].token_ids[:2], len(result.logprobs[0].logprobs)) == ([best, best], 3)  # type: ignore[union-attr]
+        assert [len(entries) for entries in result.logprobs] == [1, 0, 0]
+        (entry,) = result.logprobs[0]
+        assert (entry.token_ids[:2], len(entry.logprobs)) == ([best, best], 3)
         assert {seq_id: len(entries) for seq_id, entries in result.prompt_logprobs.items()} == {2: 4}
         assert result.errors == {}
+
+    def test_drafts_count_as_far_as_they_are_drawn(self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor]) -> None:
+        """A row that verifies drafts draws several tokens; the step after it begins where they end."""
+        tokens = list(prompts()[0])
+        for _ in range(5):
+            tokens.append(int(reference(tokens)[-1].argmax()))
+        first, *drafts = tokens[5:8]
+        wrong = (tokens[8] + 1) % VOCAB_SIZE
+        core.executor.execute(StepPlan(new=[new(0, tokens[:5])], scheduled=[row(0, 5)])).result(PATIENCE)
+        drafted = row(0, 4, start=5, tokens=[first, *drafts, wrong])
+        drafted.num_drafts = 3
+        result = core.executor.execute(StepPlan(scheduled=[drafted])).result(PATIENCE)
+        assert result.token_ids == [tokens[6:9]]
+        result = core.executor.execute(StepPlan(scheduled=[row(0, 1, start=8, tokens=[tokens[8]])])).result(PATIENCE)
+        assert result.token_ids == [[tokens[9]]]
 
     def test_a_plan_that_computes_nothing(self, core: EngineCore) -> None:
         assert core.executor.execute(StepPlan(dropped=[3])).result(PATIENCE).token_ids == []
@@ -262,7 +278,6 @@ def new(seq_id: int, token_ids: Sequence[int], blocks: Sequence[int] = range(8),
         seq_id=seq_id,
         token_ids=list(token_ids),
         num_prompt_tokens=len(token_ids),
-        num_computed_tokens=0,
         block_tables=[list(blocks)],
         params=params or SamplingParams(temperature=0),
         seed=0,
@@ -270,9 +285,9 @@ def new(seq_id: int, token_ids: Sequence[int], blocks: Sequence[int] = range(8),
     )
 
 
-def row(seq_id: int, num_tokens: int, *, samples: bool = True) -> ScheduledSequence:
+def row(seq_id: int, num_tokens: int, *, start: int = 0, tokens: Sequence[int] = (), samples: bool = True) -> ScheduledSequence:
     """A row of a plan, which has its blocks already."""
-    return ScheduledSequence(seq_id, num_tokens, [[]], samples)
+    return ScheduledSequence(seq_id, start, num_tokens, [[]], samples, list(tokens))
 
 
 def check(output: RequestOutput, reference: Callable[[Sequence[int]], Tensor], *, greedy: bool) -> None:

@@ -39,7 +39,6 @@ def sampling_rows(
             seq_id=i,
             token_ids=tokens,
             num_prompt_tokens=len(prompts[i]),
-            num_computed_tokens=0,
             block_tables=[],
             params=one,
             seed=seeds[i] if seeds else i,

@@ -1,0 +1,218 @@
+"""Speculative decoding with a third party's drafter (tests/plugins/ngram): other steps, equal results."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm.events import StepEvent
+from toolkit_lm.model import Drafter
+from toolkit_lm.plugin import DrafterRegistry, hookimpl
+from toolkit_lm_devkit import DrafterConformance
+
+FOLDER = Path(__file__).parent / "plugins"
+for plugin in ("ngram", "threads", "mamba"):
+    sys.path.insert(0, str(FOLDER / plugin))
+NGRAM, THREADS = importlib.import_module("ngram_drafter"), importlib.import_module("toolkit_lm_threads")
+PROMPTS = [[3 + (i * k) % 11 for i in range(length)] for k, length in ((1, 24), (3, 9), (5, 40), (0, 7))]
+
+TEXT = "Once upon a time there was a cat. The cat said: I am a cat. The cat said: I am a cat. The cat"
+
+
+class Steps:
+    """A plugin that counts steps and preemptions."""
+
+    name = "steps"
+
+    def __init__(self) -> None:
+        self.count, self.preempted = 0, 0
+
+    @hookimpl
+    def toolkit_event(self, event) -> None:
+        self.count += isinstance(event, StepEvent)
+        self.preempted += getattr(event, "kind", None) == "preempted"
+
+
+def engine(folder, drafter, plugins=(), **options) -> LLM:
+    options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4} | options
+    return LLM(str(folder), plugins=[NGRAM, *plugins], drafter=drafter, **options)
+
+
+def generate(llm, params, prompts=PROMPTS):
+    prompts = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert not any(output.error for output in outputs)
+    return outputs
+
+
+def run(folder, params, drafter, plugins=(), prompts=PROMPTS, **options):
+    """The outputs of an engine of its own, and the plugin that counts."""
+    steps = Steps()
+    with engine(folder, drafter, [steps, *plugins], **options) as llm:
+        return generate(llm, params, prompts), steps
+
+
+def same(some, others) -> None:
+    for one, other in zip(some, others, strict=True):
+        for mine, yours in zip(one.outputs, other.outputs, strict=True):
+            assert (mine.token_ids, mine.text, mine.finish_reason, mine.stop_reason) == (
+                yours.token_ids,
+                yours.text,
+                yours.finish_reason,
+                yours.stop_reason,
+            )
+            assert (mine.logprobs is None) == (yours.logprobs is None)
+            for entry, expected in zip(mine.logprobs or (), yours.logprobs or (), strict=True):
+                assert [e.rank for e in entry.values()] == [e.rank for e in expected.values()]
+                assert [e.logprob for e in entry.values()] == pytest.approx([e.logprob for e in expected.values()], abs=1e-3)
+
+
+CASES = {
+    "greedy": {"temperature": 0},
+    "log probabilities": {"temperature": 0, "logprobs": 3},
+    "random": {"temperature": 1, "seed": 5},
+    "several": {"temperature": 1, "seed": 5, "n": 3},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.1},
+    "filters": {"temperature": 0.7, "seed": 9, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    "processors": {"temperature": 1, "seed": 2, "extra_args": {"mirostat_tau": 4.0, "no_repeat_ngram_size": 3}},
+    "bad words": {"temperature": 0, "allowed_token_ids": list(range(3, 90)), "logit_bias": {5: 2.0}},
+    "stops": {"temperature": 0, "ignore_eos": False, "min_tokens": 3, "stop_token_ids": list(range(3, 60))},
+}
+
+
+@pytest.fixture(scope="module")
+def engines(make_llama):
+    """With drafts, and without."""
+    folder, _ = make_llama("drafts")
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(engine(folder, drafter)) for drafter in ("ngram", None)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_without_drafts(engines, case):
+    params = SamplingParams(**{"max_tokens": 30, "ignore_eos": True, "detokenize": False} | CASES[case])
+    same(*(generate(llm, params) for llm in engines))
+
+
+def test_a_text_that_repeats_takes_fewer_steps():
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    drafted, some = run("tiny", params, "ngram", prompts=[TEXT])
+    plain, all_ = run("tiny", params, None, prompts=[TEXT])
+    same(drafted, plain)
+    assert some.count < 0.85 * all_.count, f"{some.count} steps of {all_.count}"
+
+
+@pytest.mark.parametrize("stop", ["e", "th", " a"])
+def test_a_stop_text_between_drafts_ends_the_text_there(stop):
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=[stop], min_tokens=8, logprobs=0)
+    prompts = [TEXT, "Once upon a time"]
+    same(run("tiny", params, "ngram", prompts=prompts)[0], run("tiny", params, None, prompts=prompts)[0])
+
+
+@pytest.mark.parametrize("options", [{"preemption_mode": "recompute"}, {"preemption_mode": "swap", "swap_memory": "4MiB"}])
+def test_a_preempted_request_goes_on_with_its_drafts(make_llama, options):
+    folder, _ = make_llama("drafts")
+    # With seed 3 a number falls on the border of two tokens: the rounding of a batch of another size decides.
+    params = SamplingParams(temperature=1, seed=7, max_tokens=40, ignore_eos=True, detokenize=False)
+    outputs, steps = run(folder, params, "ngram", num_kv_blocks=36, **options)
+    assert steps.preempted
+    same(outputs, run(folder, params, None)[0])
+
+
+def test_windows_keep_what_a_rejected_draft_needs(make_windowed):
+    folder, _ = make_windowed()
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+    same(run(folder, params, "ngram")[0], run(folder, params, None)[0])
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_ranks_and_stages_draft_too(make_llama, tensor, pipeline):
+    folder, _ = make_llama("drafts")
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    outputs, steps = run(folder, params, "ngram", [THREADS], num_kv_blocks=128, **sizes)
+    expected, others = run(folder, params, None, [THREADS], num_kv_blocks=128, **sizes)
+    same(outputs, expected)
+    assert steps.count < others.count
+
+
+def test_a_beam_search_beside_drafts(make_llama):
+    folder, _ = make_llama("drafts")
+    params = [SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=12), *[SamplingParams(temperature=0, max_tokens=12)] * 3]
+    same(run(folder, params, "ngram")[0], run(folder, params, None)[0])
+
+
+class TestNgram(DrafterConformance):
+    drafter = "ngram"
+    plugins = [NGRAM]
+
+
+WRONG = {
+    12: lambda tokens: 1 / 0,
+    30: lambda tokens: [10**6],
+    11: lambda tokens: tokens[-2:],
+    50: lambda tokens: None,
+    60: lambda tokens: tokens.sort(),
+}
+"""By the number of tokens at which it is asked, what a drafter should not do."""
+
+
+class Wrong(Drafter):
+    def propose(self, token_ids: np.ndarray) -> list[int]:
+        return WRONG.get(len(token_ids), lambda tokens: [])(token_ids)
+
+
+@hookimpl
+def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
+    drafters.add("wrong", f"{__name__}:Wrong")
+
+
+def test_a_drafter_that_fails_fails_the_request_alone(make_llama):
+    folder, _ = make_llama("drafts")
+    plugin = SimpleNamespace(name="wrong", toolkit_register_drafters=toolkit_register_drafters)
+    prompts = [[3 + i for i in range(length)] for length in (10, 24, 7, 45, 55, 70)]
+    with LLM(str(folder), plugins=[plugin], drafter="wrong", dtype="float32", max_model_len=128) as llm:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    errors = [output.error or "" for output in outputs]
+    for error, message in zip(
+        errors,
+        (
+            r"Wrong has proposed array\(.*\): no list of token ids",
+            r"Wrong has proposed \[1000000\]: no list",
+            r"Wrong has proposed array",
+            "Wrong has proposed None",
+            "ValueError: .*read-only",
+            "^$",
+        ),
+        strict=True,
+    ):
+        assert re.search(message, error), error
+    assert len(outputs[5].outputs[0].token_ids) == 8
+
+
+def test_what_cannot_go_back_is_refused(tmp_path):
+    import torch
+    import transformers
+    from toolkit_lm_devkit import make_checkpoint
+
+    mamba = importlib.import_module("toolkit_lm_mamba")
+    config = transformers.MambaConfig(vocab_size=272, hidden_size=32, state_size=8, num_hidden_layers=1, time_step_rank=4)
+    folder = make_checkpoint(tmp_path, transformers.MambaForCausalLM(config).to(torch.float32))
+    with pytest.raises(UnsupportedError, match="drafter 'ngram': drafts are for engines that generate"):
+        LLM(str(folder), plugins=[NGRAM, mamba], drafter="ngram", max_model_len=64)
+    with pytest.raises(UnsupportedError, match="drafter 'ngram'"):
+        LLM("tiny", plugins=[NGRAM], drafter="ngram", runner="pooling", convert="embed")
+
+
+def test_toolkit_register_drafters_makes_names_known():
+    with pytest.raises(ConfigError, match=r"no drafter 'n-gram' is registered\..*ngram"):
+        LLM("tiny", plugins=[NGRAM], drafter="n-gram")
