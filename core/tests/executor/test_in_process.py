@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from fake_model import NAN, make_config, make_plugins, new, next_token, row
+from fake_model import NAN, SumModel, make_config, make_plugins, new, next_token, row
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.executor import InProcessExecutor
 from toolkit_lm.messages import StepPlan
@@ -58,7 +58,10 @@ def test_with_overlap_execute_does_not_wait(executor):
 
 
 def test_steps_run_in_the_order_of_the_calls(executor):
-    plans = [StepPlan(new=[new(0, PROMPT, [0, 1, 2])], scheduled=[row(0, 5)]), *[StepPlan(scheduled=[row(0, 1)]) for _ in range(4)]]
+    plans = [
+        StepPlan(new=[new(0, PROMPT, [0, 1, 2])], scheduled=[row(0, 5)]),
+        *[StepPlan(scheduled=[row(0, 1, start=5 + i)]) for i in range(4)],
+    ]
     tokens = [*PROMPT]
     for future in [executor.execute(plan) for plan in plans]:
         [[token]] = future.result(timeout=10).token_ids
@@ -80,6 +83,30 @@ def test_a_row_s_error_is_a_result(executor):
 def test_it_sees_the_host_s_memory(executor):
     assert 0 < executor.free_memory() <= executor.free_host_memory() + 2**30
     assert executor.runner.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_blocks", "runs"), [("0.5", None, True), ("64MiB", None, False), ("auto", None, False), ("0.5", 9, False)]
+)
+def test_a_share_of_the_memory_is_of_what_the_largest_step_leaves(monkeypatch, memory, num_blocks, runs):
+    steps, compute_logits = [], SumModel.compute_logits
+
+    def greedy_for_memory(self, hidden_states):
+        steps.append(len(hidden_states))
+        torch.ones(2**26)
+        return compute_logits(self, hidden_states)
+
+    monkeypatch.setattr(SumModel, "compute_logits", greedy_for_memory)
+    executor = InProcessExecutor(make_config(kv_cache_memory=memory, num_kv_blocks=num_blocks), make_plugins())
+    executor.load()
+    assert steps == ([4] if runs else []), "all sequences that a step may have draw a token"
+    assert (executor._step_memory > 0.9 * 2**28) == runs
+    # What it made is gone.
+    [specs] = executor.kv_cache_specs()
+    executor.init_kv_cache([plan_groups(specs, executor.backends()).sized([8], [0])])
+    result = executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10)
+    assert result.token_ids == [[next_token(PROMPT)]] and list(executor.runner._batch.row_of) == [0]
+    executor.shutdown()
 
 
 def test_shutdown_twice(executor):

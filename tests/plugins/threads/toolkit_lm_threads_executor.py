@@ -16,7 +16,7 @@ from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.runner import ModelRunner, free_memory, warm_up
+from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
 from torch import Tensor
 
 
@@ -114,6 +114,7 @@ class ThreadsExecutor(Executor):
 
     def load(self) -> None:
         self._collect(self._start(ModelRunner.load))
+        self._step_memory = max(self._collect(self._start(profile)))
 
     def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         return self._collect(self._start(ModelRunner.kv_cache_specs))
@@ -125,7 +126,7 @@ class ThreadsExecutor(Executor):
         return self.runners[-1].pooling_rules()
 
     def free_memory(self) -> int:
-        return free_memory(self.runners[0].device) // len(self.runners)
+        return free_memory(self.runners[0].device) // len(self.runners) - self._step_memory
 
     def free_host_memory(self) -> int:
         return free_memory(torch.device("cpu")) // len(self.runners)
@@ -143,7 +144,5 @@ class ThreadsExecutor(Executor):
 
     def shutdown(self) -> None:
         self._abort(sum(self._groups, ()))
-        for thread in (*self._threads, self._collector):
-            thread.shutdown()
-        for runner in self.runners:
-            runner.shutdown()
+        for one in (*self._threads, self._collector, *self.runners):
+            one.shutdown()

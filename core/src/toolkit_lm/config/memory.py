@@ -14,11 +14,11 @@ def parse_memory(text: str) -> int | float:
 
     Raises ConfigError.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(%|(?:([kmgt]i?)?b?))\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-\d+)?)\s*(%|(?:([kmgt]i?)?b?))\s*", text.lower())
     if match is None:
         raise ConfigError(f"{text!r} is not an amount of memory. Write bytes ('2GiB', '500MB', '1073741824') or a fraction ('0.5', '50%').")
     number, unit, prefix = match.groups()
-    if unit == "%" or (unit == "" and "." in number):
+    if unit == "%" or (unit == "" and set(".e") & set(number)):
         fraction = float(number) / (100 if unit == "%" else 1)
         if not 0 < fraction <= 1:
             raise ConfigError(f"{text!r} is not a fraction of memory: it must be above 0 and at most 1 (100%).")

@@ -58,7 +58,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[int, option("Tokens per block of the KV cache.", ge=1, le=1024)] = 16
     kv_cache_memory: Annotated[
-        str, option("Memory of the KV cache: bytes ('2GiB') or a fraction of the free memory ('0.5'). auto: what the device can spare.")
+        str, option("Memory of the KV cache: bytes ('2GiB') or a fraction ('0.5') of what a full step leaves. auto: what can be spared.")
     ] = "auto"
     num_kv_blocks: Annotated[
         int | None, option("Blocks of the KV cache, in place of an amount of memory.", none="as many as kv_cache_memory holds", ge=1)

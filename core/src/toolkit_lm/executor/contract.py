@@ -45,7 +45,7 @@ class Executor(ABC):
 
     @abstractmethod
     def free_memory(self) -> int:
-        """Bytes that each worker's device has to spare; the least, where they differ."""
+        """Bytes that each worker's device has to spare, after what `profile` says that a step takes; the least, where they differ."""
 
     @abstractmethod
     def free_host_memory(self) -> int:

@@ -13,7 +13,7 @@ from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.executor.contract import Executor
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.runner import ModelRunner, free_memory, warm_up
+from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
 
 
 class InProcessExecutor(Executor):
@@ -26,6 +26,7 @@ class InProcessExecutor(Executor):
 
     def load(self) -> None:
         self.runner.load()
+        self._step_memory = profile(self.runner)
 
     def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         return [self.runner.kv_cache_specs()]
@@ -37,7 +38,7 @@ class InProcessExecutor(Executor):
         return self.runner.pooling_rules()
 
     def free_memory(self) -> int:
-        return free_memory(self.runner.device)
+        return free_memory(self.runner.device) - self._step_memory
 
     def free_host_memory(self) -> int:
         return free_memory(torch.device("cpu"))

@@ -1,9 +1,15 @@
-"""The steps that a worker runs before the first request: they take what that one would otherwise wait for."""
+"""The steps that a worker runs before the first request: one tells what memory it takes, others what it would wait for."""
 
 from __future__ import annotations
 
+import contextlib
+import re
+from pathlib import Path
+
 import torch
 
+from toolkit_lm.attention import plan_groups
+from toolkit_lm.config import parse_memory
 from toolkit_lm.messages import NewSequence, ScheduledSequence, SequenceInputs, StepPlan
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
@@ -28,6 +34,40 @@ def warm_up(runner: ModelRunner) -> None:
     if generates:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
     runner.execute(StepPlan(dropped=[-1]))
+
+
+def profile(runner: ModelRunner) -> int:
+    """Bytes that the largest step takes beside weights and cache, where the cache gets a share of the memory; else 0.
+
+    All ranks of an engine run it at the same time, before the cache is made. The allocator of a GPU keeps what the step took, so that it
+    is no longer free there, and 0 is returned. Where the system does not tell a process' peak, nothing is known.
+    """
+    cache, scheduler, on_gpu = runner.config.cache, runner.config.scheduler, runner.device.type == "cuda"
+    shares = on_gpu if cache.kv_cache_memory == "auto" else isinstance(parse_memory(cache.kv_cache_memory), float)
+    if cache.num_kv_blocks is not None or not shares or not runner.kv_cache_specs():
+        return 0
+    length = max(1, min(scheduler.token_budget // scheduler.max_num_seqs, runner.config.max_model_len - 1))
+    kv_cache = plan_groups(runner.kv_cache_specs(), {layer: selection.name for layer, selection in runner.selections.items()})
+    runner.init_kv_cache(kv_cache.sized(kv_cache.max_blocks(length + 1, length + 1), [0] * len(kv_cache.pools)))
+    # All of them write into the same blocks.
+    sequences = [_made_up(runner, -1 - i, length) for i in range(scheduler.max_num_seqs)]
+    rows = [ScheduledSequence(seq.seq_id, 0, length, [[] for _ in kv_cache.groups], seq.inputs.pooling is None) for seq in sequences]
+    with contextlib.suppress(OSError):
+        # The peak begins anew.
+        Path("/proc/self/clear_refs").write_text("5")
+    before = _resident("VmRSS")
+    runner.execute(StepPlan(new=sequences, scheduled=rows))
+    peak = _resident("VmHWM")
+    runner.execute(StepPlan(dropped=[seq.seq_id for seq in sequences]))
+    return 0 if on_gpu else max(0, peak - before)
+
+
+def _resident(name: str) -> int:
+    """Bytes of memory that this process has ("VmRSS"), or had at its peak ("VmHWM"); 0 where the system does not tell."""
+    with contextlib.suppress(OSError):
+        if found := re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return 0
 
 
 def _made_up(runner: ModelRunner, seq_id: int, num_tokens: int) -> NewSequence:
