@@ -13,7 +13,7 @@ from toolkit_lm.attention import BatchLimits, BatchView, GroupSetup
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.events import RequestEvent
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm_devkit import make_checkpoint
+from toolkit_lm_devkit import KVKindConformance, make_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent / "plugins" / "mamba"))
 
@@ -123,6 +123,18 @@ def test_a_sequence_holds_one_block(checkpoint):
         [pool] = llm.engine.client.core.kv_cache.pools
         [group] = llm.engine.client.core.kv_cache.groups
     assert (group.spec.kind, pool.num_blocks, pool.num_pages) == ("mamba", 4, 3)
+
+
+class TestMambaSpec(KVKindConformance):
+    plugins = [toolkit_lm_mamba]
+    backend = MambaBackend
+    spec = MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=8)
+    variants = [
+        MambaSpec(block_size=2048, channels=32, kernel_size=4, state_size=8),
+        MambaSpec(block_size=64, channels=33, kernel_size=4, state_size=8),
+        MambaSpec(block_size=64, channels=32, kernel_size=3, state_size=8),
+        MambaSpec(block_size=64, channels=32, kernel_size=4, state_size=9),
+    ]
 
 
 def test_padding_is_no_sequence():

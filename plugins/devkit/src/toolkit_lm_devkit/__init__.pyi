@@ -8,6 +8,7 @@ from .checkpoints import (
     write_checkpoint as write_checkpoint,
     write_tokenizer as write_tokenizer,
 )
+from .drafter import DrafterConformance as DrafterConformance
 from .equality import (
     assert_bf16_error as assert_bf16_error,
     assert_same_logits as assert_same_logits,
@@ -21,6 +22,7 @@ from .forward import (
     logits_of as logits_of,
     pooled as pooled,
 )
+from .kv_kind import KVKindConformance as KVKindConformance
 from .linear_method import LinearMethodConformance as LinearMethodConformance
 from .logits_processor import LogitsProcessorConformance as LogitsProcessorConformance
 from .model import ModelConformance as ModelConformance, Reference as Reference

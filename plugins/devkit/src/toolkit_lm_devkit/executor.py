@@ -178,7 +178,7 @@ class ExecutorConformance(Conformance):
         """As many as may be on their way; each needs what the ones before have left."""
         tokens = prompts()[1]
         steps = [StepPlan(new=[new(0, tokens[:6])], scheduled=[row(0, 6)])]
-        steps += [StepPlan(scheduled=[row(0, 1)], tokens={0: [token]}) for token in tokens[6:]]
+        steps += [StepPlan(scheduled=[row(0, 1, start=6 + i, tokens=[token])]) for i, token in enumerate(tokens[6:])]
         logits = reference(tokens)
         results: list[StepResult] = []
         on_their_way: list[Future[StepResult]] = []
@@ -250,7 +250,7 @@ class WorkersConformance(ExecutorConformance):
         core.executor.execute(plan).result(PATIENCE)
         self.kill(core.executor)
         for _ in range(core.executor.max_in_flight + 1):
-            error = core.executor.execute(StepPlan(scheduled=[row(0, 1)], tokens={0: [3]})).exception(PATIENCE)
+            error = core.executor.execute(StepPlan(scheduled=[row(0, 1, start=5, tokens=[3])])).exception(PATIENCE)
             assert isinstance(error, EngineDeadError), f"a dead worker's step has the result {error!r}"
             assert "rank" in str(error), f"it does not say whose: {error}"
         core.executor.shutdown()

@@ -1,4 +1,4 @@
-"""Runs prompts through the whole engine, and keeps the log probabilities of every token of the vocabulary."""
+"""Runs prompts through the whole engine, and keeps all that it can give: the log probabilities of every token, or all hidden states."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from toolkit_lm import LLM
+from toolkit_lm import LLM, PoolingParams
 from toolkit_lm.events import Event, RequestEvent
 from toolkit_lm.outputs import CompletionOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import hookimpl
+from toolkit_lm.prompts import TokensPrompt
 from torch import Tensor
 
 
@@ -23,6 +24,15 @@ class Generated(NamedTuple):
     logprobs: list[Tensor]
     """Per prompt: [output tokens, V]."""
     preemptions: int
+
+
+class Pooled(NamedTuple):
+    """What a pooling engine made of some prompts."""
+
+    hidden_states: list[Tensor]
+    """Per prompt: [tokens, H]."""
+    embeddings: list[Tensor]
+    """Per prompt: [H], the last token's, of unit length."""
 
 
 class _Preemptions:
@@ -46,6 +56,21 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], *, vocab_size: int,
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
     return Generated([list(c.token_ids) for c in completions], [_table(c, vocab_size) for c in completions], counter.count)
+
+
+def pool(folder: Path, prompts: Sequence[Sequence[int]], **options: Any) -> Pooled:
+    """Embeds prompts (token ids), each by its last token and by all, in one batch of an engine without a KV cache.
+
+    `options` are those of VllmConfig.
+    """
+    wishes = [PoolingParams(task="token_embed", normalize=False), PoolingParams(task="embed", normalize=True)]
+    given: list[TokensPrompt] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in wishes]
+    cacheless = {"pooling_type": "LAST", "enable_chunked_prefill": False, "enable_prefix_caching": False}
+    with LLM(str(folder), convert="embed", **options | cacheless) as llm:
+        outputs = llm.encode(given, wishes * len(prompts), use_tqdm=False)
+    assert [output.error for output in outputs] == [None] * len(given)
+    found = [torch.tensor(output.data) for output in outputs]
+    return Pooled(found[::2], found[1::2])
 
 
 def _table(completion: CompletionOutput, vocab_size: int) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from toolkit_lm.attention import CacheLayer, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.config import Checkpoint, VllmConfig
-from toolkit_lm.errors import CheckpointError
+from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import CheckpointWeights, Model, check_constructor
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import read_checkpoint
@@ -23,7 +23,7 @@ from torch import Tensor
 from toolkit_lm_devkit.conformance import Conformance
 from toolkit_lm_devkit.equality import assert_same_logits, assert_same_tokens
 from toolkit_lm_devkit.forward import load_checkpoint, logits_of
-from toolkit_lm_devkit.generation import Generated, generate
+from toolkit_lm_devkit.generation import Generated, generate, pool
 from toolkit_lm_devkit.sharding import assert_shards, is_sharded
 from toolkit_lm_devkit.thread_ranks import run_ranks
 
@@ -33,6 +33,8 @@ Reference = Callable[[Sequence[int]], Tensor]
 BLOCK_SIZE = 4
 CHUNK = 12
 """Token budget of a step where prompts must be computed in chunks."""
+POOLED_TOLERANCE = 1e-5
+"""Most difference of the entries of vectors of unit length, in float32."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,9 @@ class Subject:
 class ModelConformance(Conformance):
     """Subclass it as `class TestMine(ModelConformance)`, and write checkpoints in `make_checkpoint`.
 
-    The distribution that registers the architecture must be installed. Checkpoints are small: two layers, heads that
-    `tensor_parallel_sizes` divide, a vocabulary of some 270 tokens, at least `max_model_len` positions. For models that transformers has
-    too there is `TransformersConformance`.
+    The distribution that registers the architecture must be installed, and toolkit-lm-pooling-adapters. Checkpoints are small: two layers,
+    heads that `tensor_parallel_sizes` divide, a vocabulary of some 270 tokens, at least `max_model_len` positions. For models that
+    transformers has too there is `TransformersConformance`.
     """
 
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
@@ -81,6 +83,8 @@ class ModelConformance(Conformance):
     tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
     pipeline_stages: ClassVar[int] = 2
     """Stages that the model's layers are cut into; 1 where it cannot be cut."""
+    poolable: ClassVar[bool] = True
+    """False where the model cannot be pooled (`convert="embed"`) without a KV cache, and so must be refused."""
 
     def make_checkpoint(self, folder: Path, **variant: Any) -> Reference:
         """Writes a checkpoint with random float32 weights and a tokenizer (see `write_checkpoint`), and gives the model to compare with."""
@@ -145,6 +149,29 @@ class ModelConformance(Conformance):
             assert_same_logits(ours, reference)
             assert_same_tokens(tokens, reference)
         return generated
+
+    def test_pooling_without_a_cache(self, subjects: Callable[[str], Subject], variant: str) -> None:
+        """The hidden states that are pooled are those that the reference's logits are made of."""
+        subject = subjects(variant)
+        if self.poolable:
+            self.check_pooling(subject)
+        else:
+            with pytest.raises(UnsupportedError):
+                self.check_pooling(subject)
+
+    def check_pooling(self, subject: Subject) -> None:
+        """All prompts in one pooling engine: hidden states of all tokens, and embeddings."""
+        prompts = self.prompts(subject)
+        pooled = pool(subject.folder, prompts, max_model_len=self.max_model_len, **self.engine_options)
+        model = load_checkpoint(self.model_class(subject), subject.folder)
+        for prompt, states, embedding in zip(prompts, *pooled, strict=True):
+            with torch.inference_mode():
+                # No token sees what follows it, but a scaling of positions may depend on the length, which is here that of `check_parity`.
+                reference = subject.reference([*prompt, *[0] * self.max_tokens])[: len(prompt)].float().cpu()
+                ours = model.compute_logits(states).float()
+            assert_same_logits(ours.log_softmax(-1), reference.log_softmax(-1))
+            difference = (embedding - torch.nn.functional.normalize(states[-1], dim=0)).abs().max()
+            assert difference <= POOLED_TOLERANCE, f"an embedding is off by {difference:.3g} from the last token's hidden state"
 
     def generate(self, subject: Subject, prompts: Sequence[Sequence[int]], **options: Any) -> Generated:
         """`prompts` through the engine."""

@@ -12,8 +12,10 @@ import pytest
 
 pytest.register_assert_rewrite(
     "toolkit_lm_devkit.attention",
+    "toolkit_lm_devkit.drafter",
     "toolkit_lm_devkit.equality",
     "toolkit_lm_devkit.executor",
+    "toolkit_lm_devkit.kv_kind",
     "toolkit_lm_devkit.model",
     "toolkit_lm_devkit.renderer",
     "toolkit_lm_devkit.sharding",

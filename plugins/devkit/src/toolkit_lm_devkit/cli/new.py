@@ -23,6 +23,8 @@ class Kind(StrEnum):
 
     MODEL = "model"
     ATTENTION_BACKEND = "attention-backend"
+    KV_KIND = "kv-kind"
+    DRAFTER = "drafter"
     EXECUTOR = "executor"
     RENDERER = "renderer"
     QUANTIZATION = "quantization"
@@ -37,10 +39,15 @@ class _About(NamedTuple):
     test_requires: tuple[str, ...] = ("toolkit-lm-devkit",)
 
 
+_RUNS_LLAMA = ("toolkit-lm-devkit", "toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")
+"""What the kit needs where it runs its small Llama."""
+
 _ABOUT = {
-    Kind.MODEL: _About("A model", ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")),
+    Kind.MODEL: _About("A model", ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf", "toolkit-lm-pooling-adapters")),
     Kind.ATTENTION_BACKEND: _About("An attention backend"),
-    Kind.EXECUTOR: _About("An executor", ("toolkit-lm-devkit", "toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")),
+    Kind.KV_KIND: _About("A kind of KV cache specs"),
+    Kind.DRAFTER: _About("A drafter", _RUNS_LLAMA),
+    Kind.EXECUTOR: _About("An executor", _RUNS_LLAMA),
     Kind.RENDERER: _About("A renderer"),
     Kind.QUANTIZATION: _About("A quantization"),
     Kind.CHECKPOINT_LOADER: _About("A checkpoint loader"),
