@@ -50,7 +50,8 @@ def test_plugins_list_and_show(toolkit):
     assert shown.code == 0
     for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
         assert part in shown.out
-    assert "toolkit_lm.cli.plugins:show_plugin" in toolkit("plugins", "show", "core").out
+    assert "toolkit_register_executors, toolkit_register_kv_kinds, toolkit_register_loaders" in shown.out, "lines are whole in a pipe"
+    assert "toolkit_lm.attention.spec:FullSpec" in toolkit("plugins", "show", "core").out
     done = toolkit("plugins", "show", "decodr")
     assert (done.code, done.out) == (1, "")
     assert "there is no plugin 'decodr'. Did you mean 'decoder'" in done.err

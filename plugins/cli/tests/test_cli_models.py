@@ -26,7 +26,7 @@ def generate(toolkit, checkpoint, tmp_path):
 def test_the_help_lists_the_commands(toolkit):
     listed = toolkit("--help").out
     assert [name for name in ("chat", "complete", "embed", "env", "explain", "generate") if f" {name} " not in listed] == []
-    assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 6
+    assert toolkit("plugins", "show", "cli").out.count("toolkit_lm_cli.") == 8
 
 
 def test_generate_completes_each_line_in_order(generate):

@@ -1,10 +1,9 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, KV kinds, scheduling policies, load formats, and the commands
-that tell what is installed."""
+"""What core itself brings, by the same hooks as any plugin: an executor, KV kinds, scheduling policies and load formats."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registries import CommandRegistry, ExecutorRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registries import ExecutorRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl
@@ -16,12 +15,6 @@ def toolkit_register_executors(executors: ExecutorRegistry) -> None:
 def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
     kv_kinds.add("full", "toolkit_lm.attention.spec:FullSpec")
     kv_kinds.add("window", "toolkit_lm.attention.spec:WindowSpec")
-
-
-@hookimpl
-def toolkit_register_commands(commands: CommandRegistry) -> None:
-    commands.add("plugins list", "toolkit_lm.cli.plugins:list_plugins", help="List the plugins in load order, broken ones included.")
-    commands.add("plugins show", "toolkit_lm.cli.plugins:show_plugin", help="Show all that is known of one plugin.")
 
 
 @hookimpl

@@ -1,4 +1,7 @@
-"""Commands that run a model, or tell what would run it: `toolkit generate`, `embed`, `complete`, `chat`, `explain` and `env`."""
+"""Commands that run a model, or tell what would run it and what is installed.
+
+`toolkit generate`, `embed`, `complete`, `chat`, `explain`, `env`, `plugins list` and `plugins show`.
+"""
 
 from toolkit_lm.plugin import CommandRegistry, hookimpl
 
@@ -11,3 +14,5 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("chat", "toolkit_lm_cli.converse:chat", help="Talk with a model, in this process or on a server.")
     commands.add("explain", "toolkit_lm_cli.explain:explain", help="Show what runs a model, and why each other candidate does not.")
     commands.add("env", "toolkit_lm_cli.env:env", help="Print the versions and the machine that a bug report needs.")
+    commands.add("plugins list", "toolkit_lm_cli.plugins:list_plugins", help="List the plugins in load order, broken ones included.")
+    commands.add("plugins show", "toolkit_lm_cli.plugins:show_plugin", help="Show all that is known of one plugin.")

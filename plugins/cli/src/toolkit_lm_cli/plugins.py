@@ -10,8 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-
-from toolkit_lm.cli.options import engine_command
+from toolkit_lm.cli import engine_command
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import PluginInfo, Plugins, Registry
 from toolkit_lm.plugin.registries import by_hook
@@ -27,11 +26,11 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
     if json_output:
         typer.echo(json.dumps([_row(plugins, info) for info in plugins.infos], indent=2))
         return
-    table = new_table(3)
+    table = _new_table(3)
     for info in plugins.infos:
         lines = [f"{info.distribution} {info.version}", info.file, ", ".join(info.hooks), info.error and f"error: {info.error}"]
         table.add_row(info.name, f"[{_COLORS[info.status]}]{info.status}[/]", escape("\n".join(filter(None, lines))))
-    Console().print(table)
+    _print(table)
 
 
 @engine_command(PluginsConfig)
@@ -43,19 +42,25 @@ def show_plugin(
     if json_output:
         typer.echo(json.dumps(row, indent=2))
         return
-    table = new_table(2)
+    table = _new_table(2)
     for key, value in row.items():
         if value not in (None, [], {}):
             table.add_row(key, escape(_text(value)))
-    Console().print(table)
+    _print(table)
 
 
-def new_table(columns: int) -> Table:
+def _new_table(columns: int) -> Table:
     """For `add_row`. The first column is bold, the last one folds."""
     table = Table(show_header=False, box=None)
     for index in range(columns):
         table.add_column(style="bold" if index == 0 else None, overflow="fold" if index == columns - 1 else "ellipsis")
     return table
+
+
+def _print(table: Table) -> None:
+    """Lines are whole where nobody sees them: in a file, or a pipe."""
+    console = Console() if Console().is_terminal else Console(width=10_000)
+    console.print(table)
 
 
 def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
