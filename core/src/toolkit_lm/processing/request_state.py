@@ -12,6 +12,7 @@ from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import FinishReason, RequestOutputKind
 from toolkit_lm.processing.sequence_text import SequenceText
+from toolkit_lm.processing.stop import StopTexts
 from toolkit_lm.renderer import Renderer
 
 
@@ -66,6 +67,7 @@ class RequestState:
         """Held where one thread changes it while another may take its output."""
         params = self._params = request.params
         self._ranks = params.ranks
+        self._stops = StopTexts([params.stop] if isinstance(params.stop, str) else params.stop) if params.stop else None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
         self._sequences = [
             SequenceState(index, params.logprobs is not None, params.logprobs is not None or self._ranks)
@@ -105,7 +107,7 @@ class RequestState:
         """Returns the stop text that ends the sequence, None where there is none."""
         text = sequence.text
         if text is None:
-            text = sequence.text = SequenceText(self._params, self.renderer, self.request.prompt_token_ids)
+            text = sequence.text = SequenceText(self._params, self.renderer, self.request.prompt_token_ids, self._stops)
         # A token that ends the sequence is no part of its text, unless asked for.
         ended_by_token = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         new = output.token_ids[:-1] if ended_by_token else output.token_ids

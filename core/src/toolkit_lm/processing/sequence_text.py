@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.processing.stop import StopFinder
+from toolkit_lm.processing.stop import StopFinder, StopTexts
 from toolkit_lm.renderer import Renderer
 
 
 class SequenceText:
     """What is shown is never taken back: the beginning of what could become a stop text is held back."""
 
-    def __init__(self, params: SamplingParams, renderer: Renderer, prompt_token_ids: list[int]) -> None:
+    def __init__(self, params: SamplingParams, renderer: Renderer, prompt_token_ids: list[int], stops: StopTexts | None) -> None:
         self.shown: list[str] = []
         """The text so far, in pieces, as they came."""
         self.stopped_by: str | None = None
         self._held = ""
-        self._finder = StopFinder([params.stop] if isinstance(params.stop, str) else params.stop) if params.stop else None
+        self._finder = None if stops is None else StopFinder(stops)
         self._includes_stop = params.include_stop_str_in_output
         self._stream = renderer.decode_stream(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 
-class StopFinder:
-    """Follows a text character by character, and knows how much of each stop text its end could be the beginning of.
+class StopTexts:
+    """The stop texts of a request, as automata of Knuth, Morris and Pratt (1977), which its sequences share.
 
-    Knuth, Morris and Pratt's automaton (1977), one per stop text: constant time per character, however long the stop texts.
+    Their tables grow as far as a text has matched: a stop text that never comes costs nothing but itself.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [(stop, _borders(stop)) for stop in stops]
-        self._matched = [0] * len(stops)
+        self.stops = tuple(stops)
+        self._borders = [array("I") for _ in stops]
+        """Per stop text and prefix, the length of its longest proper prefix that is also its suffix."""
+
+    def advance(self, number: int, matched: int, character: str) -> tuple[int, bool]:
+        """How much of a stop text matches after this character, of which `matched` characters did; and whether it ends there."""
+        stop = self.stops[number]
+        while matched and stop[matched] != character:
+            matched = self._border(number, matched)
+        matched += stop[matched] == character
+        ended = matched == len(stop)
+        return self._border(number, matched) if ended else matched, ended
+
+    def _border(self, number: int, length: int) -> int:
+        stop, borders = self.stops[number], self._borders[number]
+        for i in range(len(borders), length):
+            border = borders[i - 1] if i else 0
+            while border and stop[i] != stop[border]:
+                border = borders[border - 1]
+            borders.append(border + (i > 0 and stop[i] == stop[border]))
+        return borders[length - 1]
+
+
+class StopFinder:
+    """Follows a text character by character: constant time for each, however long the stop texts."""
+
+    def __init__(self, texts: StopTexts) -> None:
+        self._texts = texts
+        self._matched = array("I", bytes(4 * len(texts.stops)))
 
     @property
     def num_held_back(self) -> int:
@@ -22,29 +50,14 @@ class StopFinder:
 
     def find(self, text: str) -> tuple[int, str] | None:
         """Where in `text`, the next part, the first stop text ends, and which it is; the longest, where several end there."""
+        stops, matched = self._texts.stops, self._matched
         for position, character in enumerate(text):
-            ended = [stop for number, (stop, _) in enumerate(self._stops) if self._advance(number, character)]
+            ended = []
+            for number, stop in enumerate(stops):
+                if matched[number] or stop[0] == character:
+                    matched[number], ends = self._texts.advance(number, matched[number], character)
+                    if ends:
+                        ended.append(stop)
             if ended:
                 return position + 1, max(ended, key=len)
         return None
-
-    def _advance(self, number: int, character: str) -> bool:
-        stop, borders = self._stops[number]
-        matched = self._matched[number]
-        while matched and stop[matched] != character:
-            matched = borders[matched - 1]
-        matched += stop[matched] == character
-        ended = matched == len(stop)
-        self._matched[number] = borders[matched - 1] if ended else matched
-        return ended
-
-
-def _borders(stop: str) -> list[int]:
-    """Per prefix, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(stop)
-    for i in range(1, len(stop)):
-        length = borders[i - 1]
-        while length and stop[i] != stop[length]:
-            length = borders[length - 1]
-        borders[i] = length + (stop[i] == stop[length])
-    return borders
