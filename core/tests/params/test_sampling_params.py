@@ -14,7 +14,7 @@ BAD = {
     "frequency_penalty": [-2.1, 2.1, 10**400],
     "bad_words": ["word", [""], [" "], [5], ["a" * 257], ["a"] * 301],
     "logit_bias": [[1], {-1: 1.0}, {"5": 1.0}, {5: 101}, {5: float("nan")}, {5: "1"}, {True: 1.0}, dict.fromkeys(range(301), 1.0)],
-    "allowed_token_ids": [[], [-1], [1.0], "1", [2**31], {1: 2}],
+    "allowed_token_ids": [[], [3, 4, 3], [-1], [1.0], "1", [2**31], {1: 2}],
     "prompt_logprobs": [-1, 1.5, True, 2**64],
     "extra_args": [["a"], {1: {}}, {str(i): 1 for i in range(65)}],
     "best_of": [0, 1.5, True, "2"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -74,7 +76,7 @@ def test_bias_allowed_and_min_tokens(make_rows, make_logits):
     logits = make_logits(4, vocab=VOCAB)
     params = [
         SamplingParams(logit_bias={2: 1.5, 9: -100.0}),
-        SamplingParams(allowed_token_ids=[4, 7, 4], logit_bias={7: 2.0, 1: 3.0}),
+        SamplingParams(allowed_token_ids=[4, 7], logit_bias={7: 2.0, 1: 3.0}),
         SamplingParams(min_tokens=1),
         SamplingParams(),
     ]
@@ -92,3 +94,23 @@ def test_parameters_that_leave_no_token_fail_alone(make_rows, make_logits):
     params = [SamplingParams(allowed_token_ids=[3]), SamplingParams(), SamplingParams(allowed_token_ids=[3], temperature=0)]
     sampled = sample(make_logits(3), make_rows(*params, bad_words=[[[3]], [], [[3]]]))
     assert set(sampled.errors) == {0, 2} and "leave no token" in sampled.errors[0]
+
+
+def test_sequences_of_a_request_share_their_rules(make_rows):
+    """Until the last of them has left."""
+    params = SamplingParams(n=3, allowed_token_ids=[3, 4])
+    rows = make_rows(params, params, params, SamplingParams(allowed_token_ids=[3, 4]))
+    first, second, third, other = rows.rules
+    assert first is second is third is not other
+    kept = weakref.ref(first)
+    del first, second, third, other
+    for row in range(3):
+        assert kept() is not None
+        rows.clear(row)
+    assert kept() is None
+
+
+def test_same_parameters_with_other_words_share_nothing(make_rows, make_logits):
+    rows = make_rows(*[SamplingParams(min_tokens=1)] * 2, bad_words=[[[5]], [[6]]], stops=[[7], [8]])
+    banned = edited(mask, make_logits(2, vocab=VOCAB), rows) == -torch.inf
+    assert banned.nonzero().tolist() == [[0, 5], [0, 7], [1, 6], [1, 8]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -17,10 +18,12 @@ _NUMBERS = [name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) a
 """Parameters that are columns of float32 as they are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class TokenRules:
-    """The parameters of one sequence that speak of single tokens."""
+    """The parameters of a request that speak of single tokens. Its sequences share them."""
 
+    given: tuple[SamplingParams, list[list[int]], list[int]]
+    """What they were made of."""
     stop: np.ndarray
     allowed: np.ndarray | None = None
     bias_ids: np.ndarray | None = None
@@ -31,6 +34,7 @@ class TokenRules:
     def of(cls, params: SamplingParams, bad_words: list[list[int]], stop_token_ids: list[int]) -> TokenRules:
         bias = params.logit_bias or {}
         return cls(
+            (params, bad_words, stop_token_ids),
             stop=np.array(stop_token_ids, np.int64),
             allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
             bias_ids=np.array(list(bias), np.int64) if bias else None,
@@ -39,7 +43,7 @@ class TokenRules:
         )
 
 
-_NO_RULES = TokenRules(np.zeros(0, np.int64))
+_NO_RULES = TokenRules((SamplingParams(), [], []), np.zeros(0, np.int64))
 
 
 class TokenHistory:
@@ -127,6 +131,8 @@ class SamplingBatch:
         self.ruled = np.zeros(num_rows, bool)
         """There are rules beside the stop tokens."""
         self.rules = np.full(num_rows, _NO_RULES, object)
+        self._known = WeakValueDictionary[int, TokenRules]()
+        """Those in use, by the identity of the parameters."""
 
     def set(self, row: int, seq: NewSequence) -> None:
         """Takes in a sequence; its tokens are in the history already."""
@@ -146,13 +152,17 @@ class SamplingBatch:
         self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         stages = self.processors.add(self.processor_row(row), seq) if self.processors is not None and seq.inputs.logits_processors else ()
         self.processed[row] = "logits" in stages
-        self.rules[row] = rules = TokenRules.of(params, seq.inputs.bad_words, seq.stop_token_ids)
+        rules, given = self._known.get(id(params)), (params, seq.inputs.bad_words, seq.stop_token_ids)
+        if rules is None or rules.given[1:] != given[1:]:
+            rules = self._known[id(params)] = TokenRules.of(*given)
+        self.rules[row] = rules
         self.ruled[row] = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
 
     def clear(self, row: int) -> None:
         """The sequence leaves."""
         if self.processors is not None and self.key[row] in self.processors.names:
             self.processors.remove(int(self.key[row]))
+        self.rules[row] = _NO_RULES
 
     @property
     def edited(self) -> np.ndarray:

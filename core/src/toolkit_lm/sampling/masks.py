@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.sampling.batch import SamplingBatch
+from toolkit_lm.sampling.batch import SamplingBatch, TokenRules
 
 
 def mask(logits: Tensor, rows: SamplingBatch) -> None:
@@ -28,11 +28,14 @@ def mask(logits: Tensor, rows: SamplingBatch) -> None:
 
 
 def _allow(logits: Tensor, rows: SamplingBatch) -> None:
-    allowed = {row: rules.allowed for row, rules in enumerate(rows.rules) if rules.allowed is not None}
-    if allowed:
-        index = _index(allowed, logits.device)
+    sharing: dict[TokenRules, list[int]] = {}
+    for row, rules in enumerate(rows.rules):
+        if rules.allowed is not None:
+            sharing.setdefault(rules, []).append(row)
+    for rules, its in sharing.items():
+        index = torch.tensor(its, device=logits.device)[:, None], torch.from_numpy(rules.allowed).to(logits.device)
         kept = logits[index]
-        logits[list(allowed)] = -torch.inf
+        logits[its] = -torch.inf
         logits[index] = kept
 
 
