@@ -51,5 +51,5 @@ def test_the_shortest_prompt_is_served_first(shortest_first):
 
 
 def test_an_unknown_policy_is_an_error_that_names_the_known_ones(shortest_first):
-    with pytest.raises(ConfigError, match=r"no scheduling policy 'longest' is registered\. Known: fcfs, priority, shortest_first\."):
+    with pytest.raises(ConfigError, match=r"no scheduling policy 'longest' is registered\. Known: fair, fcfs, priority, shortest_first\."):
         LLM("tiny", plugins=[shortest_first], scheduling_policy="longest")

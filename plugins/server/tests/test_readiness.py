@@ -133,7 +133,7 @@ async def test_the_trace_and_the_salt_reach_the_engine(client, engine):
     response = await client.post(COMPLETE, json={"prompt": "a", "cache_salt": "tenant"}, headers={**TRACE, "x-request-id": "id-1"})
     [(_, _, options)] = engine.asked
     assert options["cache_salt"] == "tenant"
-    assert options["context"] == {"route": COMPLETE, "request_id": "id-1", **TRACE}
+    assert options["context"] == {"route": COMPLETE, "request_id": "id-1", "client": "127.0.0.1", **TRACE}
     assert response.headers["x-request-id"] == "id-1"
 
 
@@ -146,7 +146,7 @@ async def test_a_request_id_that_is_no_word_is_replaced(client, bad):
 async def test_headers_without_bounds_are_dropped(client, engine):
     headers = {"traceparent": "0" * 129, "tracestate": "x" * 5000}
     await client.post(COMPLETE, json={"prompt": "a"}, headers=headers)
-    assert set(engine.asked[0][2]["context"]) == {"route", "request_id"}
+    assert set(engine.asked[0][2]["context"]) == {"route", "request_id", "client"}
 
 
 async def test_the_routes_for_operators_are_off_unless_asked_for(engine, client_of):

@@ -92,13 +92,23 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
         option("Chunked prefill: compute long prompts in several steps.", none="on where text is generated or max_model_len needs it"),
     ] = None
     scheduling_policy: Annotated[
-        str, option("Order of admission, by name. fcfs: by arrival. priority: by the request's number, smallest first. Or a plugin's.")
-    ] = "fcfs"
+        str | None,
+        option(
+            "Order of admission, by name. fcfs: by arrival. fair: by turns between clients. priority: by the request's number, "
+            "smallest first. Or a plugin's.",
+            none="fair for the server, else fcfs",
+        ),
+    ] = None
     drafter: Annotated[str | None, option("Speculative decoding: the plugin that drafts tokens, by name.", none="none")] = None
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],
         option("Preemption of a request. recompute: compute it again later. swap: move it to swap_memory. auto: what costs less."),
     ] = "auto"
+
+    @property
+    def policy(self) -> str:
+        """`scheduling_policy`, or its default where no server has set it."""
+        return self.scheduling_policy or "fcfs"
 
     @property
     def token_budget(self) -> int:

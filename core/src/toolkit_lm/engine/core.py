@@ -59,7 +59,7 @@ class EngineCore:
         self._events: list[Event] = []
         self._failures = 0
         self._failure_of = plugins.failure
-        policy = load_policy(plugins.scheduling_policies, config.scheduler.scheduling_policy)
+        policy = load_policy(plugins.scheduling_policies, config.scheduler.policy)
         with plugins.boundary:
             on_phase("loading the model")
             executor.load()

@@ -172,7 +172,7 @@ def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
 def _check(config: VllmConfig, plugins: Plugins, asked_budget: int | None) -> None:
     """Unknown names, and options that are fine each, but not together. `asked_budget`: max_num_batched_tokens as it was given."""
     scheduler = config.scheduler
-    plugins.scheduling_policies.get(scheduler.scheduling_policy)
+    plugins.scheduling_policies.get(scheduler.policy)
     if scheduler.drafter is not None:
         plugins.drafters.get(scheduler.drafter)
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:

@@ -16,7 +16,9 @@ SchedulingPolicy = Callable[[Request], tuple[float, ...]]
 """Sort key of a request that arrives, asked once: the smallest is served first, the largest is preempted first, and of equals the first
 that came is served first.
 
-It may read the request's `priority`, `num_prompt_tokens`, `max_output_tokens`, `arrival_time`, `deadline`, `params` and `context`.
+It may read the request's `priority`, `num_prompt_tokens`, `max_output_tokens`, `arrival_time`, `deadline`, `params` and `context`. A policy
+that has to remember is a class without arguments, of which each engine makes one; its method `started` is told of requests that leave
+the queue, whose `sort_key` begins with what the policy gave.
 """
 
 
@@ -35,7 +37,8 @@ def load_policy(registry: SchedulingPolicyRegistry, name: str) -> SchedulingPoli
 
     Raises ConfigError for an unknown name, PluginError for one that cannot be imported.
     """
-    policy, owner = registry.load(name), registry.get(name).owner
+    target, owner = registry.load(name), registry.get(name).owner
+    policy = target() if isinstance(target, type) else target
 
     def sort_key(request: Request) -> tuple[float, ...]:
         try:
@@ -46,6 +49,8 @@ def load_policy(registry: SchedulingPolicyRegistry, name: str) -> SchedulingPoli
         except Exception as error:
             raise RequestError(owner.failure(error, f"scheduling policy {name!r}")) from error
 
+    # What is a function for all others tells the policy itself, too.
+    vars(sort_key)["started"] = getattr(policy, "started", None)
     return sort_key
 
 
@@ -95,6 +100,8 @@ class Roster:
     def start(self, request: Request) -> None:
         """From the queue to the batch."""
         self.waiting.remove(request)
+        if (started := getattr(self.policy, "started", None)) is not None:
+            started(request)
         insort(self.running, request, key=_by_sort_key)
 
     def requeue(self, request: Request) -> None:

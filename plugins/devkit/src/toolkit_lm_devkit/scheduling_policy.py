@@ -27,9 +27,12 @@ _REQUESTS: list[dict[str, Any]] = [
 
 
 class SchedulingPolicyConformance(Conformance):
-    """Subclass it as `class TestMine(SchedulingPolicyConformance)`; name the policy as `policy = staticmethod(function)`."""
+    """Subclass it as `class TestMine(SchedulingPolicyConformance)`, and name the policy.
 
-    policy: ClassVar[SchedulingPolicy]
+    It is `policy = staticmethod(function)`, or `policy = TheClass`.
+    """
+
+    policy: ClassVar[SchedulingPolicy | type[SchedulingPolicy]]
     orders: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = ()
     """Fields of EngineRequest of requests that are served in this order, in whichever order they arrive."""
 
@@ -38,8 +41,14 @@ class SchedulingPolicyConformance(Conformance):
         values = {"prompt_token_ids": [5], "params": SamplingParams(), "max_output_tokens": 4, "arrival_time": float(number), **fields}
         return Request(EngineRequest(request_id=str(number), **values), count(number * 1000))
 
+    def keys(self, requests: Sequence[Request]) -> list[tuple[float, ...]]:
+        """Of requests that arrive in this order at an engine of their own."""
+        policy = type(self).policy
+        made = policy() if isinstance(policy, type) else policy
+        return [made(request) for request in requests]
+
     def test_a_key_is_numbers(self) -> None:
-        keys = [type(self).policy(self.request(number, **fields)) for number, fields in enumerate(_REQUESTS)]
+        keys = self.keys([self.request(number, **fields) for number, fields in enumerate(_REQUESTS)])
         for fields, key in zip(_REQUESTS, keys, strict=True):
             assert isinstance(key, tuple), f"the key of {fields} is {key!r}, which is no tuple"
             assert all(isinstance(part, int | float) and not math.isnan(part) for part in key), f"the key of {fields} is {key!r}"
@@ -48,12 +57,12 @@ class SchedulingPolicyConformance(Conformance):
     def test_equal_requests_have_equal_keys(self) -> None:
         """Who came first is served first, without the policy's saying so."""
         for fields in _REQUESTS:
-            first, second = (type(self).policy(self.request(7, **fields)) for _ in range(2))
+            first, second = (self.keys([self.request(7, **fields)]) for _ in range(2))
             assert first == second, f"the key of {fields} depends on more than the request"
 
     def test_orders(self) -> None:
         for order in self.orders:
             for arrival in permutations(range(len(order))):
                 requests = [self.request(number, **fields) for number, fields in zip(arrival, order, strict=True)]
-                keys = [(*type(self).policy(request), request.arrival_time) for request in requests]
+                keys = [(*key, request.arrival_time) for key, request in zip(self.keys(requests), requests, strict=True)]
                 assert keys == sorted(keys), f"{order} are served in another order, where they arrive as {arrival}"

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from toolkit_lm.plugin import CommandRegistry, hookimpl
+from toolkit_lm.plugin import CommandRegistry, SchedulingPolicyRegistry, hookimpl
 
 from toolkit_lm_server import hookspecs
 
@@ -15,3 +15,8 @@ def toolkit_register_hookspecs() -> ModuleType:
 @hookimpl
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("serve", "toolkit_lm_server.cli:serve", help="Serve a model over HTTP, with OpenAI's API.")
+
+
+@hookimpl
+def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
+    policies.add("fair", "toolkit_lm_server.fairness:FairPolicy")

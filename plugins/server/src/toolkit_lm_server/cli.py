@@ -22,6 +22,8 @@ from toolkit_lm_server.threads import CLOSING, close, in_thread
 @engine_command(ServerOptions)
 def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
+    if config.scheduler.scheduling_policy is None:
+        config = config.replace(scheduling_policy="fair")
     metrics = Metrics()
     plugins.add_listener(metrics.name, metrics.toolkit_event)
     # What can fail at once does so before the engine starts.

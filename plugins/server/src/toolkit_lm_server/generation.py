@@ -135,7 +135,7 @@ def check_generates(engine: AsyncLLM) -> None:
 
 def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
     """Raises RequestError for a priority that nobody would look at."""
-    policies, policy = engine.plugins.scheduling_policies, engine.config.scheduler.scheduling_policy
+    policies, policy = engine.plugins.scheduling_policies, engine.config.scheduler.policy
     if options.get("priority") and not policies.get(policy).reads_priority:
         able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
         raise RequestError(f"priority has no effect here: the server runs without --scheduling-policy {able}.", "priority")

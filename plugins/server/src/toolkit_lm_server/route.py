@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from toolkit_lm_server.errors import ApiError, as_api_error
+from toolkit_lm_server.fairness import CLIENT
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
@@ -91,12 +92,17 @@ def request_id(request: Request) -> str:
 def request_context(request: Request) -> dict[str, str]:
     """What plugins that watch the engine are told of an HTTP request."""
     route = getattr(request.scope.get("route"), "path", request.url.path)
-    context = {"route": route, "request_id": request_id(request)}
+    context = {"route": route, "request_id": request_id(request), CLIENT: client_of(request)}
     for name, most in _TRACE.items():
         value = request.headers.get(name, "")
         if 0 < len(value) <= most and value.isascii() and value.isprintable():
             context[name] = value
     return context
+
+
+def client_of(request: Request) -> str:
+    """Whose turn it is: the client's address."""
+    return "" if request.client is None else request.client.host
 
 
 def check_key(request: Request, api_key: str | None) -> None:
