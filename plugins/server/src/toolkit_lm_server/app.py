@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -15,6 +15,7 @@ from toolkit_lm import __version__
 
 from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.completions import Completions
+from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import as_api_error
 from toolkit_lm_server.generation import check_model
@@ -92,6 +93,7 @@ def create_router(
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
+    engine = cast("AsyncLLM", BudgetedLLM(engine, CostBudget(options.max_request_bytes)))
     kind = route_class(options, readiness, metrics)
     router = APIRouter(route_class=kind)
     served, tokens = Served(engine), Tokens(engine)

@@ -18,6 +18,10 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     routes: Annotated[list[str], option("Plugins whose HTTP routes are served, by name.")] = field(default_factory=list)
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
+    max_request_cost: Annotated[
+        str,
+        option("Maximum memory that a request could take, told from its fields: prompts x n, logprobs, ... ('256MiB')."),
+    ] = "256MiB"
     max_prompts: Annotated[int, option("Maximum number of prompts in a completion request.", ge=1)] = 256
     max_inputs: Annotated[int, option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
@@ -26,11 +30,16 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[int, option("Seconds that running requests get to finish when the server stops.", ge=0)] = 10
 
     def __post_init__(self) -> None:
-        if not isinstance(parse_memory(self.max_body_size), int):
-            raise ConfigError(f"max_body_size must be a number of bytes, such as '16MiB', not {self.max_body_size!r}.")
+        for name in ("max_body_size", "max_request_cost"):
+            if not isinstance(parse_memory(value := getattr(self, name)), int):
+                raise ConfigError(f"{name} must be a number of bytes, such as '16MiB', not {value!r}.")
         if self.api_key == "":
             raise ConfigError("api_key is empty. Give a key, or none at all.")
 
     @property
     def max_body_bytes(self) -> int:
         return int(parse_memory(self.max_body_size))
+
+    @property
+    def max_request_bytes(self) -> int:
+        return int(parse_memory(self.max_request_cost))

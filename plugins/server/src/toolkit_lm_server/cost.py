@@ -1,0 +1,175 @@
+"""What a request can come to cost: an upper bound, told before any work is done for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from toolkit_lm.errors import QueueFullError, RequestError
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.pooling_requests import listed
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
+    from toolkit_lm.prompts import Conversation, Prompt, TextPair
+
+Output = TypeVar("Output")
+
+Cost = Mapping[str, int]
+"""Bytes of memory in front and engine together, by what asks for them."""
+
+# Bytes, measured in CPython: of a character or token of a prompt, a sequence, a log probability and a number of a result, and an entry.
+_CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
+_REQUESTS = 3
+"""So many times the cost that one request may have is what all of them together may."""
+
+
+def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model_len: int) -> Cost:
+    """Of prompts that generate, in one call."""
+    of_prompts = sum(map(_size, prompts))
+    name, width = params.widest
+    sequences, most = len(prompts) * width, min(params.max_tokens or max_model_len, max_model_len)
+    stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    words = sum(map(len, params.bad_words or ())) + len(repr(params.extra_args or ""))
+    # The best of several are chosen by the log probabilities of their tokens.
+    ranked = 0 if params.ranks and params.logprobs is None else params.logprobs
+    return {
+        "prompt": of_prompts * (_CHARACTER + _ENTRY * width),
+        f"prompts x {name}": sequences * _SEQUENCE,
+        f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
+        f"prompts x {name} x max_tokens x logprobs": sequences * most * _entries(ranked) * _LOGPROB,
+        "prompt x prompt_logprobs": min(of_prompts, len(prompts) * max_model_len) * _entries(params.prompt_logprobs) * _LOGPROB,
+        f"prompts x {name} x stop": sum(map(len, stops)) * 4 + sequences * len(stops) * 8,
+        "prompts x bad_words": len(prompts) * words * 2 * _ENTRY,
+        "prompts x allowed_token_ids": len(prompts) * len(params.allowed_token_ids or ()) * 2 * _ENTRY,
+        "prompts x logit_bias": len(prompts) * len(params.logit_bias or ()) * 4 * _ENTRY,
+    }
+
+
+def pooling_cost(prompts: Sequence[object], *, cut: bool, size: int, per_token: bool, max_model_len: int) -> Cost:
+    """Of prompts that are pooled, in one call.
+
+    `cut`: they are cut to max_model_len at most. `size`: numbers of a result, or, with `per_token`, of each token's.
+    """
+    distinct = {id(text): text for prompt in prompts for text in (prompt if isinstance(prompt, tuple) else (prompt,))}
+    lengths = [min(length, max_model_len) if cut else length for length in map(_size, prompts)]
+    vectors = sum(min(length, max_model_len) for length in lengths) if per_token else len(prompts)
+    return {
+        "text": sum(map(_size, distinct.values())) * _CHARACTER,
+        "inputs x text": len(prompts) * _SEQUENCE + sum(lengths) * _ENTRY,
+        "inputs x result": vectors * size * _NUMBER,
+    }
+
+
+def _entries(asked: int | None) -> int:
+    """Log probabilities of one token: its own, and those of the likeliest."""
+    return 0 if asked is None else asked + 1
+
+
+def _size(given: object) -> int:
+    """Characters or tokens, about."""
+    if isinstance(given, tuple):
+        return sum(map(_size, given))
+    if isinstance(given, Mapping) and given.get("prompt_token_ids") is not None:
+        given = given["prompt_token_ids"]
+    elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
+        given = given["prompt"]
+    return len(given) if isinstance(given, str | list) and not (given and isinstance(given[0], dict)) else len(repr(given))
+
+
+class CostBudget:
+    """What the requests under way may cost, each and together. Thread-safe."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: bytes that one request may cost."""
+        self._most = most
+        self._spent = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def spend(self, cost: Cost) -> Iterator[None]:
+        """Raises RequestError for what is too much, QueueFullError for what is too much beside the others."""
+        total = sum(cost.values())
+        if total > self._most:
+            largest = sorted(cost.items(), key=lambda item: -item[1])[:2]
+            told = " and ".join(f"{name} ({_mib(size)})" for name, size in largest if size)
+            limit = f"max_request_cost is {_mib(self._most)}"
+            raise RequestError(f"the request could take {_mib(total)} of memory, most of it for {told}; {limit}.")
+        with self._lock:
+            if self._spent + total > _REQUESTS * self._most:
+                busy = f"requests under way could take {_mib(self._spent)} of memory, and this one {_mib(total)} more"
+                raise QueueFullError(f"the engine is busy: {busy}. Try again later.", 1.0)
+            self._spent += total
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._spent -= total
+
+
+class BudgetedLLM:
+    """An AsyncLLM whose requests are held to a budget. All routes get it, those of plugins too."""
+
+    def __init__(self, engine: AsyncLLM, budget: CostBudget) -> None:
+        self._engine = engine
+        self._budget = budget
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        return self._held(self._generation([prompt], params), self._engine.generate(prompt, params, **options))
+
+    def chat(self, messages: Conversation, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
+        return self._held(self._generation([(messages, options)], params), self._engine.chat(messages, params, **options))
+
+    def generate_many(
+        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        return self._held(self._generation(prompts, params), self._engine.generate_many(prompts, params, **options))
+
+    def chat_many(
+        self, conversations: Sequence[Conversation], params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+        cost = self._generation([(messages, options) for messages in conversations], params)
+        return self._held(cost, self._engine.chat_many(conversations, params, **options))
+
+    async def encode(self, prompt: Prompt | TextPair, params: PoolingParams | None = None, **how: Any) -> PoolingRequestOutput:
+        [output] = await self.encode_many([prompt], params, **how)
+        return output
+
+    async def encode_many(
+        self, prompts: Any, params: PoolingParams | Sequence[PoolingParams] | None = None, **how: Any
+    ) -> list[PoolingRequestOutput]:
+        many = listed(prompts)
+        with self._budget.spend(self._pooling(many, params, how)):
+            return await self._engine.encode_many(many, params, **how)
+
+    def _generation(self, prompts: Sequence[object], params: SamplingParams | None) -> Cost:
+        return generation_cost(prompts, params or SamplingParams(), self._engine.config.max_model_len)
+
+    def _pooling(self, prompts: Sequence[object], params: PoolingParams | Sequence[PoolingParams] | None, how: Mapping[str, Any]) -> Cost:
+        each = [params] if isinstance(params, PoolingParams) else params or [PoolingParams(task=how.get("task") or "embed")]
+        tasks = {one.task for one in each}
+        limits = self._engine.processor.limits
+        return pooling_cost(
+            prompts,
+            cut=how.get("truncate_prompt_tokens") is not None,
+            size=max((limits.rules(task).size or 1 for task in tasks), default=1),
+            per_token=any(task.startswith("token_") for task in tasks),
+            max_model_len=self._engine.config.max_model_len,
+        )
+
+    async def _held(self, cost: Cost, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
+        with self._budget.spend(cost):
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

@@ -1,0 +1,139 @@
+"""What a request could cost is told before any work, on every route that reaches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from toolkit_lm.errors import QueueFullError, RequestError
+from toolkit_lm.params import RequestOutputKind, SamplingParams
+from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.cost import BudgetedLLM, CostBudget, generation_cost, pooling_cost
+from toolkit_lm_server.options import ServerOptions
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "factor"),
+    [
+        ({"n": 128, "max_tokens": 4096}, 128, "prompts x n x max_tokens ("),
+        ({"best_of": 64, "max_tokens": 4096, "logprobs": 20}, 1, "prompts x best_of x max_tokens x logprobs"),
+        ({"best_of": 128, "max_tokens": 4096}, 8, "prompts x best_of x max_tokens x logprobs"),
+        ({"use_beam_search": True, "n": 128, "max_tokens": 4096, "temperature": 0}, 4, "prompts x n x max_tokens x logprobs"),
+        ({"prompt_logprobs": 20, "max_tokens": 1}, 256, "prompt x prompt_logprobs"),
+        ({"allowed_token_ids": list(range(2**18)), "max_tokens": 1}, 64, "prompts x allowed_token_ids"),
+        ({"bad_words": ["x" * 256] * 300, "max_tokens": 1}, 256, "prompts x bad_words"),
+        ({"extra_args": {"dry_sequence_breakers": ["x" * 100_000]}, "max_tokens": 1}, 256, "prompts x bad_words"),
+        ({"n": 128, "max_tokens": 1}, 1024, "prompts x n ("),
+    ],
+)
+def test_each_product_has_a_bound(fields, prompts, factor):
+    cost = generation_cost(["a" * 400] * prompts, SamplingParams(**fields), 4096)
+    told = r"the request could take [0-9,]+ MiB of memory, most of it for .*max_request_cost is 256 MiB"
+    with pytest.raises(RequestError, match=told) as error, CostBudget(256 * MIB).spend(cost):
+        raise AssertionError("it is let in")
+    assert factor in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": None, "logprobs": 20},
+        {"n": 8, "max_tokens": 1024, "logprobs": 5},
+        {"n": 128, "max_tokens": 128},
+        {"stop": [f"{i:04}" * 256 for i in range(64)], "n": 128, "max_tokens": 64},
+        {"allowed_token_ids": list(range(2**18))},
+        {"prompt_logprobs": 5},
+    ],
+)
+def test_usual_requests_are_let_in(fields):
+    with CostBudget(256 * MIB).spend(generation_cost(["a" * 16_000], SamplingParams(**fields), 8192)):
+        pass
+
+
+def test_texts_that_are_given_often_count_once_but_for_their_tokens():
+    query, size = "q" * 100_000, {"size": 1, "per_token": False, "max_model_len": 512}
+    documents = [(query, f"document {i}") for i in range(1000)]
+    whole, cut = (pooling_cost(documents, cut=cut, **size) for cut in (False, True))
+    assert sum(whole.values()) > 2**30 > 10 * sum(cut.values())
+    per_token = pooling_cost(["a" * 400] * 100, cut=False, size=4096, per_token=True, max_model_len=512)
+    assert per_token["inputs x result"] == 100 * 400 * 4096 * 40
+
+
+def test_what_is_under_way_is_bounded_together():
+    budget, cost = CostBudget(MIB), {"all": MIB}
+    full = pytest.raises(QueueFullError, match="could take 3 MiB of memory, and this one 1 MiB more")
+    with budget.spend(cost), budget.spend(cost), budget.spend(cost), full, budget.spend(cost):
+        raise AssertionError("it is let in")
+    with budget.spend(cost), budget.spend(cost), budget.spend(cost):
+        pass
+
+
+async def test_a_generation_is_paid_for_until_it_ends(engine, anyio_backend):
+    budget = CostBudget(MIB)
+    llm = BudgetedLLM(engine, budget)
+    params = SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA)
+    for end in ("read", "closed", "failed"):
+        outputs = llm.generate_many([{"prompt_token_ids": [97, 98]}], params, timeout=None, priority=0, cache_salt=None, context={})
+        assert budget._spent == 0
+        await anext(outputs)
+        assert budget._spent > 0
+        if end == "read":
+            async for _ in outputs:
+                pass
+        elif end == "closed":
+            await outputs.aclose()
+        else:
+            with pytest.raises(ZeroDivisionError):
+                await outputs.athrow(ZeroDivisionError)
+        assert budget._spent == 0, end
+
+
+async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
+    """A way that AsyncLLM gets later must be taken into BudgetedLLM, or named here as one that computes nothing."""
+    from toolkit_lm.frontend import AsyncLLM
+
+    free = {
+        "abort",
+        "close",
+        "config",
+        "engine",
+        "error",
+        "health",
+        "num_queued_tokens",
+        "num_restarts",
+        "plugins",
+        "processor",
+        "renderer",
+    }
+    free |= {"reset_prefix_cache", "served_model_name", "shutdown", "tasks", "wait_ready"}
+    public = {name for name in vars(AsyncLLM) if not name.startswith("_")}
+    assert public - free == {name for name in vars(BudgetedLLM) if not name.startswith("_")}
+    rules = SimpleNamespace(rules=lambda task: SimpleNamespace(size=4))
+    config = SimpleNamespace(max_model_len=64)
+    llm = BudgetedLLM(
+        SimpleNamespace(config=config, processor=SimpleNamespace(limits=rules), **dict.fromkeys(public - free, lambda *_, **__: None)),
+        CostBudget(1),
+    )
+    with pytest.raises(RequestError):
+        await anext(llm.generate("a"))
+    with pytest.raises(RequestError):
+        await anext(llm.chat([{"role": "user", "content": "a"}]))
+    with pytest.raises(RequestError):
+        await anext(llm.chat_many([[{"role": "user", "content": "a"}]]))
+    for params in (None, PoolingParams(task="token_embed"), [PoolingParams()]):
+        with pytest.raises(RequestError):
+            await llm.encode("a", params)
+
+
+async def test_a_costly_body_is_refused_and_a_small_one_beside_it_is_not(engine, client_of, anyio_backend):
+    async with client_of(create_app(engine, ServerOptions(max_request_cost="1MiB"))) as client:
+        body = {"prompt": ["abc"] * 16, "n": 64, "max_tokens": 1, "stop": ["x" * 1024] * 64}
+        refused, served = await asyncio.gather(
+            client.post("/v1/completions", json=body), client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+        )
+    assert (refused.status_code, served.status_code) == (400, 200)
+    assert "prompts x n (" in refused.json()["error"]["message"]
