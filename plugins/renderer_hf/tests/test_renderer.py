@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError
 from toolkit_lm.plugin import Plugins
@@ -150,6 +150,64 @@ def test_eos_token_ids_are_those_of_all_files(make_renderer, byte_level):
     assert renderer.eos_token_ids == [4, 2]
     assert make_renderer(byte_level, {"eos_token": {"content": "<|im_end|>"}}).eos_token_ids == [4]
     assert make_renderer(byte_level, {}).eos_token_ids == []
+
+
+@pytest.mark.parametrize("file", ["hf_config", "generation_config"])
+@pytest.mark.parametrize("value", ["2", True, 2.0, [2, None], {"id": 2}, [[2]]])
+def test_eos_token_ids_of_a_wrong_type_are_named(make_renderer, byte_level, file, value):
+    name = "config.json" if file == "hf_config" else "generation_config.json"
+    with pytest.raises(CheckpointError, match=rf"/{name}: eos_token_id must be a token id or a list of them"):
+        make_renderer(byte_level, **{file: {"eos_token_id": value}})
+
+
+@pytest.mark.parametrize("value", [-1, 50, 10**30])
+def test_eos_token_ids_out_of_the_vocabulary_are_left_out(make_renderer, byte_level, caplog, value):
+    renderer = make_renderer(
+        byte_level, {}, hf_config={"vocab_size": 50, "eos_token_id": 3}, generation_config={"eos_token_id": [value, 2]}
+    )
+    assert renderer.eos_token_ids == [2, 3]
+    assert f"generation_config.json: eos_token_id {value} is not in the vocabulary of 50 tokens" in caplog.text
+    assert make_renderer(byte_level, {"eos_token": "</s>"}, hf_config={"vocab_size": 2}).eos_token_ids == []
+
+
+SLOW = "(x+x+)+y"
+"""A regular expression that takes too many steps on many x: the package tokenizers panics."""
+
+
+def panicking(text="x" * 40) -> Tokenizer:
+    """Panics on the tokens of this text, as one or as several."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "ok": 1, text: 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Split(Regex(SLOW), "isolated")])
+    tokenizer.decoder = decoders.Replace(Regex(SLOW), "")
+    return tokenizer
+
+
+def test_a_tokenizer_that_panics_is_one_requests_error(make_renderer):
+    renderer, bad = make_renderer(panicking()), "x" * 40
+    for call in (
+        lambda: renderer.render_prompt(bad),
+        lambda: renderer.render_texts(["ok", bad]),
+        lambda: renderer.render_texts([("ok", bad)]),
+        lambda: renderer.cut_texts([bad], 3),
+    ):
+        with pytest.raises(RequestError, match=r"tokenizer cannot tokenize this text: .*retry-limit"):
+            call()
+    assert renderer.render_prompt("ok") == [1]
+
+
+def test_a_decoder_that_panics_gives_the_tokens_as_they_are(make_renderer):
+    renderer = make_renderer(panicking())
+    assert renderer.decode([1, 2]) == "ok" + "x" * 40
+    stream = renderer.decode_stream()
+    assert stream.push([2]) + stream.push([1]) + stream.flush() == "x" * 40 + "ok"
+
+
+def test_a_tokenizer_that_panics_while_it_is_loaded(make_renderer, tmp_path):
+    # The class "Llama" is tried on a text when it is loaded.
+    tokenizer = panicking()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("A", "x" * 40), normalizers.Replace(Regex(SLOW), "")])
+    with pytest.raises(CheckpointError, match=rf"panics on the tokenizer in {tmp_path}: .*retry-limit"):
+        make_renderer(tokenizer, {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": True})
 
 
 def test_transformers_converts_a_checkpoint_without_tokenizer_json(tmp_path, make_renderer, byte_level):

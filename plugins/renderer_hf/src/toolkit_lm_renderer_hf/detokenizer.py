@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.renderer import DecodeStream
 
+from toolkit_lm_renderer_hf.panic import is_panic
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PER_TOKEN = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 
@@ -74,7 +76,15 @@ class Detokenizer:
 
     def _decode(self, tokens: list[str]) -> str:
         decoder = self._tokenizer.decoder
-        return str(decoder.decode(tokens)) if decoder is not None else " ".join(tokens)
+        if decoder is None:
+            return " ".join(tokens)
+        try:
+            return str(decoder.decode(tokens))
+        except BaseException as error:
+            if is_panic(error):
+                # Of a decoder's regular expression, for one: the tokens are there, and their requests go on.
+                return "".join(tokens)
+            raise
 
 
 class TextStream(DecodeStream):

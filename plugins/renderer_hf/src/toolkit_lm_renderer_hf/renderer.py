@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +16,10 @@ from toolkit_lm.renderer import DecodeStream, RenderedText, Renderer
 
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
+from toolkit_lm_renderer_hf.panic import panics_as
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 _MAX_CHARS = 1 << 20
 """Of one text: about a second of work. A text may have far more characters than its tokens are long: spaces that are left out, or a word
@@ -43,7 +48,7 @@ class HfRenderer(Renderer):
         tokenizer_size = max(vocab.values(), default=-1) + 1
         self._vocab_size = max(tokenizer_size, _text_config(config.hf_config).get("vocab_size") or 0)
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
-        self._eos_token_ids = _eos_token_ids(config, vocab.get(special_tokens.get("eos_token", "")))
+        self._eos_token_ids = _eos_token_ids(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
 
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
         for name in kwargs:
@@ -91,7 +96,8 @@ class HfRenderer(Renderer):
         """Without special tokens."""
         for text in texts:
             self._check_text(text, "input", where="the text")
-        return self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        with panics_as(_unable("input")):
+            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
 
     def _join(self, first: Encoding, second: Encoding | None, max_tokens: int | None, special: list[int]) -> RenderedText:
         if max_tokens is not None:
@@ -103,7 +109,8 @@ class HfRenderer(Renderer):
                 second.truncate(room - len(first))
             elif second is None and len(first) > room:
                 first.truncate(room)
-        joined = self._tokenizer.post_process(first, second, add_special_tokens=True)
+        with panics_as(_unable("input")):
+            joined = self._tokenizer.post_process(first, second, add_special_tokens=True)
         start = None
         if second is not None:
             start = next((i for i, sequence in enumerate(joined.sequence_ids) if sequence == 1), len(joined.ids))
@@ -130,7 +137,9 @@ class HfRenderer(Renderer):
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         self._check_text(text, param)
-        return _not_empty(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids, param)
+        with panics_as(_unable(param)):
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return _not_empty(encoding.ids, param)
 
     def _check_text(self, text: str, param: str, *, where: str = "the prompt") -> None:
         if not isinstance(text, str):
@@ -143,6 +152,11 @@ class HfRenderer(Renderer):
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"{where} is not a valid text: lone surrogate at position {error.start}.", param) from None
+
+
+def _unable(param: str) -> Callable[[str], RequestError]:
+    """Words a panic of the tokenizer, such as that of a regular expression which takes too many steps."""
+    return lambda message: RequestError(f"the checkpoint's tokenizer cannot tokenize this text: {message}", param)
 
 
 def _not_empty(token_ids: list[int], param: str) -> list[int]:
@@ -164,13 +178,27 @@ def _text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {**hf_config, **nested} if isinstance(nested, dict) else hf_config
 
 
-def _eos_token_ids(config: VllmConfig, of_tokenizer: int | None) -> list[int]:
-    assert config.checkpoint is not None
+def _eos_token_ids(config: VllmConfig, of_tokenizer: int | None, vocab_size: int) -> list[int]:
+    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit for are left out: it never draws them.
+
+    Raises CheckpointError for what is no token id.
+    """
     found: dict[int, None] = {}
-    for value in (
-        config.checkpoint.generation_config.get("eos_token_id"),
-        _text_config(config.hf_config).get("eos_token_id"),
-        of_tokenizer,
-    ):
-        found.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
+    for file, token_id in _stated_eos(config):
+        if not 0 <= token_id < vocab_size:
+            logger.warning("%s: eos_token_id %d is not in the vocabulary of %d tokens, and never ends a text.", file, token_id, vocab_size)
+        else:
+            found[token_id] = None
+    if of_tokenizer is not None and of_tokenizer < vocab_size:
+        found[of_tokenizer] = None
     return list(found)
+
+
+def _stated_eos(config: VllmConfig) -> Iterator[tuple[Path, int]]:
+    assert config.checkpoint is not None
+    for name, values in (("generation_config.json", config.checkpoint.generation_config), ("config.json", _text_config(config.hf_config))):
+        file, value = Path(config.checkpoint.path, name), values.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(token_id) is not int:
+                raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them, not {reprlib.repr(token_id)}.")
+            yield file, token_id

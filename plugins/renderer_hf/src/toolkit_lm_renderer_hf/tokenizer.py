@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 from toolkit_lm.errors import CheckpointError
 
+from toolkit_lm_renderer_hf.panic import panics_as
 from toolkit_lm_renderer_hf.tokenizer_class import apply_class_options
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -32,6 +33,15 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
     # As in transformers: a config that lists its added tokens wins over the older file.
     special_tokens = _special_tokens(older | config if "added_tokens_decoder" in config else config | older)
     path = folder / "tokenizer.json"
+    with panics_as(lambda message: CheckpointError(f"the package tokenizers panics on the tokenizer in {folder}: {message}")):
+        tokenizer, special_tokens = _load(path, config, special_tokens, trust_remote_code)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return LoadedTokenizer(tokenizer, special_tokens, config)
+
+
+def _load(path: Path, config: dict[str, Any], special_tokens: dict[str, str], trust_remote_code: bool) -> tuple[Tokenizer, dict[str, str]]:
+    folder = path.parent
     if path.is_file():
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -39,11 +49,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedToken
             raise CheckpointError(f"{path} is not a tokenizer that the package tokenizers can read: {error}") from error
         # As in transformers 5, add_bos_token and add_eos_token of the config have no say where there is a tokenizer.json.
         apply_class_options(tokenizer, config, special_tokens, read_json(folder / "config.json"))
-    else:
-        tokenizer, special_tokens = _convert(folder, trust_remote_code)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return LoadedTokenizer(tokenizer, special_tokens, config)
+        return tokenizer, special_tokens
+    return _convert(folder, trust_remote_code)
 
 
 def read_json(path: Path) -> dict[str, Any]:
