@@ -8,6 +8,7 @@ import pytest
 import torch
 from fake_model import NAN, SumModel, make_config, make_plugins, new, next_token, row
 from toolkit_lm.attention import plan_groups
+from toolkit_lm.errors import CheckpointError
 from toolkit_lm.executor import InProcessExecutor
 from toolkit_lm.messages import StepPlan
 
@@ -73,6 +74,12 @@ def test_the_warm_up_leaves_no_sequence_behind(executor):
     executor.warm_up()
     assert executor.runner._batch.row_of == {}
     assert executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10).errors == {}
+
+
+def test_a_model_whose_logits_are_not_finite_is_refused_in_the_warm_up(executor):
+    executor.runner.model.compute_logits = lambda hidden_states: torch.full((len(hidden_states), 32), torch.nan)
+    with pytest.raises(CheckpointError, match="cannot draw a first token: the model's logits are not finite"):
+        executor.warm_up()
 
 
 def test_a_row_s_error_is_a_result(executor):

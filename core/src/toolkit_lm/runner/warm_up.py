@@ -10,6 +10,7 @@ import torch
 
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.config import parse_memory
+from toolkit_lm.errors import CheckpointError
 from toolkit_lm.messages import NewSequence, ScheduledSequence, SequenceInputs, StepPlan
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
@@ -22,7 +23,8 @@ _KEPT_BYTES = 2**25 - 2**16
 def warm_up(runner: ModelRunner) -> None:
     """A prompt of two tokens, and where text is generated a decode, of a made-up sequence that is then forgotten.
 
-    They leave garbage in the first blocks. All ranks of an engine run it at the same time.
+    They leave garbage in the first blocks. All ranks of an engine run it at the same time. Raises CheckpointError where logits are not
+    finite: so the first request would find out.
     """
     if runner.device.type == "cpu":
         # Once glibc has seen an allocation of this size freed, it keeps the memory of activations instead of asking for its pages anew.
@@ -30,7 +32,9 @@ def warm_up(runner: ModelRunner) -> None:
     generates = runner.config.model.runner != "pooling"
     new = _made_up(runner, -1, 2)
     nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
-    runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 2, nothing_new, generates)]))
+    result = runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 2, nothing_new, generates)]))
+    if result.errors:
+        raise CheckpointError(f"the model cannot draw a first token: {result.errors[-1]}.")
     if generates:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
     runner.execute(StepPlan(dropped=[-1]))
