@@ -503,8 +503,8 @@ class TestBadStart:
             ({"intermediate_size": -4}, "intermediate_size must be an integer of at least 1"),
             ({"vocab_size": "272"}, "vocab_size must be an integer of at least 1"),
             ({"head_dim": 0}, "head_dim must be an integer of at least 1"),
-            ({"rope_parameters": "linear"}, "rope_parameters must be an object"),
-            ({"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}}, "factor must be a number"),
+            ({"rope_parameters": "linear"}, "'rope_parameters' must be of type dict"),
+            ({"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}}, "'factor' must be of type float"),
         ],
     )
     def test_a_config_that_does_not_fit(self, folder, tmp_path, change, message):

@@ -149,6 +149,7 @@ def test_fused_experts_that_do_not_fit_are_named(family, model_cls, folder):
         ({"num_experts_per_tok": 0}, "'num_experts_per_tok' must be 1 to 4"),
         ({"num_experts_per_tok": "removed"}, "config.json has no 'num_experts_per_tok'"),
         ({"num_local_experts": "removed"}, "config.json has no 'num_experts'"),
+        ({"num_local_experts": 10**9}, "'num_experts' must be 0 to 4096, not 1000000000"),
     ],
 )
 def test_a_config_that_does_not_do_is_refused_by_name(model_cls, folder, changes, message):

@@ -108,6 +108,35 @@ def test_what_does_not_do_is_refused_by_name():
         rotary({"rope_type": "default", "partial_rotary_factor": 2.0})
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_theta": float("nan")},
+        {"rope_theta": float("inf")},
+        {"rope_theta": 10**400},
+        {"rope_theta": 0},
+        {"rope_theta": -1.0},
+        {"partial_rotary_factor": -1.0},
+        {**SCALINGS["yarn"], "factor": float("nan")},
+        {**SCALINGS["yarn"], "beta_fast": -1.0},
+        {**SCALINGS["yarn"], "rope_theta": 1.0},
+        {**SCALINGS["yarn"], "original_max_position_embeddings": -5},
+        {**SCALINGS["llama3"], "original_max_position_embeddings": "64"},
+        {**SCALINGS["longrope"], "short_factor": [float("nan")] * 16, "long_factor": [float("nan")] * 16},
+        {**SCALINGS["longrope"], "short_factor": ["a"] * 16, "long_factor": ["a"] * 16},
+        {**SCALINGS["longrope"], "attention_factor": float("inf")},
+    ],
+)
+def test_values_that_give_no_angles_are_refused(change):
+    with pytest.raises(CheckpointError):
+        rotary({"rope_type": "default", "rope_theta": 10000.0, **change})
+
+
+def test_a_rope_type_is_a_name():
+    with pytest.raises(UnsupportedError, match="unknown rope_type"):
+        parameters({**BASE, "rope_parameters": {"rope_type": ["default"]}})
+
+
 def rotary(rope, **options):
     config = VllmConfig.default(max_model_len=300, **options)
     return RotaryEmbedding(parameters({**BASE, "rope_parameters": rope}), vllm_config=config)

@@ -1,6 +1,7 @@
 """Checkpoint folders: what is read, and what is said of a broken one. Names of weights are matched by a small model."""
 
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import CheckpointError, PluginError
+from toolkit_lm.errors import CapacityError, CheckpointError, PluginError
 from toolkit_lm.model import (
     CheckpointWeights,
     ColumnParallelLinear,
@@ -111,7 +112,7 @@ def test_a_missing_file_of_an_index_is_named(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
 def test_a_broken_index_is_named(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json is not an index of weights"):
@@ -132,6 +133,70 @@ def test_a_truncated_file_is_named(tmp_path, keep):
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file; it may be truncated"):
         load(tmp_path)
+
+
+def lying_header(folder, **header):
+    """A file of 16 bytes of data whose header says something else of them."""
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+
+
+def stated(shape, start, end, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": stated([10**6], 0, 4 * 10**6)},
+        {"a": stated([10**12], 0, 16)},
+        {"a": stated([2**62, 4], 0, 16)},
+        {"a": stated([4], 0, 16), "b": stated([4], 0, 16)},
+        {"a": stated([2], 8, 16)},
+        {"a": stated([4], 16, 0)},
+        {"a": stated([-4], 0, 16)},
+        {"a": stated([4], 0, 16, "F99")},
+        {"a": 3},
+    ],
+)
+def test_a_header_that_lies_is_named(tmp_path, header):
+    lying_header(tmp_path, **header)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 0])
+def test_a_header_of_an_absurd_length_is_named(tmp_path, length):
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}" + bytes(16))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+        load(tmp_path)
+
+
+def test_weights_that_are_no_regular_file_are_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load(tmp_path)
+
+
+def test_links_to_weights_are_followed(tmp_path):
+    """As in the cache of the hub, where files are links into ../../blobs."""
+    folder = tmp_path / "snapshots" / "main"
+    folder.mkdir(parents=True)
+    save_file(WEIGHTS, tmp_path / "blob")
+    (folder / "model.safetensors").symlink_to("../../blob")
+    assert_loaded(load(folder))
+
+
+class Huge(Model):
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.out = ColumnParallelLinear(2**24, 2**24, vllm_config=vllm_config, prefix="out")
+
+
+def test_a_model_that_does_not_fit_into_memory_is_named(tmp_path):
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    with pytest.raises(CapacityError, match=r"making Huge from the config\.json of .* takes more memory than there is"):
+        load_model(Huge, config_for(tmp_path), torch.device("cpu"), Plugins.load(PluginsConfig(plugins=[])))
 
 
 def test_garbage_is_named(tmp_path):

@@ -24,3 +24,6 @@ def test_stored_weights(tmp_path):
         stored_weights(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"c": "x.safetensors"}}))
     assert stored_weights(tmp_path) == {"c"}
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match="cannot be read: RecursionError"):
+        stored_weights(tmp_path)

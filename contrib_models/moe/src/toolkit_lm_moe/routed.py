@@ -12,11 +12,16 @@ from torch import Tensor, nn
 
 from toolkit_lm_moe.experts import RoutedExperts, route_top_k, split_experts
 
+_MOST_EXPERTS = 2**12
+
 
 def num_experts_of(config: HFConfig) -> int:
     """`num_local_experts`, or `num_experts`: a family's checkpoints may state either."""
     stated = config.get("num_local_experts", int)
-    return stated if stated is not None else config.require("num_experts", int)
+    count = stated if stated is not None else config.require("num_experts", int)
+    if not 0 <= count <= _MOST_EXPERTS:
+        raise CheckpointError(f"config.json: 'num_experts' must be 0 to {_MOST_EXPERTS}, not {count}.")
+    return count
 
 
 class RoutedBlock(nn.Module):

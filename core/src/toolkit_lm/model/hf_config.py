@@ -8,6 +8,8 @@ from typing import Any, TypeVar, cast, overload
 from toolkit_lm.errors import CheckpointError, nearest
 
 T = TypeVar("T")
+_HUGE = 10.0**300
+"""Numbers of a config are below."""
 
 
 class HFConfig:
@@ -35,8 +37,9 @@ class HFConfig:
         value = self.values.get(key)
         if value is None:
             return default
-        if kind is float and type(value) is int:
+        if kind is float and type(value) is int and abs(value) < _HUGE:
             return cast(T, float(value))
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        is_nan_or_inf = isinstance(value, float) and not -_HUGE < value < _HUGE
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or is_nan_or_inf:
             raise CheckpointError(f"config.json: {key!r} must be of type {kind.__name__}, not {value!r}.")
         return value

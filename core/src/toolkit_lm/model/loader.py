@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.errors import CapacityError, CheckpointError, UnsupportedError
 from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 from toolkit_lm.model.contract import Model, check_constructor
 from toolkit_lm.model.linear import LinearBase
@@ -44,8 +44,8 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
 def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins) -> Model:
     """The model without its weights, its layers held by the methods of the config's quantization.
 
-    Raises UnsupportedError for a quantization that refuses the checkpoint, or that has a method for none of the layers; and what the
-    model's constructor raises, with a note on the checkpoint.
+    Raises UnsupportedError for a quantization that refuses the checkpoint, or that has a method for none of the layers; CapacityError
+    for a model that does not fit into memory; and what else the model's constructor raises, with a note on the checkpoint.
     """
     name = vllm_config.load.quantization
     quantization: Quantization | None = None
@@ -58,7 +58,10 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
             model = model_cls(vllm_config=vllm_config)
     except Exception as error:
         assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-        error.add_note(f"making {model_cls.__name__} from the config.json of {vllm_config.checkpoint.path!r}")
+        what = f"making {model_cls.__name__} from the config.json of {vllm_config.checkpoint.path!r}"
+        if isinstance(error, RuntimeError) and "allocate" in str(error):
+            raise CapacityError(f"{what} takes more memory than there is: {error}") from error
+        error.add_note(what)
         raise
     methods = [module.method for module in model.modules() if isinstance(module, LinearBase)]
     if quantization is not None and all(isinstance(method, UnquantizedMethod) for method in methods):

@@ -41,11 +41,11 @@ class RopeParameters:
         given = config.get("rope_parameters", dict, nothing) or config.get("rope_scaling", dict, nothing)
         if layer_type is not None and isinstance(given.get(layer_type), Mapping):
             given = given[layer_type]
-        rope_type = given.get("rope_type") or given.get("type") or "default"
+        rope_type = str(given.get("rope_type") or given.get("type") or "default")
         if rope_type == "su":  # LongRoPE's first name
             rope_type = "longrope"
         if rope_type not in _SCALINGS:
-            raise UnsupportedError(f"config.json: unknown rope_type {rope_type!r}. {nearest(str(rope_type), _SCALINGS)}")
+            raise UnsupportedError(f"config.json: unknown rope_type {rope_type!r}. {nearest(rope_type, _SCALINGS)}")
         max_positions = config.require("max_position_embeddings", int)
         values = {
             "rope_theta": config.get("rope_theta", float, DEFAULT_THETA),
@@ -82,8 +82,15 @@ class RopeParameters:
 
         `max_len` is the longest sequence there will be: "dynamic" and "longrope" depend on it. transformers takes the length so far,
         and turns later keys by other angles than the ones it has cached; here all keys of an engine are turned alike.
+        Raises CheckpointError for values that give no angles.
         """
-        return _SCALINGS[self.rope_type](self, max_len)
+        try:
+            frequencies, attention_factor = _SCALINGS[self.rope_type](self, max_len)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"no angles of {self.rope_type!r} rotary embeddings: {error}") from error
+        if not frequencies.is_meta and not (frequencies * attention_factor).isfinite().all():
+            raise CheckpointError(f"config.json: the angles of its {self.rope_type!r} rotary embeddings are not finite.")
+        return frequencies, attention_factor
 
 
 def _radii(theta: float, size: int) -> Tensor:

@@ -59,7 +59,7 @@ class CheckpointWeights(CheckpointLoader):
         path = self.source / INDEX
         try:
             files = set(json.loads(path.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not an index of weights: {error!r}") from error
         for file in files:
             if not isinstance(file, str) or Path(file).name != file:

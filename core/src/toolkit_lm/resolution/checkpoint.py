@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,14 @@ import msgspec
 from toolkit_lm.config import Checkpoint, ModelConfig, VllmConfig
 from toolkit_lm.config.tasks import CONVERTIBLE_SUFFIXES, default_runner
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, nearest, page
+from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import Plugins, PluginWarning
 
 _POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
 _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "artifact.metadata")
 """Of sentence-transformers, PyLate and ColBERT's authors, who write them for models that pool only."""
+_MOST_BYTES = 2**24
+"""Of a JSON file; config.json of 100,000 labels has 5 MB."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -53,11 +57,13 @@ def _download(config: ModelConfig) -> Path:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object. Raises CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}: it is not a checkpoint in Hugging Face layout.")
+    if path.stat().st_size > _MOST_BYTES:
+        raise CheckpointError(f"{str(path)!r} is too large: it may have {_MOST_BYTES} bytes.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{str(path.parent)!r} has no {path.name}: it is not a checkpoint in Hugging Face layout.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(data).__name__}.")
@@ -76,7 +82,7 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
         source=str(source),
         architecture=_architectures(hf_config, folder)[0],
         hf_config=hf_config,
-        generation_config=read_json(generation) if generation.exists() else {},
+        generation_config=read_json(generation) if generation.is_file() else {},
     )
     key, _ = choose_model(config.with_checkpoint(checkpoint), plugins)
     if config.model.model_impl == "auto" and plugins.models.get(key).is_fallback:
@@ -121,7 +127,7 @@ def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
     stated, wanted = config.hf_config.get("quantization_config"), config.load.quantization
     method = stated.get("quant_method") if isinstance(stated, dict) else stated
     if wanted == "auto":
-        wanted = method or "none"
+        wanted = str(method or "none")
     if wanted not in plugins.quantization and (stated or wanted != "none"):
         weights = f"quantized weights ({method!r})" if stated else "weights"
         raise UnsupportedError(
@@ -141,24 +147,22 @@ def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
             )
 
 
-_SIZES = (
-    "vocab_size",
-    "max_position_embeddings",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
+_MOST = (
+    dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2**10)
+    | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**12)
+    | dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_inner", "ffn_dim", "d_model", "dim"), 2**24)
+    | dict.fromkeys(("max_position_embeddings", "n_positions"), 2**48)
 )
-"""Keys of config.json that, where they are given, are counts."""
+"""Keys of config.json that, where they are given, are counts of at least 1, and the most that each may be: far more than any model has."""
 
 
 def _check_config(hf_config: dict[str, Any], path: Path) -> None:
-    """What would otherwise fail deep inside a model class."""
-    for key in _SIZES:
-        value = hf_config.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise CheckpointError(f"{str(path)!r}: {key} must be an integer of at least 1, not {value!r}.")
+    """What would otherwise fail deep inside a model class, or never end."""
+    for key, value in [*hf_config.items(), *HFConfig(hf_config).get("text_config", dict, {}).items()]:
+        most = _MOST.get(key)
+        # A list has a count for each layer: classes that take none say so.
+        if most and value is not None and not isinstance(value, list) and not (type(value) is int and 1 <= value <= most):
+            raise CheckpointError(f"{str(path)!r}: {key} must be an integer of at least 1, at most {most}, not {reprlib.repr(value)}.")
 
 
 def choose_model(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
@@ -204,8 +208,9 @@ def _to_convert(architecture: str, plugins: Plugins) -> str | None:
 
 def _architectures(hf_config: dict[str, Any], folder: Path) -> list[str]:
     architectures = hf_config.get("architectures")
-    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) for a in architectures):
-        raise CheckpointError(f"{str(folder / 'config.json')!r} names no model class: 'architectures' is {architectures!r}.")
+    if not isinstance(architectures, list) or not architectures or not all(isinstance(a, str) and len(a) < 200 for a in architectures):
+        found = f"'architectures' is {reprlib.repr(architectures)}"
+        raise CheckpointError(f"{str(folder / 'config.json')!r} names no model class: {found}.")
     return architectures
 
 

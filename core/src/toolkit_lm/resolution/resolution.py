@@ -10,6 +10,7 @@ from typing import Any
 
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
+from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import ExecutorEntry, ModelEntry, Plugins, RendererEntry
 from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
 from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, read_checkpoint
@@ -17,6 +18,8 @@ from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 
 _MOST_UNCUT = 8192
 """Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
+_MOST_UNASKED = 2**20
+"""Tokens of the longest sequence that a checkpoint can have without being asked for: the rotary table of 2**20 has half a gigabyte."""
 _WHOLE_TOKENS = {"float32": 4096, "bfloat16": 8192, "float16": 8192}
 """Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster, up to where a step's
 intermediate results leave the processor's last cache."""
@@ -122,22 +125,23 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint, entry: ModelEntry
     longest = _stretched(stated, checkpoint.hf_config) - entry.reserved_positions
     if wanted is not None and wanted > longest:
         raise ConfigError(f"max_model_len is {wanted}, but the checkpoint has {longest} positions: give --max-model-len {longest} or less.")
+    if wanted is None and longest > _MOST_UNASKED:
+        raise ConfigError(f"the checkpoint states {longest} positions, which take much memory: give --max-model-len.")
     return wanted or longest
 
 
 def _stretched(length: int, hf_config: dict[str, Any]) -> int:
     """The positions that a checkpoint can tell apart, rotary scaling included, where it states `length`."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise CheckpointError(f"config.json: rope_parameters must be an object, not {rope!r}.")
-    kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
-    if factor is not None and not isinstance(factor, int | float):
-        raise CheckpointError(f"config.json: the rotary scaling's factor must be a number, not {factor!r}.")
+    given = HFConfig(hf_config)
+    rope = HFConfig(given.get("rope_parameters", dict, {}) or given.get("rope_scaling", dict, {}))
+    kind, factor = rope.values.get("rope_type") or rope.values.get("type"), rope.get("factor", float)
+    if factor is not None and not 0 < factor < _MOST_UNASKED:
+        raise CheckpointError(f"config.json: the rotary scaling's factor must be a number from 0 to {_MOST_UNASKED}, not {factor!r}.")
     # linear and dynamic state the trained length, yarn may; llama3 and longrope state the stretched one.
     if factor and kind in ("linear", "dynamic"):
         return int(length * factor)
     if factor and kind == "yarn":
-        return max(length, int((rope.get("original_max_position_embeddings") or length) * factor))
+        return max(length, int(rope.get("original_max_position_embeddings", int, length) * factor))
     return length
 
 

@@ -20,7 +20,7 @@ def stored_weights(folder: str | Path) -> frozenset[str]:
             return frozenset(json.loads(index.read_bytes())["weight_map"])
         if single.is_file():
             return frozenset(_header(single)) - {"__metadata__"}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"the names of the weights in {str(folder)!r} cannot be read: {error!r}") from error
     return frozenset()
 

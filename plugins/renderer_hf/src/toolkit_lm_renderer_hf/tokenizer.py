@@ -13,6 +13,8 @@ from toolkit_lm_renderer_hf.panic import panics_as
 from toolkit_lm_renderer_hf.tokenizer_class import apply_class_options
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST_BYTES = 2**24
+"""Of a JSON file that is not the tokenizer itself."""
 
 
 class LoadedTokenizer(NamedTuple):
@@ -57,9 +59,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file, {} where there is no such file. Raises CheckpointError for a broken one."""
     if not path.is_file():
         return {}
+    if path.stat().st_size > _MOST_BYTES:
+        raise CheckpointError(f"{path} is too large: it may have {_MOST_BYTES} bytes.")
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointError(f"{path} must hold a mapping, not a {type(data).__name__}.")

@@ -16,9 +16,11 @@ _NAMES = {bool: "true or false", int: "an integer", str: "text", dict: "an objec
 
 def read_json_file(path: Path) -> Any:
     """What a JSON file holds. Raises CheckpointError."""
+    if path.exists() and not path.is_file():
+        raise CheckpointError(f"{str(path)!r} cannot be read: it is no regular file.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
 
 
