@@ -7,6 +7,7 @@ import pytest
 import transformers
 from fallback_harness import check_parity, generate, save
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm_transformers.model import TransformersForCausalLM
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128}
@@ -49,6 +50,9 @@ def refusal(folder, **options):
 
 def test_it_is_refused_unless_trusted(remote):
     assert refusal(remote[0]) == "MineForCausalLM is code that the checkpoint brings along, which runs with --trust-remote-code only"
+    for options in ({}, {"model_impl": "transformers"}):
+        with pytest.raises((CheckpointError, UnsupportedError), match="--trust-remote-code only"):
+            generate(remote[0], **options)
     assert not sys.remote_code_ran
 
 
@@ -58,8 +62,9 @@ def test_it_runs_where_it_is_trusted(remote):
     assert sys.remote_code_ran
 
 
-def test_a_class_of_transformers_goes_before_it(remote):
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_class_of_transformers_goes_before_it(remote, trusted):
     folder, model = remote
     rewrite(folder, model_type="llama", architectures=["LlamaForCausalLM"])
-    check_parity(model, generate(folder, model_impl="transformers", trust_remote_code=True))
+    check_parity(model, generate(folder, model_impl="transformers", trust_remote_code=trusted))
     assert not sys.remote_code_ran

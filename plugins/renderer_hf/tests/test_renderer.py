@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -252,3 +253,29 @@ def test_a_decoder_that_needs_whole_texts_is_refused(make_renderer, byte_level):
             make_renderer(byte_level)
     finally:
         byte_level.decoder = decoders.ByteLevel()
+
+
+CODE = """
+import sys
+from transformers import PreTrainedTokenizerFast
+
+sys.remote_code_ran = True
+
+class MineTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+@pytest.mark.parametrize("converts", [False, True])
+def test_code_of_the_checkpoint_does_not_run(make_renderer, byte_level, monkeypatch, tmp_path, converts):
+    monkeypatch.setattr(sys, "remote_code_ran", False, raising=False)
+    auto_map = {"AutoTokenizer": [None, "mine.MineTokenizer"], "AutoConfig": "mine.MineConfig"}
+    files = {"mine.py": CODE, "config.json": json.dumps({"model_type": "mine", "auto_map": auto_map})}
+    config = {"tokenizer_class": "MineTokenizer", "auto_map": auto_map}
+    if converts:
+        # Without tokenizer.json, transformers looks for a tokenizer.
+        with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+            make_renderer(None, config, files=files)
+    else:
+        assert make_renderer(byte_level, config, files=files).render_prompt("cat")
+    assert not sys.remote_code_ran
