@@ -47,7 +47,8 @@ def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on the address. Raises ConfigError when it cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio turns Nagle's algorithm off for sockets that name their protocol, and for no others.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
         raise ConfigError(f"option 'host': {host!r} is not an address to listen on: {error}") from error
     try:
