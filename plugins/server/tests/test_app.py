@@ -682,7 +682,15 @@ async def test_a_lifespan_that_fails_names_its_plugin(make_engine):
             raise AssertionError("it does not get here")
 
 
-@pytest.mark.parametrize("options", [{"max_body_size": "50%"}, {"max_body_size": "much"}, {"api_key": ""}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_body_size": "50%"},
+        {"max_body_size": "much"},
+        {"max_header_size": "much"},
+        {"api_key": ""},
+    ],
+)
 async def test_wrong_options(options):
     with pytest.raises(ConfigError):
         ServerOptions(**options)

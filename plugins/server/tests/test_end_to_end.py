@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import openai
@@ -497,6 +498,68 @@ def test_stops_in_time_with_requests_under_way(checkpoint):
         assert "Traceback" not in errors
     finally:
         server.process.kill()
+
+
+PARTS = [b"", b"POST /v1/completions HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"]
+"""Of requests: nothing, a part of the head, the head without its body."""
+
+
+def connections(url, parts) -> list[socket.socket]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    found = []
+    for part in parts:
+        found.append(socket.create_connection((host, int(port))))
+        found[-1].sendall(part)
+    return found
+
+
+def test_stops_in_time_whatever_clients_do(checkpoint):
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--shutdown-timeout", "1", "--log-level", "warning", "--no-access-log")
+    opened = []
+    try:
+        opened = connections(server.url(), PARTS * 10)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.end()
+        assert (code, errors) == (0, "")
+        assert time.monotonic() - start < 8
+    finally:
+        server.process.kill()
+        for one in opened:
+            one.close()
+
+
+@pytest.mark.slow
+def test_more_connections_than_file_descriptors(checkpoint):
+    prelude = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))"
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", "--no-access-log", "--shutdown-timeout", "0", prelude=prelude)
+    opened = []
+    try:
+        url = server.url()
+        opened = connections(url, PARTS * 200)
+        stat = Path(f"/proc/{server.process.pid}/stat")
+        before, times = cpu_seconds(stat), []
+        for path in ("/health", "/metrics") * 5:
+            start = time.monotonic()
+            assert httpx.get(f"{url}{path}").status_code == 200
+            times.append(time.monotonic() - start)
+        time.sleep(1)
+        assert sorted(times)[5] < 0.1 and max(times) < 1
+        assert cpu_seconds(stat) - before < 1
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.end()
+        assert code == 0
+        assert len(errors) < 10_000 and "Traceback" not in errors
+    finally:
+        server.process.kill()
+        for one in opened:
+            one.close()
+
+
+def cpu_seconds(stat) -> float:
+    """That a process has taken."""
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_ends_when_the_engine_dies(checkpoint):

@@ -9,18 +9,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from concurrent.futures import Future, wait
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.frontend.health import Health
 
 from toolkit_lm_server.app import create_app, create_early_app
+from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
@@ -54,13 +54,6 @@ class InFlight:
             self.count -= 1
 
 
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Signals are the lifecycle's."""
-        yield
-
-
 class _NoEngine:
     """Stands for an engine that is being made."""
 
@@ -85,7 +78,7 @@ class Lifecycle:
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
         self._in_flight = InFlight(create_early_app(options, metrics, self._readiness))
-        self._server = _Server(_settings(self._in_flight, options))
+        self._server = HttpServer(self._in_flight, options)
         self._stopped = False
 
     async def run(self) -> None:
@@ -152,14 +145,21 @@ class Lifecycle:
         """Takes no new requests, and gives those under way their time."""
         self._readiness.draining = True
         await self._until_idle(self._options.shutdown_timeout)
-        if self._in_flight.count:
+        if self._is_busy:
             # What is still under way is told that the engine has been shut down, and so comes to its end.
             close(self._making)
             await self._until_idle(CLOSING)
+        # Clients that neither send nor read cannot keep the server.
+        self._server.bounded.abort()
+
+    @property
+    def _is_busy(self) -> bool:
+        """Answers are being made or sent."""
+        return self._in_flight.count > 0 or self._server.bounded.num_unread > 0
 
     async def _until_idle(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._in_flight.count and time.monotonic() < deadline:
+        while self._is_busy and time.monotonic() < deadline:
             await asyncio.sleep(_POLL)
 
     def _stop(self, number: int) -> None:
@@ -175,15 +175,3 @@ def url_of(listener: socket.socket) -> str:
     """The address that a socket listens on, for people."""
     host, port, *_ = listener.getsockname()
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _settings(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        # The lifecycle enters the app's.
-        lifespan="off",
-        log_level=options.log_level,
-        access_log=options.access_log,
-        root_path=options.root_path,
-        timeout_graceful_shutdown=CLOSING,
-    )

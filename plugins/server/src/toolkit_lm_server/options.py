@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from typing import Annotated, Literal
 
 from msgspec import Struct, field
 from toolkit_lm.config import option, parse_memory
 from toolkit_lm.errors import ConfigError
+
+_MOST_CONNECTIONS = 10_000
+"""The default where the process may have many files open."""
+_OTHER_FILES = 64
+"""File descriptors that the server needs for itself."""
 
 
 class ServerOptions(Struct, frozen=True, kw_only=True):
@@ -24,15 +31,26 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     ] = "256MiB"
     max_prompts: Annotated[int, option("Maximum number of prompts in a completion request.", ge=1)] = 256
     max_inputs: Annotated[int, option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
+    max_connections: Annotated[
+        int | None,
+        option("Maximum number of connections.", ge=1, none="three quarters of the open files that the process may have, at most 10,000"),
+    ] = None
+    max_header_size: Annotated[str, option("Maximum size of a request's headers ('16KiB').")] = "16KiB"
+    header_timeout: Annotated[int, option("Seconds within which all headers of a request must have come.", ge=1)] = 10
+    body_timeout: Annotated[int, option("Seconds within which the whole body of a request must have come.", ge=1)] = 60
+    keep_alive_timeout: Annotated[int, option("Seconds that a connection may wait for its next request.", ge=1)] = 60
+    write_timeout: Annotated[int, option("Seconds that a client may read nothing of its answer.", ge=1)] = 30
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("Log level of the HTTP server.")] = "info"
     access_log: Annotated[bool, option("Log each HTTP request.")] = True
     shutdown_timeout: Annotated[int, option("Seconds that running requests get to finish when the server stops.", ge=0)] = 10
 
     def __post_init__(self) -> None:
-        for name in ("max_body_size", "max_request_cost"):
-            if not isinstance(parse_memory(value := getattr(self, name)), int):
-                raise ConfigError(f"{name} must be a number of bytes, such as '16MiB', not {value!r}.")
+        for name in ("max_body_size", "max_header_size", "max_request_cost"):
+            if not isinstance(parse_memory(getattr(self, name)), int):
+                raise ConfigError(f"{name} must be a number of bytes, such as '16MiB', not {getattr(self, name)!r}.")
+        if (self.max_connections or 0) > (most := _open_files() - _OTHER_FILES):
+            raise ConfigError(f"max_connections is {self.max_connections}, but the open files of this process (ulimit -n) allow {most}.")
         if self.api_key == "":
             raise ConfigError("api_key is empty. Give a key, or none at all.")
 
@@ -43,3 +61,18 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     @property
     def max_request_bytes(self) -> int:
         return int(parse_memory(self.max_request_cost))
+
+    @property
+    def max_header_bytes(self) -> int:
+        return int(parse_memory(self.max_header_size))
+
+    @property
+    def num_connections(self) -> int:
+        """`max_connections`, or its default in this process."""
+        return self.max_connections or min(_open_files() * 3 // 4, _MOST_CONNECTIONS)
+
+
+def _open_files() -> int:
+    """How many files the process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft

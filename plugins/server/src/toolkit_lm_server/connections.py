@@ -1,0 +1,249 @@
+"""The server's connections: how many there may be, and how long each may keep the server waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import h11
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from toolkit_lm_server.errors import RETRY_AFTER, ApiError
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.threads import CLOSING
+
+ALWAYS = ("/health", "/ready", "/metrics")
+"""Paths that are answered however many requests are under way."""
+_SPARE = 32
+"""Connections beyond the maximum: they hear that the server is busy, or what its health is."""
+_BACKLOG = 2048
+"""Connections that the kernel keeps until the server takes them."""
+_MOST_HEADERS = 100
+_LOOK = 0.5
+"""Seconds between two looks at what connections wait for."""
+
+Wait = Literal["head", "body", "reader", "server"]
+"""What a connection waits for: a part of the request, the client that reads its answer, or the server."""
+
+
+class _Stage(NamedTuple):
+    """What a connection waits for. It is another one when there was progress."""
+
+    wait: Wait
+    progress: object
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an app over connections with bounds."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self.bounded = Connections(options)
+        super().__init__(_settings(app, options, self.bounded))
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are the lifecycle's."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(_BACKLOG)
+        self._watching = asyncio.create_task(self.bounded.watch())
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._watching.cancel()
+
+
+class Connections:
+    """All connections of a server. Beyond the maximum, a new one takes the place of the one that has been idle for longest."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._most = options.num_connections
+        self._seconds = {"head": options.header_timeout, "body": options.body_timeout, "reader": options.write_timeout}
+        self._max_header_bytes = options.max_header_bytes
+        self._stages: dict[Connection, tuple[_Stage, float]] = {}
+        """Of each connection, since when."""
+        self._idle: dict[Connection, None] = {}
+        """Those without a request, the longest idle first."""
+        self.protocol = type("Connection", (Connection,), {"pool": self})
+
+    def opened(self, one: Connection) -> None:
+        """Takes a connection in, at the cost of another one where there are too many."""
+        self._stages[one] = one.stage(), time.monotonic()
+        self._idle[one] = None
+        if len(self._stages) <= self._most:
+            return
+        longest = next(iter(self._idle))
+        if longest is not one or len(self._stages) > self._most + _SPARE:
+            longest.abort()
+
+    def closed(self, one: Connection) -> None:
+        """Forgets a connection."""
+        self._stages.pop(one, None)
+        self._idle.pop(one, None)
+
+    def seen(self, one: Connection) -> None:
+        """Takes note of whether a connection has a request."""
+        if one not in self._stages:
+            return
+        if one.is_idle:
+            self._idle.setdefault(one)
+        else:
+            self._idle.pop(one, None)
+
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError (431) for a request with too many headers, (503) where too many are under way."""
+        headers = scope["headers"]
+        if len(headers) > _MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > self._max_header_bytes:
+            raise _large_head()
+        num_busy = len(self._stages) - len(self._idle)
+        if num_busy > self._most and scope["path"].removeprefix(scope["root_path"]) not in ALWAYS:
+            retry = {"Retry-After": str(RETRY_AFTER)}
+            raise ApiError(503, f"The server has {self._most} requests under way (max_connections).", code="server_busy", headers=retry)
+
+    def head_error(self, num_bytes: int, message: str) -> ApiError:
+        """What is wrong with a head that cannot be read, of which so many bytes wait."""
+        return _large_head() if num_bytes > self._max_header_bytes else ApiError(400, message)
+
+    async def watch(self) -> None:
+        """Ends connections that wait for their client for too long."""
+        while True:
+            await asyncio.sleep(_LOOK)
+            now = time.monotonic()
+            for one, (before, since) in list(self._stages.items()):
+                stage = one.stage()
+                if stage != before:
+                    self._stages[one] = stage, now
+                elif now - since > self._seconds.get(stage.wait, float("inf")):
+                    one.expire(stage.wait)
+                self.seen(one)
+
+    @property
+    def num_unread(self) -> int:
+        """How many have an answer that is not sent to its end."""
+        return sum(one.num_unsent > 0 for one in self._stages)
+
+    def abort(self) -> None:
+        """Ends all of them at once."""
+        for one in list(self._stages):
+            one.abort()
+
+
+class Connection(H11Protocol):
+    """One of them. `Connections` makes the subclass to use."""
+
+    pool: Connections
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._served: Any = self.app
+        self.app = self._answer
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that the client has not taken yet."""
+        return self.transport.get_write_buffer_size()
+
+    @property
+    def is_idle(self) -> bool:
+        """It has no request, and nothing to send."""
+        return (self.cycle is None or self.cycle.response_complete) and not self.num_unsent
+
+    def stage(self) -> _Stage:
+        if self.num_unsent or self.transport.is_closing():
+            return _Stage("reader", self.num_unsent)
+        if self.conn.their_state is h11.SEND_BODY:
+            return _Stage("body", self.cycle)
+        # Between two requests uvicorn has a timer of its own.
+        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+            return _Stage("head", self.cycle)
+        return _Stage("server", None)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.pool.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.pool.closed(self)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self.pool.seen(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.pool.seen(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is not HTTP, or has a head without an end."""
+        self._refuse(self.pool.head_error(len(self.conn.trailing_data[0]), msg))
+
+    def expire(self, wait: Wait) -> None:
+        """Ends the connection because its client takes too long."""
+        nothing_came = wait == "head" and not self.conn.trailing_data[0]
+        if wait == "reader" or nothing_came:
+            self.abort()
+        else:
+            self._refuse(ApiError(408, f"The request's {wait} took too long ({wait}_timeout).", code="request_timeout"))
+
+    def abort(self) -> None:
+        """Ends the connection at once. Its place is free at once, too."""
+        self.pool.closed(self)
+        self.transport.abort()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answers without the app, and closes."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.abort()
+            return
+        answer = error.response()
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        body = h11.Data(data=bytes(answer.body))
+        for event in (h11.Response(status_code=answer.status_code, headers=headers), body, h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self.pool.check(scope)
+        except ApiError as error:
+            answer = error.response()
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send)
+        else:
+            await self._served(scope, receive, send)
+
+
+def _large_head() -> ApiError:
+    return ApiError(431, f"The request's headers are more than {_MOST_HEADERS}, or larger than max_header_size.", code="headers_too_large")
+
+
+def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=connections.protocol,
+        # They would leave the bounds.
+        ws="none",
+        # The lifecycle enters the app's.
+        lifespan="off",
+        log_level=options.log_level,
+        access_log=options.access_log,
+        root_path=options.root_path,
+        timeout_keep_alive=options.keep_alive_timeout,
+        timeout_graceful_shutdown=CLOSING,
+        h11_max_incomplete_event_size=options.max_header_bytes,
+        # asyncio takes so many at a time, before any is counted. Where there is no file descriptor left, it tries each of them in vain, and
+        # then all of them so many times over.
+        backlog=1,
+    )
