@@ -172,7 +172,14 @@ async def _refused() -> None:
 def _app(options: ServerOptions) -> FastAPI:
     # The generated pages describe the API to anyone, so they are on only where anyone may use it.
     openapi_url = None if options.api_key else "/openapi.json"
-    return FastAPI(title="toolkit-lm", version=__version__, openapi_url=openapi_url, exception_handlers={HTTPException: _answer_error})
+    return FastAPI(
+        title="toolkit-lm",
+        version=__version__,
+        openapi_url=openapi_url,
+        exception_handlers={HTTPException: _answer_error},
+        # A redirect would send clients, with their keys, to whatever the Host header names.
+        redirect_slashes=False,
+    )
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

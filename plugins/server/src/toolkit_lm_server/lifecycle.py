@@ -21,6 +21,7 @@ from toolkit_lm.frontend.health import Health
 
 from toolkit_lm_server.app import create_app, create_early_app
 from toolkit_lm_server.connections import HttpServer
+from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
@@ -78,7 +79,7 @@ class Lifecycle:
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
         self._in_flight = InFlight(create_early_app(options, metrics, self._readiness))
-        self._server = HttpServer(self._in_flight, options)
+        self._server = HttpServer(HostCheck(self._in_flight, host_names(options, listener)), options)
         self._stopped = False
 
     async def run(self) -> None:

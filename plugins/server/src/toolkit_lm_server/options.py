@@ -22,6 +22,10 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
     api_key: Annotated[str | None, option("API key that clients must send, except to /health and /ready.", none="none needed")] = None
+    allowed_hosts: Annotated[
+        list[str],
+        option("Hosts that requests may name in their Host header, beside those of this machine. Checked on loopback without an API key."),
+    ] = field(default_factory=list)
     routes: Annotated[list[str], option("Plugins whose HTTP routes are served, by name.")] = field(default_factory=list)
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"

@@ -1,0 +1,53 @@
+"""The check of a request's Host header.
+
+A web page in a browser on this machine can give its own name our address (DNS rebinding), and then ask us as if we were its server.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from toolkit_lm_server.errors import ApiError, printable
+from toolkit_lm_server.options import ServerOptions
+
+_LOCAL = ("localhost", "127.0.0.1", "[::1]")
+
+
+def host_names(options: ServerOptions, listener: socket.socket) -> frozenset[str] | None:
+    """The hosts that requests may name. None: any."""
+    address = listener.getsockname()[0]
+    is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if not options.allowed_hosts and (options.api_key is not None or not is_local):
+        return None
+    own = f"[{address}]" if ":" in address else address
+    return frozenset(name.lower() for name in (*_LOCAL, own, options.host, *options.allowed_hosts))
+
+
+class HostCheck:
+    """Refuses requests (403) for hosts of other names. HTTP/1.0 without a Host header is not a browser's."""
+
+    def __init__(self, app: ASGIApp, names: frozenset[str] | None) -> None:
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("host")
+        if self._names is None or given is None or _without_port(given.lower()) in self._names:
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            403,
+            f"The Host header names {printable(given)!r}, not this server. Add the name to the option allowed_hosts, or set an API key.",
+            code="host_not_allowed",
+        )
+        await error.response()(scope, receive, send)
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
