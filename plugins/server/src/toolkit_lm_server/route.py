@@ -14,8 +14,9 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from toolkit_lm_server.errors import ApiError, as_api_error
+from toolkit_lm_server.errors import ApiError, as_api_error, printable
 from toolkit_lm_server.fairness import CLIENT
+from toolkit_lm_server.json_request import JsonRequest
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
@@ -49,8 +50,9 @@ class ServerRoute(APIRoute):
                 check_key(request, self.api_key)
                 if self.readiness is not None:
                     self.readiness.check()
+                check_encoding(request)
                 body = await read_body(request, self.max_body_bytes)
-                response = await unless_disconnected(request.receive, handle(Request(request.scope, _replay(body))))
+                response = await unless_disconnected(request.receive, handle(JsonRequest(request.scope, _replay(body))))
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:
@@ -113,6 +115,15 @@ def check_key(request: Request, api_key: str | None) -> None:
     if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
         headers = {"WWW-Authenticate": "Bearer"}
         raise ApiError(401, "Incorrect API key provided: send it as 'Authorization: Bearer KEY'.", code="invalid_api_key", headers=headers)
+
+
+def check_encoding(request: Request) -> None:
+    """Raises ApiError (415) for a body that is compressed: it may be of any size, whatever its number of bytes."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise ApiError(
+            415, f"The body's content-encoding is {printable(encoding)!r}. Send it without compression.", code="unsupported_encoding"
+        )
 
 
 async def read_body(request: Request, most: int) -> bytes:
