@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
+from toolkit_lm_server.answers import answer
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.generation import Generation, Piece, check_generates, check_model, check_priority
+from toolkit_lm_server.generation import Generation, Piece, are_large, check_generates, check_model, check_priority
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
 from toolkit_lm_server.protocol import ChatBody
 from toolkit_lm_server.route import request_context
@@ -35,11 +35,17 @@ class Chat:
         await generation.check_time()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
-        choices = [_choice(choice, body) for choice in await generation.choices()]
-        reply = {**self._head(generation, "chat.completion"), "choices": choices, "usage": generation.usage()}
+        choices = await generation.choices()
+        is_large = body.prompt_logprobs is not None or are_large(choices)
+        return await answer(lambda: self._whole(body, generation, choices), is_large=is_large)
+
+    def _whole(self, body: ChatBody, generation: Generation, choices: Sequence[Piece]) -> dict[str, Any]:
+        """The answer that is not a stream."""
+        found = (_choice(choice, body) for choice in choices)
+        reply = {**self._head(generation, "chat.completion"), "choices": found, "usage": generation.usage()}
         if body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(generation.prompt(0).prompt_logprobs)
-        return JSONResponse(reply)
+        return reply
 
     async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(generation, "chat.completion.chunk") | ({"usage": None} if body.include_usage else {})

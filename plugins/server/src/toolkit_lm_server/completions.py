@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
 
+from toolkit_lm_server.answers import answer
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.generation import Generation, Piece, check_generates, check_model, check_priority
+from toolkit_lm_server.generation import Generation, Piece, are_large, check_generates, check_model, check_priority
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import CompletionBody
@@ -40,17 +40,24 @@ class Completions:
         await generation.check_time()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
-        choices = []
-        for one in await generation.choices():
-            echo: dict[str, Any] = await asyncio.to_thread(self._echo, body, generation, one.index) if body.echo else {"text": ""}
-            choice = _choice(one, body.logprobs, len(echo["text"]))
-            if body.echo:
-                choice["text"] = echo["text"] + choice["text"]
-                choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
-            if body.prompt_logprobs is not None:
-                choice["prompt_logprobs"] = prompt_logprobs(generation.prompt(one.index).prompt_logprobs)
-            choices.append(choice)
-        return JSONResponse({**self._head(generation), "choices": choices, "usage": generation.usage()})
+        choices = await generation.choices()
+        is_large = body.echo or body.prompt_logprobs is not None or are_large(choices)
+        return await answer(lambda: self._whole(body, generation, choices), is_large=is_large)
+
+    def _whole(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> dict[str, Any]:
+        """The answer that is not a stream."""
+        found = (self._whole_choice(body, generation, one) for one in choices)
+        return {**self._head(generation), "choices": found, "usage": generation.usage()}
+
+    def _whole_choice(self, body: CompletionBody, generation: Generation, one: Piece) -> dict[str, Any]:
+        echo: dict[str, Any] = self._echo(body, generation, one.index) if body.echo else {"text": ""}
+        choice = _choice(one, body.logprobs, len(echo["text"]))
+        if body.echo:
+            choice["text"] = echo["text"] + choice["text"]
+            choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(generation.prompt(one.index).prompt_logprobs)
+        return choice
 
     async def _chunks(self, body: CompletionBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(generation) | ({"usage": None} if body.include_usage else {})

@@ -10,9 +10,10 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 
+from toolkit_lm_server.answers import answer
 from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.pooled import answer, encoded, head, pool, usage
+from toolkit_lm_server.pooled import encoded, head, pool, usage
 from toolkit_lm_server.pooling_protocol import (
     AnyPoolingBody,
     ClassifyBody,

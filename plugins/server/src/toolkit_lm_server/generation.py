@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,9 @@ from toolkit_lm_server.errors import ApiError
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
     from toolkit_lm.processing.requests import RequestOptions
+
+_LARGE = 5_000
+"""Characters and log probabilities of an answer whose making would be felt on the event loop."""
 
 Outputs = AsyncGenerator[list[tuple[int, RequestOutput]], None]
 """What AsyncLLM.generate_many gives."""
@@ -110,6 +113,11 @@ class Generation:
         self._num_characters[index] += len(new.text)
         self._num_tokens += len(new.token_ids)
         return Piece(index, new.text, offset, new.token_ids, new.logprobs or [], new.finish_reason, new.stop_reason)
+
+
+def are_large(choices: Sequence[Piece]) -> bool:
+    """Whether an answer with these choices takes long to make."""
+    return sum(len(one.text) + sum(map(len, one.logprobs)) for one in choices) > _LARGE
 
 
 def _is_late(one: CompletionOutput | Piece) -> bool:

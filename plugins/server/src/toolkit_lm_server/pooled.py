@@ -1,18 +1,16 @@
-"""One HTTP request's work in a pooling engine: all of its inputs at once, and its answer."""
+"""One HTTP request's work in a pooling engine: all of its inputs at once, and parts of its answer."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
-from fastapi import Request, Response
+from fastapi import Request
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
@@ -84,8 +82,3 @@ def encoded(data: np.ndarray | None, form: EncodingFormat) -> Any:
     if form == "float":
         return data.tolist()
     return base64.b64encode(data.astype("<f4", copy=False).tobytes()).decode()
-
-
-async def answer(make: Callable[[], dict[str, Any]]) -> Response:
-    """What `make` returns, as JSON. Millions of numbers take their time: not on the event loop."""
-    return Response(await asyncio.to_thread(lambda: msgspec.json.encode(make())), media_type="application/json")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
+from fastapi import Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.processing.validation import check_token_ids
 
+from toolkit_lm_server.answers import answer
 from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody
 
@@ -21,27 +22,27 @@ class Tokens:
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
         check_model(self._engine, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
-        token_ids, texts = await asyncio.to_thread(self._tokenize, body)
-        return {"count": len(token_ids), "max_model_len": self._engine.config.max_model_len, "tokens": token_ids, "token_strs": texts}
+        return await answer(lambda: self._tokenize(body))
 
-    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
         check_model(self._engine, body.model)
-        return {"prompt": await asyncio.to_thread(self._detokenize, body.tokens)}
+        return await answer(lambda: {"prompt": self._detokenize(body.tokens)})
 
-    def _tokenize(self, body: TokenizeBody) -> tuple[list[int], list[str] | None]:
+    def _tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         renderer = self._engine.renderer
         if body.messages is not None:
             token_ids = renderer.render_conversation(body.messages, **body.render_options())
         else:
             assert body.prompt is not None
             token_ids = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens)
-        return token_ids, renderer.token_texts(token_ids) if body.return_token_strs else None
+        texts = renderer.token_texts(token_ids) if body.return_token_strs else None
+        return {"count": len(token_ids), "max_model_len": self._engine.config.max_model_len, "tokens": token_ids, "token_strs": texts}
 
     def _detokenize(self, token_ids: list[int]) -> str:
         renderer = self._engine.renderer
