@@ -401,6 +401,16 @@ async def test_lone_surrogates_in_values(client, fields):
     assert response.status_code in (400, 404), response.text
 
 
+async def test_what_errors_repeat_is_cut(client):
+    long = "x" * 10**6
+    bodies = [(COMPLETE, {"prompt": "a", long: 1}), (COMPLETE, {"prompt": "a", "model": long}), ("/pooling", {"input": "a", "task": long})]
+    for path, body in bodies:
+        reply = await client.post(path, json=body)
+        assert reply.status_code in (400, 404)
+        assert "xxx..." in reply.text and len(reply.content) < 2000
+    assert len((await client.get(f"/v1/models/{'x' * 10_000}")).content) < 2000
+
+
 async def test_neutral_fields_are_accepted(client):
     neutral = {
         "presence_penalty": 0,
@@ -689,6 +699,9 @@ async def test_a_lifespan_that_fails_names_its_plugin(make_engine):
         {"max_body_size": "much"},
         {"max_header_size": "much"},
         {"api_key": ""},
+        {"api_key": "sécret"},
+        {"api_key": "secret\n"},
+        {"api_key": "sec\x00ret"},
     ],
 )
 async def test_wrong_options(options):

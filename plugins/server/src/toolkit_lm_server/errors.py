@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 5
 """Seconds after which a client may come again, where nobody knows better."""
+_NAME, _MESSAGE = 200, 1000
+"""Characters of a client's name, and of a message, that are sent back."""
 _TYPES = {429: "rate_limit_exceeded"}
 
 
@@ -30,15 +32,15 @@ class ApiError(Exception):
         self.headers = headers
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         param = None if param is None else printable(param)
-        self.body = {"error": {"message": printable(message), "type": kind, "param": param, "code": code}}
+        self.body = {"error": {"message": printable(message, _MESSAGE), "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def printable(text: str) -> str:
-    """A client's text as it can be sent back: JSON may name lone surrogates, which UTF-8 cannot."""
-    return text.encode(errors="backslashreplace").decode()
+def printable(text: str, most: int = _NAME) -> str:
+    """The beginning of a client's text as it can be sent back: JSON may name lone surrogates, which UTF-8 cannot."""
+    return (text if len(text) <= most else f"{text[:most]}...").encode(errors="backslashreplace").decode()
 
 
 def as_api_error(error: Exception) -> ApiError:

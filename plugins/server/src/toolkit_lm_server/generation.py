@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 
-from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.errors import ApiError, printable
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -132,7 +132,8 @@ def check_model(engine: AsyncLLM, name: str | None) -> None:
     """Raises ApiError (404) for a model that is not served."""
     served = engine.served_model_name
     if name is not None and name != served:
-        raise ApiError(404, f"The model {name!r} does not exist. This server has {served!r}.", param="model", code="model_not_found")
+        message = f"The model {printable(name)!r} does not exist. This server has {served!r}."
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def check_generates(engine: AsyncLLM) -> None:

@@ -57,6 +57,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             raise ConfigError(f"max_connections is {self.max_connections}, but the open files of this process (ulimit -n) allow {most}.")
         if self.api_key == "":
             raise ConfigError("api_key is empty. Give a key, or none at all.")
+        key = self.api_key or ""
+        if not (key.isascii() and key.isprintable() and key == key.strip()):
+            raise ConfigError("api_key must be printable ASCII characters, without spaces around it: others do not fit in a header.")
 
     @property
     def max_body_bytes(self) -> int:
