@@ -17,13 +17,13 @@ from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.completions import Completions
 from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
-from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import add_plugin_routes
 from toolkit_lm_server.protocol import ChatBody, CompletionBody, with_plugin_fields
-from toolkit_lm_server.readiness import Readiness
+from toolkit_lm_server.readiness import NOT_NOW, Readiness
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.route import route_class, with_body
 from toolkit_lm_server.tokens import Tokens
@@ -102,12 +102,13 @@ def create_router(
         ("/v1/completions", Completions(engine, options).create, CompletionBody),
     ):
         whole = with_plugin_fields(body, engine.plugins.logits_processors)
-        router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None)
+        router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=described(404, 429, 504))
     _add_pooling_routes(router, engine, options)
     router.add_api_route("/v1/models", served.models)
-    router.add_api_route("/v1/models/{model:path}", served.model)
-    router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"])
-    router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"])
+    unknown = described(404)
+    router.add_api_route("/v1/models/{model:path}", served.model, responses=unknown)
+    router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"], response_model=None, responses=unknown)
+    router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"], response_model=None, responses=unknown)
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
     _add_own_routes(router, options, readiness, metrics)
@@ -122,8 +123,8 @@ def _add_own_routes(router: APIRouter, options: ServerOptions, readiness: Readin
     if metrics is not None:
         router.add_api_route("/metrics", about.metrics, response_model=None, route_class_override=always)
     # These two are open to all, so they are no ServerRoutes.
-    router.add_api_route("/health", readiness.health, response_model=None, route_class_override=APIRoute)
-    router.add_api_route("/ready", readiness.ready, response_model=None, route_class_override=APIRoute)
+    for path, handler in (("/health", readiness.health), ("/ready", readiness.ready)):
+        router.add_api_route(path, handler, response_model=None, route_class_override=APIRoute, responses=NOT_NOW)
 
 
 def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOptions) -> None:
@@ -141,7 +142,7 @@ def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOpti
         "/v2/rerank": reranking.cohere_rerank,
     }
     for path, handler in handlers.items():
-        router.add_api_route(path, handler, methods=["POST"], response_model=None)
+        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=described(404, 429, 504))
 
 
 def create_app(

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from toolkit_lm.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
 
@@ -19,6 +20,37 @@ RETRY_AFTER = 5
 _NAME, _MESSAGE = 200, 1000
 """Characters of a client's name, and of a message, that are sent back."""
 _TYPES = {429: "rate_limit_exceeded"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """What an error looks like, for the description of the API."""
+
+    error: ErrorDetail
+
+
+_MEANINGS = {
+    400: "The request is wrong.",
+    401: "The API key is wrong or missing.",
+    404: "The model is not served.",
+    413: "The body is too large.",
+    415: "The body is compressed.",
+    429: "Too many requests wait.",
+    500: "The server or the model failed.",
+    503: "Requests are not served now.",
+    504: "The request's timeout was over.",
+}
+
+
+def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The answers with these statuses, for the description of the API."""
+    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
 
 
 class ApiError(Exception):

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from toolkit_lm_server.errors import ApiError, as_api_error, printable
+from toolkit_lm_server.errors import ApiError, ErrorBody, as_api_error, described, printable
 from toolkit_lm_server.fairness import CLIENT
 from toolkit_lm_server.json_request import JsonRequest
 from toolkit_lm_server.metrics import Metrics
@@ -41,6 +41,17 @@ class ServerRoute(APIRoute):
     max_body_bytes: int
     readiness: Readiness | None
     metrics: Metrics | None
+
+    def __init__(self, *arguments: Any, responses: dict[int | str, dict[str, Any]] | None = None, **options: Any) -> None:
+        """As APIRoute, with the answers that each route may give."""
+        super().__init__(*arguments, responses={**self._described(), **(responses or {})}, **options)
+
+    @classmethod
+    def _described(cls) -> dict[int | str, dict[str, Any]]:
+        key, engine = (401,) if cls.api_key is not None else (), (503,) if cls.readiness is not None else ()
+        # Without a default, FastAPI would add one of its own, 422.
+        other = {"default": {"model": ErrorBody, "description": "Any other error."}}
+        return described(400, *key, 413, 415, 500, *engine) | other
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
