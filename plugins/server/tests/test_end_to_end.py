@@ -562,6 +562,49 @@ def cpu_seconds(stat) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.fixture
+def redirected(checkpoint):
+    """redirected(redirection): a server whose shell redirects its streams, which nobody reads. Gives its process and its URL."""
+    made = []
+
+    def start(redirection):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "serve", str(checkpoint), *FLAGS, "--port", port]
+        shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        made.append(subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ))
+        wait_for(lambda: status(f"http://127.0.0.1:{port}/ready") == 200 or made[0].poll() is not None, 60)
+        return made[0], f"http://127.0.0.1:{port}"
+
+    yield start
+    for one in made:
+        one.kill()
+        one.communicate()
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", pytest.param("<&- >&- 2>&-", marks=pytest.mark.slow)])
+def test_closed_streams(redirected, closed):
+    process, url = redirected(closed)
+    for _ in range(3):
+        reply = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert (reply.status_code, reply.json()["object"]) == (200, "text_completion")
+    assert httpx.post(f"{url}/v1/completions", json={}).status_code == 400
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_a_log_that_nobody_reads(redirected):
+    """The pipe holds 64 KiB, the log is larger."""
+    process, url = redirected("")
+    for _ in range(40):
+        assert httpx.get(f"{url}/version?{'x' * 8000}", timeout=5).status_code == 200
+    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
 def test_ends_when_the_engine_dies(checkpoint):
     prelude = """
 from toolkit_lm.engine.core import EngineCore

@@ -16,12 +16,14 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names
+from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
 from toolkit_lm_server.threads import CLOSING, close, in_thread
 
 
 @engine_command(ServerOptions)
 def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
+    open_closed_streams()
     if config.scheduler.scheduling_policy is None:
         config = config.replace(scheduling_policy="fair")
     metrics = Metrics()
@@ -38,7 +40,9 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
         try:
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            asyncio.run(Lifecycle(making, options, metrics, listener).run())
+            lifecycle = Lifecycle(making, options, metrics, listener)
+            with logging_in_threads("uvicorn", "uvicorn.access"):
+                asyncio.run(lifecycle.run())
         finally:
             wait([close(making)], CLOSING)
 
