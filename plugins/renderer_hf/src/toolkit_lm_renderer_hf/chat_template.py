@@ -8,15 +8,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
 from toolkit_lm.prompts import Conversation
 
+from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, rendering
 from toolkit_lm_renderer_hf.tokenizer import read_json
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "dict"})
@@ -32,12 +32,8 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: type[Exception] = CheckpointError) -> None:
         environment = _environment()
-        self._sources = sources
         self._special_tokens = special_tokens
-        try:
-            self._templates = {name: environment.from_string(source) for name, source in sources.items()}
-        except TemplateSyntaxError as failure:
-            raise error(f"the chat template does not parse: line {failure.lineno}: {failure.message}") from failure
+        self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
         self._takes_parts = {name: self._probe(name) for name in sources}
 
     def render(
@@ -82,14 +78,15 @@ class ChatTemplate:
         chunks: list[str] = []
         length = 0
         try:
-            for chunk in self._templates[name].generate({**self._special_tokens, **names}):
-                chunks.append(chunk)
-                length += len(chunk)
-                if length > max_length:
-                    raise ContextLengthError(
-                        f"the conversation makes a text of more than {max_length} characters; longer ones are not tokenized.",
-                        "messages",
-                    )
+            with rendering(max_length):
+                for chunk in self._templates[name].generate({**self._special_tokens, **names}):
+                    chunks.append(chunk)
+                    length += len(chunk)
+                    if length > max_length:
+                        raise ContextLengthError(
+                            f"the conversation makes a text of more than {max_length} characters; longer ones are not tokenized.",
+                            "messages",
+                        )
         except RequestError:
             raise
         except SecurityError as error:
@@ -129,7 +126,7 @@ def find_chat_template(
         return ChatTemplate({"default": _read_option(option)}, special_tokens, ConfigError)
     found: Any
     if (path := folder / "chat_template.jinja").is_file():
-        found = path.read_text(encoding="utf-8")
+        found = _read(path)
     else:
         found = tokenizer_config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
     if not found:
@@ -137,8 +134,30 @@ def find_chat_template(
     if isinstance(found, str):
         found = {"default": found}
     elif isinstance(found, list):
-        found = {one["name"]: one["template"] for one in found}
+        found = {str(one["name"]): one.get("template") for one in found if isinstance(one, dict) and "name" in one}
+    if not found or not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise CheckpointError(f"{folder}: chat_template must be a text, or a list of objects with a name and a template.")
     return ChatTemplate(found, special_tokens)
+
+
+def _read(path: Path) -> str:
+    """Of a file that is too long, only so much that this shows."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read(MOST_SOURCE + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _compile(environment: BoundedEnvironment, source: str, error: type[Exception]) -> Template:
+    if len(source) > MOST_SOURCE:
+        raise error(f"the chat template is too long: it may have {MOST_SOURCE} characters.")
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as failure:
+        raise error(f"the chat template does not parse: line {failure.lineno}: {failure.message}") from failure
+    except (ArithmeticError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError) as failure:
+        raise error(f"the chat template cannot be compiled: {type(failure).__name__}: {failure}") from failure
 
 
 def _read_option(option: str) -> str:
@@ -242,6 +261,10 @@ class _Namespace(Namespace):
             _check_name(name)
         Namespace.__init__(args[0], values)
 
+    def __repr__(self) -> str:
+        # Namespaces in namespaces would have a text of any length.
+        return "<Namespace>"
+
     def __setitem__(self, name: str, value: Any) -> None:
         _check_name(name)
         super().__setitem__(name, value)
@@ -252,9 +275,9 @@ def _check_name(name: Any) -> None:
         raise SecurityError(f"a namespace cannot hold the underscore name {name!r}.")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.filters["tojson"] = _tojson
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _tojson)
     functions: dict[str, Callable[..., Any]] = {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -267,7 +290,11 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
     # Jinja's own filter escapes HTML characters, which prompts must not have.
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None and separators is None:
+        return encoder.encode(x)
+    # Indentation can be far longer than what is indented: it is counted piece by piece.
+    return "".join(BoundedEnvironment.budget().meter(encoder.iterencode(x)))
 
 
 def _raise_exception(message: str) -> None:
@@ -275,4 +302,6 @@ def _raise_exception(message: str) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > 100:
+        raise TemplateError("a format of a time has at most 100 characters.")
     return datetime.now().strftime(format)
