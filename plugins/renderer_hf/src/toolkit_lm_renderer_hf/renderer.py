@@ -16,6 +16,7 @@ from toolkit_lm.renderer import DecodeStream, RenderedText, Renderer
 
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
+from toolkit_lm_renderer_hf.joining import Joiner
 from toolkit_lm_renderer_hf.panic import panics_as
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 
@@ -43,6 +44,7 @@ class HfRenderer(Renderer):
             raise CheckpointError(f"tokenizer folder {str(folder)!r} does not exist.")
         self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(folder, config.model.trust_remote_code)
         self._detokenizer = Detokenizer(self._tokenizer)
+        self._joiner = Joiner(self._tokenizer)
         self._chat_template = find_chat_template(config.renderer.chat_template, folder, tokenizer_config, special_tokens)
         vocab = self._tokenizer.get_vocab()
         tokenizer_size = max(vocab.values(), default=-1) + 1
@@ -69,20 +71,22 @@ class HfRenderer(Renderer):
         return self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens)
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
-        special = [self._tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (False, True)]
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
-        most_special = special[any(second is not None for _, second in pairs)]
-        if max_tokens is not None and max_tokens <= most_special:
-            raise RequestError(
-                f"{max_tokens} tokens leave no room for a text beside {most_special} special tokens: ask for more.",
-                "truncate_prompt_tokens",
-            )
-        firsts = self._tokenize([first for first, _ in pairs])
-        seconds = iter(self._tokenize([second for _, second in pairs if second is not None]))
-        return [
-            self._join(first, None if second is None else next(seconds), max_tokens, special)
-            for first, (_, second) in zip(firsts, pairs, strict=True)
-        ]
+        both = [text for pair in pairs for text in pair if text is not None]
+        for text in both:
+            self._check_text(text, "input", where="the text")
+        with panics_as(_unable("input")):
+            special = self._joiner.frame(any(second is not None for _, second in pairs)).num_special_tokens
+            if max_tokens is not None and max_tokens <= special:
+                raise RequestError(
+                    f"{max_tokens} tokens leave no room for a text beside {special} special tokens: ask for more.",
+                    "truncate_prompt_tokens",
+                )
+            ids = self._joiner.token_ids(both)
+        joined = [self._joiner.join(ids[first], None if second is None else ids[second], max_tokens) for first, second in pairs]
+        for one in joined:
+            _not_empty(one.token_ids, "input")
+        return joined
 
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         room = max_tokens - self._tokenizer.num_special_tokens_to_add(False)
@@ -90,33 +94,11 @@ class HfRenderer(Renderer):
             raise RequestError(
                 f"{max_tokens} tokens leave no room for a text beside {max_tokens - room} special tokens: ask for more.", "max_tokens"
             )
-        return [_cut(text, encoding, room) for text, encoding in zip(texts, self._tokenize(list(texts)), strict=True)]
-
-    def _tokenize(self, texts: list[str]) -> list[Encoding]:
-        """Without special tokens."""
         for text in texts:
             self._check_text(text, "input", where="the text")
         with panics_as(_unable("input")):
-            return self._tokenizer.encode_batch(texts, add_special_tokens=False)
-
-    def _join(self, first: Encoding, second: Encoding | None, max_tokens: int | None, special: list[int]) -> RenderedText:
-        if max_tokens is not None:
-            room = max_tokens - special[second is not None]
-            if second is not None and len(first) + len(second) > room:
-                # The longer one gives way first, as transformers' "longest_first".
-                shorter = min(len(first), len(second), room // 2)
-                first.truncate(room - shorter if len(first) > len(second) else shorter)
-                second.truncate(room - len(first))
-            elif second is None and len(first) > room:
-                first.truncate(room)
-        with panics_as(_unable("input")):
-            joined = self._tokenizer.post_process(first, second, add_special_tokens=True)
-        start = None
-        if second is not None:
-            start = next((i for i, sequence in enumerate(joined.sequence_ids) if sequence == 1), len(joined.ids))
-            if 1 in joined.type_ids:
-                start = joined.type_ids.index(1)
-        return RenderedText(_not_empty(joined.ids, "input"), start)
+            # One at a time: an encoding is larger than its text.
+            return [_cut(text, self._tokenizer.encode_batch([text], add_special_tokens=False)[0], room) for text in texts]
 
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self._detokenizer, skip_special_tokens, prompt_token_ids)
@@ -138,7 +120,8 @@ class HfRenderer(Renderer):
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         self._check_text(text, param)
         with panics_as(_unable(param)):
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            # encode() would hold the interpreter meanwhile.
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
         return _not_empty(encoding.ids, param)
 
     def _check_text(self, text: str, param: str, *, where: str = "the prompt") -> None:

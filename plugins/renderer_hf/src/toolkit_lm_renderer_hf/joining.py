@@ -1,0 +1,96 @@
+"""Texts and pairs of texts as the model reads them: cut, and with special tokens.
+
+The package tokenizers cuts what it has encoded into overflowing parts, and joins each part of a text with each part of the other: two
+texts of 10,000 tokens that are cut to 64 make 25,000 encodings. Here the special tokens are learned once, and lists are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from tokenizers import Encoding, Tokenizer
+from toolkit_lm.renderer import RenderedText
+
+_SAMPLE = "a"
+_BATCH = 1 << 18
+"""Characters that are tokenized at a time: encodings are larger than token ids."""
+
+
+class Frame(NamedTuple):
+    """The special tokens around a text, or around a pair of texts and between them."""
+
+    before: list[int]
+    between: list[int]
+    after: list[int]
+    num_of_second: int
+    """Tokens of `between` that have the second text's type."""
+
+    @property
+    def num_special_tokens(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+
+class Joiner:
+    """Tokenizes texts, and joins their tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._frames: dict[bool, Frame] = {}
+
+    def token_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Of each text, once, without special tokens."""
+        return {text: ids for batch in _batches(dict.fromkeys(texts)) for text, ids in zip(batch, self._tokenize(batch), strict=True)}
+
+    def join(self, first: list[int], second: list[int] | None, max_tokens: int | None) -> RenderedText:
+        """What is too long is cut at the end; of a pair the longer text gives way first, as transformers' "longest_first"."""
+        frame = self.frame(second is not None)
+        room = len(first) + len(second or ()) if max_tokens is None else max_tokens - frame.num_special_tokens
+        if second is None:
+            return RenderedText([*frame.before, *first[:room], *frame.after])
+        if len(first) + len(second) > room:
+            shorter = min(len(first), len(second), room // 2)
+            first = first[: room - shorter if len(first) > len(second) else shorter]
+            second = second[: room - len(first)]
+        start = len(frame.before) + len(first) + len(frame.between) - frame.num_of_second
+        return RenderedText([*frame.before, *first, *frame.between, *second, *frame.after], start)
+
+    def frame(self, is_pair: bool) -> Frame:
+        """Learned from a short text."""
+        if is_pair not in self._frames:
+            first, second = self._sample(), self._sample()
+            joined = self._tokenizer.post_process(first, second if is_pair else None, add_special_tokens=True)
+            places = [i for i, is_special in enumerate(joined.special_tokens_mask) if not is_special]
+            begin, end = places[0], places[len(first) - 1] + 1
+            begin2, end2 = (places[len(first)], places[-1] + 1) if is_pair else (end, end)
+            typed = joined.type_ids.index(1) if 1 in joined.type_ids else begin2
+            self._frames[is_pair] = Frame(joined.ids[:begin], joined.ids[end:begin2], joined.ids[end2:], begin2 - typed)
+        return self._frames[is_pair]
+
+    def _sample(self) -> Encoding:
+        """Of a text that has tokens: of letters, or of what the vocabulary's tokens stand for."""
+        for text in chain([_SAMPLE], map(self._token_text, range(self._tokenizer.get_vocab_size()))):
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            if len(encoding):
+                return encoding
+        raise ValueError("the tokenizer makes no tokens of any text")
+
+    def _token_text(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id])
+
+    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
