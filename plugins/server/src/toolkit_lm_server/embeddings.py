@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
@@ -43,10 +44,10 @@ class Embeddings:
         outputs = await self._pool(body, request, body.params())
 
         def make() -> dict[str, Any]:
-            data = [
+            data = (
                 {"object": "embedding", "index": index, "embedding": encoded(output.data, body.encoding_format)}
                 for index, output in enumerate(outputs)
-            ]
+            )
             return {**head(self._engine, "embd"), "data": data, "usage": usage(outputs)}
 
         return await answer(make)
@@ -63,14 +64,12 @@ class Embeddings:
             raise RequestError(f"there is no task {body.task!r}. Supported: {', '.join(served) or 'generate'}.", "task")
         outputs = await self._pool(body, request, body.params())
 
+        def one(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
+            shape = {"shape": output.data.shape} if body.encoding_format == "base64" and output.data is not None else {}
+            return {"object": "pooling", "index": index, "data": encoded(output.data, body.encoding_format), **shape}
+
         def make() -> dict[str, Any]:
-            data = []
-            for index, output in enumerate(outputs):
-                one = {"object": "pooling", "index": index, "data": encoded(output.data, body.encoding_format)}
-                if body.encoding_format == "base64" and output.data is not None:
-                    one["shape"] = output.data.shape
-                data.append(one)
-            return {**head(self._engine, "pool"), "data": data, "usage": usage(outputs)}
+            return {**head(self._engine, "pool"), "data": starmap(one, enumerate(outputs)), "usage": usage(outputs)}
 
         return await answer(make)
 
