@@ -732,3 +732,30 @@ async def test_a_body_has_a_field_for_each_sampling_parameter(body):
     elsewhere = {"detokenize", "extra_args"}
     assert set(SAMPLING_PARAMS) - set(body.model_fields) == elsewhere
     assert all(body.model_fields[name].default is None for name in SAMPLING_PARAMS if name not in elsewhere)
+
+
+async def test_bodies_are_bounded_together(engine, client_of):
+    """Each may be of max_body_size, and 16 of them at a time; the next one is asked to come again."""
+    gate, arrived = asyncio.Event(), []
+
+    async def parts():
+        yield b'{"prompt": "abc", "max_tokens": 1'
+        arrived.append(1)
+        await gate.wait()
+        yield b" " * 60 + b"}"
+
+    def post(client):
+        return client.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
+
+    async with client_of(create_app(engine, ServerOptions(max_body_size="100"))) as client:
+        waiting = [asyncio.create_task(post(client)) for _ in range(40)]
+        while len(arrived) < 40:
+            await asyncio.sleep(0)
+        gate.set()
+        answers = await asyncio.gather(*waiting)
+        codes = [answer.status_code for answer in answers]
+        assert set(codes) == {200, 503} and codes.count(200) >= 16
+        busy = answers[codes.index(503)]
+        assert busy.json()["error"]["code"] == "server_busy" and "retry-after" in busy.headers
+        # What they held is free again.
+        assert [(await post(client)).status_code for _ in range(40)] == [200] * 40

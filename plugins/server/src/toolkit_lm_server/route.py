@@ -6,7 +6,8 @@ import asyncio
 import hmac
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -14,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from toolkit_lm_server.errors import ApiError, ErrorBody, as_api_error, described, printable
+from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_error, described, printable
 from toolkit_lm_server.fairness import CLIENT
 from toolkit_lm_server.json_request import JsonRequest
 from toolkit_lm_server.metrics import Metrics
@@ -27,7 +28,36 @@ _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACE = {"traceparent": 128, "tracestate": 4096}
 """W3C headers, and the most characters that are taken of each; a longer one is dropped."""
 
+_BODIES = 16
+"""So many bodies of max_body_size may be read or worked on at a time."""
+
 Result = TypeVar("Result")
+
+
+class Bodies:
+    """The bodies of requests that are read or worked on, all together."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """For one body. What it gives takes the bytes that have come, and raises ApiError (503) where the others leave no room."""
+        held = 0
+
+        def take(size: int) -> None:
+            nonlocal held
+            if self._held + size > self._most:
+                headers = {"Retry-After": str(RETRY_AFTER)}
+                raise ApiError(503, "The server is busy with other requests' bodies. Try again later.", code="server_busy", headers=headers)
+            held += size
+            self._held += size
+
+        try:
+            yield take
+        finally:
+            self._held -= held
 
 
 class ServerRoute(APIRoute):
@@ -39,6 +69,7 @@ class ServerRoute(APIRoute):
 
     api_key: str | None
     max_body_bytes: int
+    bodies: Bodies
     readiness: Readiness | None
     metrics: Metrics | None
 
@@ -62,8 +93,9 @@ class ServerRoute(APIRoute):
                 if self.readiness is not None:
                     self.readiness.check()
                 check_encoding(request)
-                body = await read_body(request, self.max_body_bytes)
-                response = await unless_disconnected(request.receive, handle(JsonRequest(request.scope, _replay(body))))
+                with self.bodies.hold() as take:
+                    body = await read_body(request, self.max_body_bytes, take)
+                    response = await unless_disconnected(request.receive, handle(JsonRequest(request.scope, _replay(body))))
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:
@@ -79,7 +111,7 @@ class ServerRoute(APIRoute):
 def route_class(options: ServerOptions, readiness: Readiness | None = None, metrics: Metrics | None = None) -> type[ServerRoute]:
     """The route class of a server with these options. `readiness`: None for routes that work without an engine."""
     fields = {"api_key": options.api_key, "max_body_bytes": options.max_body_bytes, "readiness": readiness, "metrics": metrics}
-    return type("ServerRoute", (ServerRoute,), fields)
+    return type("ServerRoute", (ServerRoute,), {**fields, "bodies": Bodies(_BODIES * options.max_body_bytes)})
 
 
 def with_body(handler: Callable[[Any, Request], Awaitable[Response]], kind: type[Any]) -> Callable[[Any, Request], Awaitable[Response]]:
@@ -137,8 +169,11 @@ def check_encoding(request: Request) -> None:
         )
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body. Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientDisconnect when it breaks off."""
+async def read_body(request: Request, most: int, take: Callable[[int], None]) -> bytes:
+    """The body, whose parts `take` is told of.
+
+    Raises ApiError (413) as soon as it is seen to be larger than `most` bytes, ClientDisconnect when it breaks off.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > most:
         raise _too_large(most)
@@ -147,7 +182,9 @@ async def read_body(request: Request, most: int) -> bytes:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        body += message.get("body", b"")
+        part = message.get("body", b"")
+        take(len(part))
+        body += part
         if len(body) > most:
             raise _too_large(most)
         more = message.get("more_body", False)
