@@ -19,6 +19,7 @@ from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.generation import check_model
+from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import add_plugin_routes
@@ -93,8 +94,9 @@ def create_router(
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
-    engine = cast("AsyncLLM", BudgetedLLM(engine, CostBudget(options.max_request_bytes)))
-    kind = route_class(options, readiness, metrics)
+    keys = Keys.of(options)
+    engine = cast("AsyncLLM", BudgetedLLM(engine, CostBudget(options.max_request_bytes), keys))
+    kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=kind)
     served, tokens = Served(engine), Tokens(engine)
     for path, handler, body in (
@@ -111,14 +113,14 @@ def create_router(
     router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"], response_model=None, responses=unknown)
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
-    _add_own_routes(router, options, readiness, metrics)
+    _add_own_routes(router, options, keys, readiness, metrics)
     add_plugin_routes(router, engine, options.routes, kind)
     return router
 
 
-def _add_own_routes(router: APIRouter, options: ServerOptions, readiness: Readiness, metrics: Metrics | None) -> None:
+def _add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None, readiness: Readiness, metrics: Metrics | None) -> None:
     """Those that need no engine."""
-    about, always = About(readiness, metrics), route_class(options)
+    about, always = About(readiness, metrics), route_class(options, keys)
     router.add_api_route("/version", about.version, route_class_override=always)
     if metrics is not None:
         router.add_api_route("/metrics", about.metrics, response_model=None, route_class_override=always)
@@ -158,8 +160,9 @@ def create_app(
 def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readiness) -> FastAPI:
     """An app for as long as `readiness` refuses requests: its engine is being made. It answers as `create_app`'s would."""
     app = _app(options)
-    router = APIRouter(route_class=route_class(options, readiness, metrics))
-    _add_own_routes(router, options, readiness, metrics)
+    keys = Keys.of(options)
+    router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
+    _add_own_routes(router, options, keys, readiness, metrics)
     # Which others there will be depends on the engine.
     router.add_api_route("/{path:path}", _refused, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
     app.include_router(router)
@@ -172,7 +175,7 @@ async def _refused() -> None:
 
 def _app(options: ServerOptions) -> FastAPI:
     # The generated pages describe the API to anyone, so they are on only where anyone may use it.
-    openapi_url = None if options.api_key else "/openapi.json"
+    openapi_url = None if options.needs_key else "/openapi.json"
     return FastAPI(
         title="toolkit-lm",
         version=__version__,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import listed
+
+from toolkit_lm_server.fairness import CLIENT
+from toolkit_lm_server.keys import Account, Keys
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -112,31 +115,39 @@ class CostBudget:
 
 
 class BudgetedLLM:
-    """An AsyncLLM whose requests are held to a budget. All routes get it, those of plugins too."""
+    """An AsyncLLM whose requests are held to a budget, and to the limits of their clients' keys.
 
-    def __init__(self, engine: AsyncLLM, budget: CostBudget) -> None:
+    All routes get it, those of plugins too.
+    """
+
+    def __init__(self, engine: AsyncLLM, budget: CostBudget, keys: Keys | None = None) -> None:
         self._engine = engine
         self._budget = budget
+        self._accounts: Mapping[str, Account] = {} if keys is None else keys.accounts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        return self._held(self._generation([prompt], params), self._engine.generate(prompt, params, **options))
+        outputs = self._engine.generate(prompt, params, **options)
+        return self._held([prompt], params, options, outputs, lambda output: [output])
 
     def chat(self, messages: Conversation, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        return self._held(self._generation([(messages, options)], params), self._engine.chat(messages, params, **options))
+        outputs = self._engine.chat(messages, params, **options)
+        return self._held([(messages, options)], params, options.get("options"), outputs, lambda output: [output])
 
     def generate_many(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        return self._held(self._generation(prompts, params), self._engine.generate_many(prompts, params, **options))
+        outputs = self._engine.generate_many(prompts, params, **options)
+        return self._held(prompts, params, options, outputs, _without_numbers)
 
     def chat_many(
         self, conversations: Sequence[Conversation], params: SamplingParams | None = None, **options: Any
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        cost = self._generation([(messages, options) for messages in conversations], params)
-        return self._held(cost, self._engine.chat_many(conversations, params, **options))
+        outputs = self._engine.chat_many(conversations, params, **options)
+        prompts = [(messages, options) for messages in conversations]
+        return self._held(prompts, params, options.get("options"), outputs, _without_numbers)
 
     async def encode(self, prompt: Prompt | TextPair, params: PoolingParams | None = None, **how: Any) -> PoolingRequestOutput:
         [output] = await self.encode_many([prompt], params, **how)
@@ -146,11 +157,12 @@ class BudgetedLLM:
         self, prompts: Any, params: PoolingParams | Sequence[PoolingParams] | None = None, **how: Any
     ) -> list[PoolingRequestOutput]:
         many = listed(prompts)
-        with self._budget.spend(self._pooling(many, params, how)):
-            return await self._engine.encode_many(many, params, **how)
-
-    def _generation(self, prompts: Sequence[object], params: SamplingParams | None) -> Cost:
-        return generation_cost(prompts, params or SamplingParams(), self._engine.config.max_model_len)
+        account = self._account(how)
+        with self._budget.spend(self._pooling(many, params, how)), nullcontext() if account is None else account.run(len(many)):
+            outputs = await self._engine.encode_many(many, params, **how)
+        if account is not None:
+            account.used(sum(len(output.prompt_token_ids) for output in outputs))
+        return outputs
 
     def _pooling(self, prompts: Sequence[object], params: PoolingParams | Sequence[PoolingParams] | None, how: Mapping[str, Any]) -> Cost:
         each = [params] if isinstance(params, PoolingParams) else params or [PoolingParams(task=how.get("task") or "embed")]
@@ -164,11 +176,35 @@ class BudgetedLLM:
             max_model_len=self._engine.config.max_model_len,
         )
 
-    async def _held(self, cost: Cost, outputs: AsyncGenerator[Output, None]) -> AsyncGenerator[Output, None]:
-        with self._budget.spend(cost):
+    def _account(self, options: Mapping[str, Any] | None) -> Account | None:
+        """Whose request it is: what routes pass on as its context says so."""
+        return self._accounts.get(((options or {}).get("context") or {}).get(CLIENT, ""))
+
+    async def _held(
+        self,
+        prompts: Sequence[object],
+        params: SamplingParams | None,
+        options: Mapping[str, Any] | None,
+        outputs: AsyncGenerator[Output, None],
+        each: Callable[[Output], list[RequestOutput]],
+    ) -> AsyncGenerator[Output, None]:
+        """`outputs`, while they are paid for. `each`: the outputs of requests in one of them."""
+        params = params or SamplingParams()
+        cost = generation_cost(prompts, params, self._engine.config.max_model_len)
+        account = self._account(options)
+        paying = nullcontext() if account is None else account.run(len(prompts) * params.num_sequences)
+        counted: dict[str, int] = {}
+        with self._budget.spend(cost), paying:
             async with aclosing(outputs):
                 async for output in outputs:
+                    if account is not None:
+                        for one in each(output):
+                            account.count(one, counted, params.output_kind)
                     yield output
+
+
+def _without_numbers(found: list[tuple[int, RequestOutput]]) -> list[RequestOutput]:
+    return [output for _, output in found]
 
 
 def _mib(size: int) -> str:

@@ -21,7 +21,7 @@ def host_names(options: ServerOptions, listener: socket.socket) -> frozenset[str
     """The hosts that requests may name. None: any."""
     address = listener.getsockname()[0]
     is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    if not options.allowed_hosts and (options.api_key is not None or not is_local):
+    if not options.allowed_hosts and (options.needs_key or not is_local):
         return None
     own = f"[{address}]" if ":" in address else address
     return frozenset(name.lower() for name in (*_LOCAL, own, options.host, *options.allowed_hosts))

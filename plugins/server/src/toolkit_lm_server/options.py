@@ -26,6 +26,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         list[str],
         option("Hosts that requests may name in their Host header, beside those of this machine. Checked on loopback without an API key."),
     ] = field(default_factory=list)
+    api_keys_file: Annotated[str | None, option("YAML file of API keys, each with a name and limits.", none="no file")] = None
     routes: Annotated[list[str], option("Plugins whose HTTP routes are served, by name.")] = field(default_factory=list)
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
@@ -60,6 +61,11 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         key = self.api_key or ""
         if not (key.isascii() and key.isprintable() and key == key.strip()):
             raise ConfigError("api_key must be printable ASCII characters, without spaces around it: others do not fit in a header.")
+
+    @property
+    def needs_key(self) -> bool:
+        """Clients must send an API key."""
+        return self.api_key is not None or self.api_keys_file is not None
 
     @property
     def max_body_bytes(self) -> int:

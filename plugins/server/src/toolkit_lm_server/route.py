@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -18,12 +17,14 @@ from starlette.types import Message, Receive
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_error, described, printable
 from toolkit_lm_server.fairness import CLIENT
 from toolkit_lm_server.json_request import JsonRequest
+from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.readiness import Readiness
 
 REQUEST_ID = "x-request-id"
 _KEY = "toolkit_lm.request_id"
+_ACCOUNT = "toolkit_lm.account"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TRACE = {"traceparent": 128, "tracestate": 4096}
 """W3C headers, and the most characters that are taken of each; a longer one is dropped."""
@@ -67,7 +68,7 @@ class ServerRoute(APIRoute):
     `route_class` makes the subclass to use.
     """
 
-    api_key: str | None
+    keys: Keys | None
     max_body_bytes: int
     bodies: Bodies
     readiness: Readiness | None
@@ -79,7 +80,7 @@ class ServerRoute(APIRoute):
 
     @classmethod
     def _described(cls) -> dict[int | str, dict[str, Any]]:
-        key, engine = (401,) if cls.api_key is not None else (), (503,) if cls.readiness is not None else ()
+        key, engine = (401, 429) if cls.keys is not None else (), (503,) if cls.readiness is not None else ()
         # Without a default, FastAPI would add one of its own, 422.
         other = {"default": {"model": ErrorBody, "description": "Any other error."}}
         return described(400, *key, 413, 415, 500, *engine) | other
@@ -89,9 +90,12 @@ class ServerRoute(APIRoute):
 
         async def respond(request: Request) -> Response:
             try:
-                check_key(request, self.api_key)
+                account = None if self.keys is None else self.keys.find(request.headers.get("authorization", ""))
+                request.scope[_ACCOUNT] = account
                 if self.readiness is not None:
                     self.readiness.check()
+                    if account is not None:
+                        account.begin()
                 check_encoding(request)
                 with self.bodies.hold() as take:
                     body = await read_body(request, self.max_body_bytes, take)
@@ -108,9 +112,14 @@ class ServerRoute(APIRoute):
         return respond
 
 
-def route_class(options: ServerOptions, readiness: Readiness | None = None, metrics: Metrics | None = None) -> type[ServerRoute]:
-    """The route class of a server with these options. `readiness`: None for routes that work without an engine."""
-    fields = {"api_key": options.api_key, "max_body_bytes": options.max_body_bytes, "readiness": readiness, "metrics": metrics}
+def route_class(
+    options: ServerOptions, keys: Keys | None = None, readiness: Readiness | None = None, metrics: Metrics | None = None
+) -> type[ServerRoute]:
+    """The route class of a server with these options.
+
+    `keys`: of which clients need one. `readiness`: None for routes that work without an engine.
+    """
+    fields = {"keys": keys, "max_body_bytes": options.max_body_bytes, "readiness": readiness, "metrics": metrics}
     return type("ServerRoute", (ServerRoute,), {**fields, "bodies": Bodies(_BODIES * options.max_body_bytes)})
 
 
@@ -146,18 +155,11 @@ def request_context(request: Request) -> dict[str, str]:
 
 
 def client_of(request: Request) -> str:
-    """Whose turn it is: the client's address."""
+    """Whose turn it is: the name of the client's key, else its address."""
+    if (account := request.scope.get(_ACCOUNT)) is not None:
+        name: str = account.name
+        return name
     return "" if request.client is None else request.client.host
-
-
-def check_key(request: Request, api_key: str | None) -> None:
-    """Raises ApiError (401) unless the request brings the key, where there is one."""
-    if api_key is None:
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
-        headers = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, "Incorrect API key provided: send it as 'Authorization: Bearer KEY'.", code="invalid_api_key", headers=headers)
 
 
 def check_encoding(request: Request) -> None:

@@ -1,0 +1,124 @@
+"""API keys from a file, with names and limits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from toolkit_lm.errors import ConfigError
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.keys import ApiKey, Keys
+from toolkit_lm_server.options import ServerOptions
+
+pytestmark = pytest.mark.anyio
+
+COMPLETE = "/v1/completions"
+FILE = """
+keys:
+  - {name: alice, key: key-of-alice, requests_per_minute: 3}
+  - {name: bob, key: key-of-bob, tokens_per_minute: 10}
+  - {name: carol, key: key-of-carol, max_sequences: 4}
+"""
+
+
+@pytest.fixture
+def options(tmp_path):
+    (tmp_path / "keys.yaml").write_text(FILE)
+    return ServerOptions(api_keys_file=str(tmp_path / "keys.yaml"), api_key="key-of-all")
+
+
+def ask(client, who, path=COMPLETE, **body):
+    return client.post(path, json={"prompt": "abc", "max_tokens": 2, **body}, headers={"authorization": f"Bearer key-of-{who}"})
+
+
+@pytest.mark.parametrize(
+    ("who", "refused_after", "limit"), [("alice", 3, "requests_per_minute is 3"), ("bob", 2, "tokens_per_minute is 10"), ("all", 9, None)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_minutes_limits(engine, client_of, options, who, refused_after, limit, stream):
+    """Bob's requests take 5 tokens each."""
+    async with client_of(create_app(engine, options)) as client:
+        codes = []
+        for _ in range(refused_after):
+            response = await ask(client, who, stream=stream)
+            codes.append(response.status_code)
+        assert codes == [200] * refused_after
+        if limit is not None:
+            response = await ask(client, who, stream=stream)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (429, "rate_limit_exceeded") and int(response.headers["retry-after"]) > 0
+            assert f"The key '{who}' has met its limit: {limit}." in error["message"]
+            assert (await ask(client, "all")).status_code == 200, "others go on"
+            # What computes nothing is not counted.
+            version = await client.get("/version", headers={"authorization": f"Bearer key-of-{who}"})
+            assert version.status_code == 200
+
+
+async def test_sequences_at_a_time(engine, client_of, options):
+    async with client_of(create_app(engine, options)) as client:
+        assert (
+            (await ask(client, "carol", n=5)).json()["error"]["message"].startswith("The key 'carol' has met its limit: max_sequences is 4")
+        )
+        hanging = asyncio.create_task(ask(client, "carol", prompt="a hang", n=2, max_tokens=9))
+        while not engine.num_open:
+            await asyncio.sleep(0)
+        assert [(await ask(client, "carol", n=n)).status_code for n in (2, 3, 2)] == [200, 429, 200]
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        while engine.num_open:
+            await asyncio.sleep(0)
+        assert (await ask(client, "carol", n=4)).status_code == 200
+
+
+async def test_the_key_says_who_the_client_is(engine, client_of, options):
+    async with client_of(create_app(engine, options)) as client:
+        await ask(client, "alice")
+        assert (await ask(client, "mallory")).status_code == 401
+        assert (await client.get("/openapi.json")).status_code == 404
+    assert engine.asked[0][2]["context"]["client"] == "alice"
+
+
+def test_minutes_go_by():
+    now = [0.0]
+    account = Keys([ApiKey(name="a", key="k", requests_per_minute=60, tokens_per_minute=600)], lambda: now[0]).accounts["a"]
+    for _ in range(60):
+        account.begin()
+    with pytest.raises(ApiError, match="requests_per_minute"):
+        account.begin()
+    now[0] = 1.5
+    account.begin()
+    account.used(1200)
+    now[0] = 60.0
+    with pytest.raises(ApiError, match=r"tokens_per_minute is 600. Try again in") as error:
+        account.begin()
+    now[0] += float(error.value.headers["Retry-After"])
+    account.begin()
+    now[0] += 3600
+    for _ in range(60):
+        account.begin()
+    with pytest.raises(ApiError):
+        account.begin()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("keys: []", "length"),
+        ("keys: [{name: a}]", "key"),
+        ("keys: [{name: a, key: secret, limit: 3}]", "limit"),
+        ("keys: [{name: a, key: 'sec ret'}]", "key"),
+        ("keys: [{name: a, key: secret, max_sequences: 0}]", "max_sequences"),
+        ("keys: [{name: a, key: secret}, {name: b, key: secret}]", "are the same"),
+        ("keys: [{name: a, key: secret}, {name: a, key: other}]", "same name"),
+        ("keys: [{name: a, key: secret", "is not YAML"),
+        (None, "No such file"),
+    ],
+)
+def test_a_bad_file_is_told_without_its_keys(tmp_path, text, told):
+    path = tmp_path / "keys.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=told) as error:
+        Keys.of(ServerOptions(api_keys_file=str(path)))
+    assert "sec" not in str(error.value)
