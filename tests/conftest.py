@@ -9,6 +9,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
+import faulty_server
 import pytest
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.outputs import RequestOutput
@@ -161,3 +162,25 @@ def fresh_environment(wheels, tmp_path_factory) -> Path:
     pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
     subprocess.run([*pip, "hatchling", "pytest", *wheels.glob("*.whl")], check=True)
     return environment
+
+
+@pytest.fixture(scope="session")
+def faulty(tmp_path_factory) -> Path:
+    """A folder with the plugin that fails on demand."""
+    folder = tmp_path_factory.mktemp("faulty")
+    faulty_server.install(folder)
+    return folder
+
+
+@pytest.fixture
+def serve(faulty, tmp_path):
+    """serve(*flags, **options): a `Server` that is killed at the end of the test."""
+    servers = []
+
+    def start(*arguments: str, **options: Any) -> faulty_server.Server:
+        servers.append(faulty_server.Server(faulty, tmp_path / f"{len(servers)}", *arguments, **options))
+        return servers[-1]
+
+    yield start
+    for one in servers:
+        one.kill()
