@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -38,6 +39,8 @@ _POLL = 0.05
 """Seconds between two looks at what has come about."""
 _DEAD = 1.0
 """Seconds for which requests are told that the engine has died, before the server ends."""
+_ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?")
+"""Of a client; a link-local one names an interface."""
 
 
 class InFlight:
@@ -53,6 +56,19 @@ class InFlight:
             await self.app(scope, receive, send)
         finally:
             self.count -= 1
+
+
+class KnownClient:
+    """Forgets the client's address where it is none: X-Forwarded-For may say anything, and the access log writes it as it is."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        client = scope.get("client")
+        if client is not None and not _ADDRESS.fullmatch(client[0]):
+            scope["client"] = None
+        await self._app(scope, receive, send)
 
 
 class _NoEngine:
@@ -79,7 +95,7 @@ class Lifecycle:
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
         self._in_flight = InFlight(create_early_app(options, metrics, self._readiness))
-        self._server = HttpServer(HostCheck(self._in_flight, host_names(options, listener)), options)
+        self._server = HttpServer(KnownClient(HostCheck(self._in_flight, host_names(options, listener))), options)
         self._stopped = False
 
     async def run(self) -> None:
