@@ -21,6 +21,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml core/src plugins/*/src contrib_*/*/src
 	$(BIN)/python tests/budgets.py
 
 bench: $(STAMP)

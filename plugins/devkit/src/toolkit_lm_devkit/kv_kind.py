@@ -69,7 +69,7 @@ class KVKindConformance(Conformance):
         module = type(self.spec).__module__
         code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)  # nosec B603 # our own words
         assert done.returncode == 0, done.stderr or f"{module} imports torch"
 
     def test_its_traits_are_booleans(self, case: KVCacheSpec) -> None:
@@ -147,7 +147,7 @@ def _courses(total: int, chunk: int) -> Iterator[list[int]]:
     """How `total` tokens are cut into steps of at most `chunk`: whole chunks after a first one of any size, and steps of any sizes."""
     for first in sorted({1, chunk // 2 + 1, chunk}):
         yield [first, *[chunk] * (total // chunk)]
-    draw = random.Random(chunk)
+    draw = random.Random(chunk)  # nosec B311 # it keeps no secret
     yield [draw.randint(1, chunk) for _ in range(2 * total // (chunk + 1) + 1)]
 
 

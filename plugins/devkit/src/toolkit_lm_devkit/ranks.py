@@ -50,7 +50,8 @@ def _run(models: Sequence[Computed], sequences: Sequence[Tensor], ranks: int, ki
     with tempfile.TemporaryDirectory() as folder:
         work = {"models": names, "sequences": [s.tolist() for s in sequences], "ranks": ranks, "kind": kind, "options": options}
         Path(folder, "work.json").write_text(json.dumps(work))
-        processes = [subprocess.Popen([sys.executable, "-m", __name__, str(rank), folder]) for rank in range(ranks)]
+        commands = [[sys.executable, "-m", __name__, str(rank), folder] for rank in range(ranks)]
+        processes = [subprocess.Popen(command) for command in commands]  # nosec B603 # our own words
         try:
             codes = [process.wait(timeout=200) for process in processes]
         finally:

@@ -109,7 +109,7 @@ class RendererConformance(Conformance):
 
     def test_a_stream_gives_the_text_of_the_whole(self, renderer: Renderer, skip: bool) -> None:
         for seed in range(50):
-            draw = random.Random(seed)
+            draw = random.Random(seed)  # nosec B311 # it keeps no secret
             token_ids = [draw.randrange(renderer.vocab_size) for _ in range(draw.randrange(1, 40))]
             assert self.stream(renderer, token_ids, skip, draw) == renderer.decode(token_ids, skip_special_tokens=skip)
 
@@ -144,7 +144,7 @@ class RendererConformance(Conformance):
 
     def test_threads_share_it(self, renderer: Renderer) -> None:
         def work(seed: int) -> tuple[list[int], str]:
-            draw = random.Random(seed)
+            draw = random.Random(seed)  # nosec B311 # it keeps no secret
             token_ids = [draw.randrange(renderer.vocab_size) for _ in range(30)]
             rendered = renderer.render_prompt(self.texts[seed % len(self.texts)], add_special_tokens=False)
             return rendered, self.stream(renderer, token_ids, True, draw)
@@ -157,5 +157,5 @@ class RendererConformance(Conformance):
         if self.imports_torch:
             return
         argument = json.dumps([self.renderer_class.__module__, self.renderer_class.__name__, str(folder), self.texts[0]])
-        done = subprocess.run([sys.executable, "-c", _IMPORTS, argument], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", _IMPORTS, argument], capture_output=True, text=True, timeout=120)  # nosec B603 # our own words
         assert done.returncode == 0, done.stderr or f"{self.renderer_class.__name__} imports torch"

@@ -90,7 +90,9 @@ def _convert(folder: Path, trust_remote_code: bool) -> tuple[Tokenizer, dict[str
             "pip install 'toolkit-lm-renderer-hf[transformers]'."
         ) from error
     try:
-        converted = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code, local_files_only=True)
+        converted = AutoTokenizer.from_pretrained(  # nosec B615 # a folder, and nothing is fetched
+            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
+        )
     except Exception as error:  # whatever the file's own reader raises
         raise CheckpointError(
             f"{folder} has no tokenizer.json, and transformers finds no tokenizer there that it can read: {error}"

@@ -58,7 +58,8 @@ class EngineProcess:
         code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm.engine.process.main import main; main()"
         command = [sys.executable, "-c", code, str(self.folder), str(lifeline), str(self._front)]
         try:
-            return subprocess.Popen(command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+            # Without a shell, and without a word of a client's.
+            return subprocess.Popen(command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)  # nosec B603
         except OSError as error:
             raise EngineDeadError(f"no engine process can be started from {sys.executable!r}: {error}") from error
 
