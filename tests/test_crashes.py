@@ -1,6 +1,6 @@
 """What is done to a server from outside: kills at any moment, and a machine that lacks something.
 
-CRASH_MOMENTS=50 tries that many moments of each kind.
+CRASH_MOMENTS=50 tries that many moments of a kill of the front, and some of other kinds.
 """
 
 from __future__ import annotations
