@@ -58,9 +58,14 @@ class Exchange:
 
 
 @asynccontextmanager
-async def exchange(port: int, method: str, path: str, body: bytes = b"", *, declared: int | None = None) -> AsyncIterator[Exchange]:
-    """Sends a request. Leaving the context hangs up, whatever is under way. `declared`: a content-length other than the body's."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LARGEST_LINE)
+async def exchange(
+    port: int, method: str, path: str, body: bytes = b"", *, declared: int | None = None, source: str = "127.0.0.1"
+) -> AsyncIterator[Exchange]:
+    """Sends a request. Leaving the context hangs up, whatever is under way.
+
+    `declared`: a content-length other than the body's. `source`: the client's address.
+    """
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=LARGEST_LINE, local_addr=(source, 0))
     size = len(body) if declared is None else declared
     head = [
         f"{method} {path} HTTP/1.1",
@@ -76,9 +81,9 @@ async def exchange(port: int, method: str, path: str, body: bytes = b"", *, decl
         writer.close()
 
 
-async def fetch(port: int, method: str, path: str, body: Any = None) -> Reply:
+async def fetch(port: int, method: str, path: str, body: Any = None, *, source: str = "127.0.0.1") -> Reply:
     """The whole reply to a request. `body`: bytes, or what is written as JSON."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    async with exchange(port, method, path, data) as one:
+    async with exchange(port, method, path, data, source=source) as one:
         await one.head()
         return Reply(one.status, one.headers, await one.body())

@@ -28,7 +28,7 @@ def test_names_that_nobody_has_registered_are_found_before_a_start(toolkit, chec
     done = toolkit("explain", checkpoint, "--drafter", "nope")
     assert (done.code, done.out) == (2, "") and "no drafter 'nope' is registered" in done.err
     done = toolkit("explain", checkpoint, "--scheduling-policy", "fifo")
-    assert (done.code, done.out) == (2, "") and "no scheduling policy 'fifo' is registered. Known: fcfs, priority" in done.err
+    assert (done.code, done.out) == (2, "") and "no scheduling policy 'fifo' is registered. Known: fair, fcfs, priority" in done.err
 
 
 def test_env_names_versions_and_machine(toolkit):
