@@ -113,6 +113,8 @@ class Keys:
     def __init__(self, keys: Sequence[ApiKey], clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError where two have a name or a key in common."""
         self.accounts = {key.name: Account(key, clock) for key in keys}
+        self.limited = any((key.requests_per_minute, key.tokens_per_minute, key.max_sequences) != (None, None, None) for key in keys)
+        """Some key has a limit."""
         # Digests are looked up: the time that this takes tells nothing of the keys.
         self._names = {_digest(key.key): key.name for key in keys}
         if len(self.accounts) < len(keys) or len(self._names) < len(keys):

@@ -80,10 +80,11 @@ class ServerRoute(APIRoute):
 
     @classmethod
     def _described(cls) -> dict[int | str, dict[str, Any]]:
-        key, engine = (401, 429) if cls.keys is not None else (), (503,) if cls.readiness is not None else ()
+        key, engine = (401,) if cls.keys is not None else (), (503,) if cls.readiness is not None else ()
         # Without a default, FastAPI would add one of its own, 422.
         other = {"default": {"model": ErrorBody, "description": "Any other error."}}
-        return described(400, *key, 413, 415, 500, *engine) | other
+        limits = (429,) if engine and cls.keys is not None and cls.keys.limited else ()
+        return described(400, *key, 413, 415, *limits, 500, *engine) | other
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
