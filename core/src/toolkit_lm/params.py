@@ -148,9 +148,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def _check_words(self) -> None:
         require(self.detokenize or not self.stop, "stop", "unset where detokenize is off", self.stop)
         require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "at least one token id", [])
-        for name in ("allowed_token_ids", "stop_token_ids"):
-            ids = getattr(self, name) or ()
-            require(len(set(ids)) == len(ids), name, "token ids of which none comes twice", ids)
+        allowed = self.allowed_token_ids or ()
+        require(len(set(allowed)) == len(allowed), "allowed_token_ids", "token ids of which none comes twice", allowed)
         blank = any(not word.strip(" ") for word in self.bad_words or ())
         require(not blank, "bad_words", "texts of which none is blank", self.bad_words)
 
