@@ -313,7 +313,7 @@ async def test_the_end_does_not_wait_for_connections(running):
 
 
 def test_the_default_follows_from_the_descriptors(monkeypatch):
-    for soft, most in ((1024, 768), (10**6, 10_000), (resource.RLIM_INFINITY, 10_000)):
+    for soft, most in ((32, 4), (64, 24), (1024, 744), (10**6, 10_000), (resource.RLIM_INFINITY, 10_000)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, soft=soft: (soft, soft))
         assert ServerOptions().num_connections == most
     assert ServerOptions(max_connections=5).num_connections == 5

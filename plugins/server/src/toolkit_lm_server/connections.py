@@ -69,6 +69,8 @@ class Connections:
 
     def __init__(self, options: ServerOptions) -> None:
         self._most = options.num_connections
+        # Few files are left to a server that may have few connections.
+        self._spare = min(_SPARE, max(1, self._most // 4))
         self._seconds = {"head": options.header_timeout, "body": options.body_timeout, "reader": options.write_timeout}
         self._max_header_bytes = options.max_header_bytes
         self._stages: dict[Connection, tuple[_Stage, float]] = {}
@@ -84,7 +86,7 @@ class Connections:
         if len(self._stages) <= self._most:
             return
         longest = next(iter(self._idle))
-        if longest is not one or len(self._stages) > self._most + _SPARE:
+        if longest is not one or len(self._stages) > self._most + self._spare:
             longest.abort()
 
     def closed(self, one: Connection) -> None:

@@ -13,7 +13,9 @@ from toolkit_lm.errors import ConfigError
 _MOST_CONNECTIONS = 10_000
 """The default where the process may have many files open."""
 _OTHER_FILES = 64
-"""File descriptors that the server needs for itself."""
+"""File descriptors that the server needs for itself, and for connections that hear that there are too many."""
+_LEAST_FILES = 32
+"""Those that it cannot do without: by default, a part of the others is left to connections."""
 
 
 class ServerOptions(Struct, frozen=True, kw_only=True):
@@ -38,7 +40,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     max_inputs: Annotated[int, option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
     max_connections: Annotated[
         int | None,
-        option("Maximum number of connections.", ge=1, none="three quarters of the open files that the process may have, at most 10,000"),
+        option(
+            "Maximum number of connections.", ge=1, none="three quarters of the files that may be open beside the server's own, to 10,000"
+        ),
     ] = None
     max_header_size: Annotated[str, option("Maximum size of a request's headers ('16KiB').")] = "16KiB"
     header_timeout: Annotated[int, option("Seconds within which all headers of a request must have come.", ge=1)] = 10
@@ -54,7 +58,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         for name in ("max_body_size", "max_header_size", "max_request_cost"):
             if not isinstance(parse_memory(getattr(self, name)), int):
                 raise ConfigError(f"{name} must be a number of bytes, such as '16MiB', not {getattr(self, name)!r}.")
-        if (self.max_connections or 0) > (most := _open_files() - _OTHER_FILES):
+        if self.max_connections is not None and self.max_connections > (most := _open_files() - _OTHER_FILES):
             raise ConfigError(f"max_connections is {self.max_connections}, but the open files of this process (ulimit -n) allow {most}.")
         if self.api_key == "":
             raise ConfigError("api_key is empty. Give a key, or none at all.")
@@ -82,7 +86,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     @property
     def num_connections(self) -> int:
         """`max_connections`, or its default in this process."""
-        return self.max_connections or min(_open_files() * 3 // 4, _MOST_CONNECTIONS)
+        return self.max_connections or min(max((_open_files() - _LEAST_FILES) * 3 // 4, 4), _MOST_CONNECTIONS)
 
 
 def _open_files() -> int:
