@@ -149,9 +149,9 @@ def test_the_allow_list_holds_before_commands_are_known(toolkit, tmp_path, way):
 
 
 def test_only_the_allowed_are_imported(toolkit):
-    done = toolkit("plugins", "list", "--json", "--plugins", "good,tiny", plugins=["good", "raising"])
+    done = toolkit("plugins", "list", "--json", "--plugins", "good,tiny,cli", plugins=["good", "raising"])
     assert {name: row["status"] for name, row in rows(done).items() if row["status"] != "disabled"} == dict.fromkeys(
-        ["core", "good", "tiny"], "ok"
+        ["core", "good", "tiny", "cli"], "ok"
     )
     assert done.stderr == ""
 
