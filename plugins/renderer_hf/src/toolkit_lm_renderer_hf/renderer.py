@@ -17,7 +17,7 @@ from toolkit_lm.renderer import DecodeStream, RenderedText, Renderer
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
 from toolkit_lm_renderer_hf.joining import Joiner
-from toolkit_lm_renderer_hf.panic import panics_as
+from toolkit_lm_renderer_hf.panic import is_panic, panics_as
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -119,9 +119,13 @@ class HfRenderer(Renderer):
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         self._check_text(text, param)
-        with panics_as(_unable(param)):
+        try:
             # encode() would hold the interpreter meanwhile.
             [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            if is_panic(error):
+                raise _unable(param)(str(error)) from error
+            raise
         return _not_empty(encoding.ids, param)
 
     def _check_text(self, text: str, param: str, *, where: str = "the prompt") -> None:
