@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.cost import BudgetedLLM, CostBudget, generation_cost, pooling_cost
+from toolkit_lm_server.keys import ApiKey, Keys
 from toolkit_lm_server.options import ServerOptions
 
 MIB = 2**20
@@ -72,24 +74,52 @@ def test_what_is_under_way_is_bounded_together():
         pass
 
 
-async def test_a_generation_is_paid_for_until_it_ends(engine, anyio_backend):
+@pytest.mark.parametrize("counted", [False, True])
+async def test_a_generation_is_paid_for_until_it_ends(engine, counted, anyio_backend):
     budget = CostBudget(MIB)
-    llm = BudgetedLLM(engine, budget)
+    keys = Keys([ApiKey(name="a", key="k", max_sequences=1)])
+    llm = BudgetedLLM(engine, budget, keys)
     params = SamplingParams(max_tokens=8, output_kind=RequestOutputKind.DELTA)
-    for end in ("read", "closed", "failed"):
-        outputs = llm.generate_many([{"prompt_token_ids": [97, 98]}], params, timeout=None, priority=0, cache_salt=None, context={})
-        assert budget._spent == 0
-        await anext(outputs)
+    options = {"timeout": None, "priority": 0, "cache_salt": None, "context": {"client": "a" if counted else "b"}}
+    for end in ("unread", "begun", "read", "closed"):
+        outputs = llm.generate_many([{"prompt_token_ids": [97, 98]}], params, **options)
         assert budget._spent > 0
+        if end != "unread":
+            await anext(outputs)
         if end == "read":
             async for _ in outputs:
                 pass
         elif end == "closed":
             await outputs.aclose()
-        else:
-            with pytest.raises(ZeroDivisionError):
-                await outputs.athrow(ZeroDivisionError)
+        if end != "closed":
+            del outputs
         assert budget._spent == 0, end
+        # The next one is let in: its key may have one sequence at a time.
+
+
+async def test_requests_over_http_are_paid_for_until_they_end(engine, client_of, anyio_backend):
+    """Whether they are streamed, refused, broken off, or fail."""
+    app = create_app(engine)
+    budgets = [one for one in gc.get_objects() if type(one) is CostBudget]
+    bodies = [
+        {"prompt": "abc"},
+        {"prompt": "abc", "stream": True},
+        {"prompt": "refuse"},
+        {"prompt": "broken"},
+        {"prompt": "broken", "stream": True},
+    ]
+    async with client_of(app) as client:
+        for body in bodies:
+            await client.post("/v1/completions", json={"max_tokens": 4, **body})
+        hanging = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a hang", "max_tokens": 9}))
+        while not engine.num_open:
+            await asyncio.sleep(0)
+        assert sum(one._spent for one in budgets) > 0
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        while engine.num_open:
+            await asyncio.sleep(0)
+    assert sum(one._spent for one in budgets) == 0
 
 
 async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
@@ -113,17 +143,19 @@ async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
     public = {name for name in vars(AsyncLLM) if not name.startswith("_")}
     assert public - free == {name for name in vars(BudgetedLLM) if not name.startswith("_")}
     rules = SimpleNamespace(rules=lambda task: SimpleNamespace(size=4))
-    config = SimpleNamespace(max_model_len=64)
+    config = SimpleNamespace(max_model_len=64, model=SimpleNamespace(max_model_len=64))
     llm = BudgetedLLM(
         SimpleNamespace(config=config, processor=SimpleNamespace(limits=rules), **dict.fromkeys(public - free, lambda *_, **__: None)),
         CostBudget(1),
     )
     with pytest.raises(RequestError):
-        await anext(llm.generate("a"))
+        llm.generate("a")
     with pytest.raises(RequestError):
-        await anext(llm.chat([{"role": "user", "content": "a"}]))
+        llm.generate_many(["a"])
     with pytest.raises(RequestError):
-        await anext(llm.chat_many([[{"role": "user", "content": "a"}]]))
+        llm.chat([{"role": "user", "content": "a"}])
+    with pytest.raises(RequestError):
+        llm.chat_many([[{"role": "user", "content": "a"}]])
     for params in (None, PoolingParams(task="token_embed"), [PoolingParams()]):
         with pytest.raises(RequestError):
             await llm.encode("a", params)

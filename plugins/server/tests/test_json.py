@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from toolkit_lm_server.json_request import MAX_DEPTH, depth
+from toolkit_lm_server.route import MAX_DEPTH, depth
 
 pytestmark = pytest.mark.anyio
 HI = {"messages": [{"role": "user", "content": "hi"}]}

@@ -10,7 +10,7 @@ from toolkit_lm.errors import QueueFullError
 from toolkit_lm_server.app import create_app, create_early_app, create_router
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.readiness import Readiness
+from toolkit_lm_server.route import Readiness
 
 pytestmark = pytest.mark.anyio
 COMPLETE = "/v1/completions"

@@ -18,15 +18,13 @@ from toolkit_lm_server.completions import Completions
 from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import as_api_error, described
-from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import add_plugin_routes
-from toolkit_lm_server.protocol import ChatBody, CompletionBody, with_plugin_fields
-from toolkit_lm_server.readiness import NOT_NOW, Readiness
+from toolkit_lm_server.protocol import ChatBody, CompletionBody, check_model, with_plugin_fields
 from toolkit_lm_server.reranking import Reranking
-from toolkit_lm_server.route import route_class, with_body
+from toolkit_lm_server.route import NOT_NOW, Readiness, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:

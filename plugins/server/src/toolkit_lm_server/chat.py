@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.generation import Generation, Piece, are_large, check_generates, check_model, check_priority
+from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
-from toolkit_lm_server.protocol import ChatBody
+from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ class Chat:
         params, options = body.params(), body.request_options(request_context(request))
         check_priority(self._engine, options)
         outputs = self._engine.chat_many([body.messages], params, options=options, **body.render_options())
-        generation = Generation(await anext(outputs), outputs, 1, params.n)
+        async with AsyncExitStack() as on_error:
+            on_error.push_async_callback(outputs.aclose)
+            generation = Generation(await anext(outputs), outputs, 1, params.n)
+            on_error.pop_all()
         await generation.check_time()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.generation import Generation, Piece, are_large, check_generates, check_model, check_priority
+from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import CompletionBody
+from toolkit_lm_server.protocol import CompletionBody, check_generates, check_model, check_priority
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ class Completions:
         options = body.request_options(request_context(request))
         check_priority(self._engine, options)
         outputs = self._engine.generate_many(prompts, params, **options)
-        generation = Generation(await anext(outputs), outputs, len(prompts), params.n)
+        async with AsyncExitStack() as on_error:
+            on_error.push_async_callback(outputs.aclose)
+            generation = Generation(await anext(outputs), outputs, len(prompts), params.n)
+            on_error.pop_all()
         await generation.check_time()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, aclosing, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.params import SamplingParams
@@ -180,7 +181,7 @@ class BudgetedLLM:
         """Whose request it is: what routes pass on as its context says so."""
         return self._accounts.get(((options or {}).get("context") or {}).get(CLIENT, ""))
 
-    async def _held(
+    def _held(
         self,
         prompts: Sequence[object],
         params: SamplingParams | None,
@@ -188,19 +189,49 @@ class BudgetedLLM:
         outputs: AsyncGenerator[Output, None],
         each: Callable[[Output], list[RequestOutput]],
     ) -> AsyncGenerator[Output, None]:
-        """`outputs`, while they are paid for. `each`: the outputs of requests in one of them."""
+        """`outputs`, paid for until their end. `each`: the outputs of requests in one of them."""
         params = params or SamplingParams()
-        cost = generation_cost(prompts, params, self._engine.config.max_model_len)
-        account = self._account(options)
-        paying = nullcontext() if account is None else account.run(len(prompts) * params.num_sequences)
-        counted: dict[str, int] = {}
-        with self._budget.spend(cost), paying:
-            async with aclosing(outputs):
-                async for output in outputs:
-                    if account is not None:
-                        for one in each(output):
-                            account.count(one, counted, params.output_kind)
-                    yield output
+        account, max_model_len = self._account(options), self._engine.config.model.max_model_len
+        assert max_model_len is not None, "the config is not resolved"
+        with ExitStack() as paid:
+            paid.enter_context(self._budget.spend(generation_cost(prompts, params, max_model_len)))
+            if account is not None:
+                paid.enter_context(account.run(len(prompts) * params.num_sequences))
+                outputs = _counted(account, params, outputs, each)
+            return cast(AsyncGenerator[Output, None], _Paid(outputs, paid.pop_all().close))
+
+
+class _Paid(Generic[Output]):
+    """Outputs, which are paid for until they are closed, or nobody has them any more."""
+
+    def __init__(self, outputs: AsyncGenerator[Output, None], end: Callable[[], None]) -> None:
+        self._outputs = outputs
+        self._end = weakref.finalize(self, end)
+        self._end.atexit = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[Output]:
+        return self._outputs.__anext__()
+
+    async def aclose(self) -> None:
+        try:
+            await self._outputs.aclose()
+        finally:
+            self._end()
+
+
+async def _counted(
+    account: Account, params: SamplingParams, outputs: AsyncGenerator[Output, None], each: Callable[[Output], list[RequestOutput]]
+) -> AsyncGenerator[Output, None]:
+    """`outputs`, whose tokens are counted."""
+    counted: dict[str, int] = {}
+    async with aclosing(outputs):
+        async for output in outputs:
+            for one in each(output):
+                account.count(one, counted, params.output_kind)
+            yield output
 
 
 def _without_numbers(found: list[tuple[int, RequestOutput]]) -> list[RequestOutput]:

@@ -12,7 +12,6 @@ from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import encoded, head, pool, usage
 from toolkit_lm_server.pooling_protocol import (
@@ -24,6 +23,7 @@ from toolkit_lm_server.pooling_protocol import (
     read_inputs,
     read_texts,
 )
+from toolkit_lm_server.protocol import check_model
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM

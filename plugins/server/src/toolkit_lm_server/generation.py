@@ -9,14 +9,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 
-from toolkit_lm_server.errors import ApiError, printable
+from toolkit_lm_server.errors import ApiError
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
-    from toolkit_lm.processing.requests import RequestOptions
+    pass
 
 _LARGE = 5_000
 """Characters and log probabilities of an answer whose making would be felt on the event loop."""
@@ -126,25 +124,3 @@ def _is_late(one: CompletionOutput | Piece) -> bool:
 
 def _too_late() -> ApiError:
     return ApiError(504, "The request's timeout was over before a token was generated.", code="timeout")
-
-
-def check_model(engine: AsyncLLM, name: str | None) -> None:
-    """Raises ApiError (404) for a model that is not served."""
-    served = engine.served_model_name
-    if name is not None and name != served:
-        message = f"The model {printable(name)!r} does not exist. This server has {served!r}."
-        raise ApiError(404, message, param="model", code="model_not_found")
-
-
-def check_generates(engine: AsyncLLM) -> None:
-    """Raises RequestError for a model that only pools."""
-    if "generate" not in engine.tasks:
-        raise RequestError(f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task")
-
-
-def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
-    """Raises RequestError for a priority that nobody would look at."""
-    policies, policy = engine.plugins.scheduling_policies, engine.config.scheduler.policy
-    if options.get("priority") and not policies.get(policy).reads_priority:
-        able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
-        raise RequestError(f"priority has no effect here: the server runs without --scheduling-policy {able}.", "priority")

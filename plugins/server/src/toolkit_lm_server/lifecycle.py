@@ -25,7 +25,7 @@ from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.readiness import Readiness
+from toolkit_lm_server.route import Readiness
 from toolkit_lm_server.threads import CLOSING, close, in_thread
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TextPair
 
 from toolkit_lm_server.errors import ApiError
-from toolkit_lm_server.generation import check_priority
 from toolkit_lm_server.pooling_protocol import EncodingFormat
-from toolkit_lm_server.protocol import EngineBody
+from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:

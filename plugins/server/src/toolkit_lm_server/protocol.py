@@ -13,9 +13,10 @@ from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
-from toolkit_lm_server.errors import printable
+from toolkit_lm_server.errors import ApiError, printable
 
 if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
     from toolkit_lm.processing.requests import RequestOptions
 
 _NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
@@ -256,3 +257,25 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     tokens: Items[int]
+
+
+def check_model(engine: AsyncLLM, name: str | None) -> None:
+    """Raises ApiError (404) for a model that is not served."""
+    served = engine.served_model_name
+    if name is not None and name != served:
+        message = f"The model {printable(name)!r} does not exist. This server has {served!r}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def check_generates(engine: AsyncLLM) -> None:
+    """Raises RequestError for a model that only pools."""
+    if "generate" not in engine.tasks:
+        raise RequestError(f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task")
+
+
+def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
+    """Raises RequestError for a priority that nobody would look at."""
+    policies = engine.plugins.scheduling_policies
+    if options.get("priority") and not policies.get(engine.config.scheduler.policy).reads_priority:
+        able = " or ".join(entry.key for entry in policies.entries() if entry.reads_priority)
+        raise RequestError(f"priority has no effect here: the server runs without --scheduling-policy {able}.", "priority")

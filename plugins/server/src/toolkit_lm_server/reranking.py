@@ -12,10 +12,10 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.scoring import Scoring
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.generation import check_model
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import head, pool, usage
 from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
+from toolkit_lm_server.protocol import check_model
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM

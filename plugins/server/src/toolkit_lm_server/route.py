@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import numpy as np
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_error, described, printable
 from toolkit_lm_server.fairness import CLIENT
-from toolkit_lm_server.json_request import JsonRequest
 from toolkit_lm_server.keys import Keys
-from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.readiness import Readiness
 
 REQUEST_ID = "x-request-id"
 _KEY = "toolkit_lm.request_id"
@@ -32,7 +33,89 @@ _TRACE = {"traceparent": 128, "tracestate": 4096}
 _BODIES = 16
 """So many bodies of max_body_size may be read or worked on at a time."""
 
+MAX_DEPTH = 100
+"""Levels that JSON may be nested. Python bounds its recursion, and what reads a value may need several calls for each level."""
+_ALIVE = ("starting", "ready", "restarting")
+"""What gets better by itself: whoever watches the server has no reason to end it."""
+_TEMPORARY = ("starting", "restarting", "stalled")
+NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "It is not so, with the status and its reason."}}
+"""How the API's description has what else /health and /ready answer."""
+
 Result = TypeVar("Result")
+
+
+class Readiness:
+    """Answers /health and /ready, and refuses the requests that nobody would serve."""
+
+    def __init__(self, engine: Watched) -> None:
+        self.engine = engine
+        self.draining = False
+        """No new request is taken: the server ends when those under way have ended."""
+
+    async def health(self) -> Response:
+        """200 while the engine starts or makes progress; 503 with the reason when it has stalled or died."""
+        health = self.engine.health()
+        return JSONResponse(_body(health.status, health.reason), 200 if health.status in _ALIVE else 503)
+
+    async def ready(self) -> Response:
+        """200 while requests are served, else 503 with the reason."""
+        health = self.engine.health()
+        if health.status == "ready" and not self.draining:
+            return JSONResponse(_body("ready", ""))
+        status = "draining" if self.draining else health.status
+        return JSONResponse(_body(status, health.reason), 503, {"Retry-After": str(RETRY_AFTER)})
+
+    def check(self) -> None:
+        """Raises ApiError (503) unless requests are served."""
+        headers = {"Retry-After": str(RETRY_AFTER)}
+        if self.draining:
+            raise ApiError(503, "The server is being stopped.", code="server_stopping", headers={**headers, "Connection": "close"})
+        health = self.engine.health()
+        if health.status != "ready":
+            reason = f": {health.reason}" if health.reason else "."
+            temporary = health.status in _TEMPORARY
+            raise ApiError(
+                503, f"The engine is {health.status}{reason}", code=f"engine_{health.status}", headers=headers if temporary else None
+            )
+
+
+def _body(status: str, reason: str) -> dict[str, Any]:
+    return {"status": status, "reason": reason} if reason else {"status": status}
+
+
+class JsonRequest(Request):
+    """A request whose JSON is UTF-8, has no NaN or infinity, and is not nested too deeply."""
+
+    async def json(self) -> Any:
+        """Raises JSONDecodeError, and ValueError for an integer with thousands of digits."""
+        body = await self.body()
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth(body) > MAX_DEPTH:
+            raise _invalid(f"it is nested more than {MAX_DEPTH} levels deep")
+        try:
+            text = body.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise _invalid("it is not UTF-8") from error
+        return json.loads(text, parse_constant=_no_constant)
+
+
+def depth(body: bytes) -> int:
+    """How many levels JSON is nested. Anything is returned for what is no JSON."""
+    # Without escaped characters, each quotation mark begins or ends a text.
+    bare = np.frombuffer(body.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)
+    # Only the last bit counts, so it may overflow.
+    structure = bare[np.cumsum(bare == ord('"'), dtype=np.uint8) & 1 == 0]
+    opens = (structure == ord("[")) | (structure == ord("{"))
+    closes = (structure == ord("]")) | (structure == ord("}"))
+    levels: int = np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int32).max(initial=0)
+    return levels
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise _invalid(f"{name} is not a number in JSON")
+
+
+def _invalid(why: str) -> json.JSONDecodeError:
+    return json.JSONDecodeError(why, "", 0)
 
 
 class Bodies:

@@ -9,8 +9,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.processing.validation import check_token_ids
 
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.generation import check_model
-from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody
+from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody, check_model
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
