@@ -56,6 +56,19 @@ def test_usual_requests_are_let_in(fields):
         pass
 
 
+def test_many_short_messages_cost_more_than_their_text():
+    """50,000 of one letter took the server 300 MiB."""
+    message = {"role": "user", "content": "a"}
+    with pytest.raises(RequestError, match="most of it for prompt"), CostBudget(256 * MIB).spend(conversation_cost([message] * 50_000)):
+        raise AssertionError("it is let in")
+    with CostBudget(256 * MIB).spend(conversation_cost([{**message, "content": "a" * 100}] * 5_000)):
+        pass
+
+
+def conversation_cost(messages):
+    return generation_cost([(messages, {})], SamplingParams(max_tokens=16), 4096)
+
+
 def test_texts_that_are_given_often_count_once_but_for_their_tokens():
     query, size = "q" * 100_000, {"size": 1, "per_token": False, "max_model_len": 512}
     documents = [(query, f"document {i}") for i in range(1000)]

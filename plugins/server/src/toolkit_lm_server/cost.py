@@ -28,6 +28,8 @@ Cost = Mapping[str, int]
 
 # Bytes, measured in CPython: of a character or token of a prompt, a sequence, a log probability and a number of a result, and an entry.
 _CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
+_MESSAGE = 64
+"""Characters that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
 _REQUESTS = 3
 """So many times the cost that one request may have is what all of them together may."""
 
@@ -82,7 +84,9 @@ def _size(given: object) -> int:
         given = given["prompt_token_ids"]
     elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
         given = given["prompt"]
-    return len(given) if isinstance(given, str | list) and not (given and isinstance(given[0], dict)) else len(repr(given))
+    if isinstance(given, list) and given and isinstance(given[0], dict):
+        return len(repr(given)) + _MESSAGE * len(given)
+    return len(given) if isinstance(given, str | list) else len(repr(given))
 
 
 class CostBudget:
