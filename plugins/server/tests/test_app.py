@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import subprocess
@@ -761,3 +762,20 @@ async def test_bodies_are_bounded_together(engine, client_of):
         assert busy.json()["error"]["code"] == "server_busy" and "retry-after" in busy.headers
         # What they held is free again.
         assert [(await post(client)).status_code for _ in range(40)] == [200] * 40
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_a_refused_body_is_let_go_at_once(engine, client_of, path):
+    """Without the garbage collector."""
+    given = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "refuse"}
+    gc.collect()
+    gc.disable()
+    try:
+        async with client_of(create_app(engine, ServerOptions(max_request_cost="10"))) as client:
+            for _ in range(5):
+                assert (await client.post(path, json=given)).status_code == 400
+        left = [one for one in gc.get_objects() if type(one).__name__.startswith(("ChatBody", "CompletionBody"))]
+        # The last one may still be in somebody's hands.
+        assert len([one for one in left if not isinstance(one, type)]) <= 1
+    finally:
+        gc.enable()

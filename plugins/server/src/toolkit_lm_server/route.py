@@ -304,6 +304,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, Result
         task.cancel()
         watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
+        # What failed holds this frame, and with it the body, until the garbage collector comes.
+        del task, watch
 
 
 async def _disconnect(receive: Receive) -> None:
