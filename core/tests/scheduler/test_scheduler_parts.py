@@ -18,7 +18,7 @@ from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.roster import Roster, fcfs, load_policy, priority
+from toolkit_lm.scheduler.roster import LoadedPolicy, Roster, fcfs, priority
 
 
 def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
@@ -243,7 +243,7 @@ class TestPolicies:
         def load(function):
             monkeypatch.setitem(sys.modules, "policy_under_test", SimpleNamespace(mine=function))
             plugin = SimpleNamespace(name="brings", toolkit_register_scheduling_policies=register)
-            return load_policy(Plugins.load(PluginsConfig(plugins=[]), extra=[plugin]).scheduling_policies, "mine")
+            return LoadedPolicy(Plugins.load(PluginsConfig(plugins=[]), extra=[plugin]).scheduling_policies, "mine")
 
         @hookimpl
         def register(policies):
@@ -288,4 +288,4 @@ class TestPolicies:
 
     def test_an_unknown_name(self):
         with pytest.raises(ConfigError, match=r"no scheduling policy 'fcsf' is registered. Did you mean 'fcfs'\?"):
-            load_policy(Plugins.load(PluginsConfig(plugins=[])).scheduling_policies, "fcsf")
+            LoadedPolicy(Plugins.load(PluginsConfig(plugins=[])).scheduling_policies, "fcsf")

@@ -18,7 +18,7 @@ from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.scheduler import Scheduler, load_policy
+from toolkit_lm.scheduler import LoadedPolicy, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class EngineCore:
         self._events: list[Event] = []
         self._failures = 0
         self._failure_of = plugins.failure
-        policy = load_policy(plugins.scheduling_policies, config.scheduler.policy)
+        policy = LoadedPolicy(plugins.scheduling_policies, config.scheduler.policy)
         with plugins.boundary:
             on_phase("loading the model")
             executor.load()

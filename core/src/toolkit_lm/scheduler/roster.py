@@ -32,26 +32,23 @@ def priority(request: Request) -> tuple[float, ...]:
     return (request.priority,)
 
 
-def load_policy(registry: SchedulingPolicyRegistry, name: str) -> SchedulingPolicy:
-    """The registered policy; where it fails on a request, it raises RequestError, which names the plugin.
+class LoadedPolicy:
+    """A registered policy; where it fails on a request, it raises RequestError, which names the plugin."""
 
-    Raises ConfigError for an unknown name, PluginError for one that cannot be imported.
-    """
-    target, owner = registry.load(name), registry.get(name).owner
-    policy = target() if isinstance(target, type) else target
+    def __init__(self, registry: SchedulingPolicyRegistry, name: str) -> None:
+        """Raises ConfigError for an unknown name, PluginError for one that cannot be imported."""
+        target, self._owner, self._name = registry.load(name), registry.get(name).owner, name
+        self._policy = target() if isinstance(target, type) else target
+        self.started = getattr(self._policy, "started", None)
 
-    def sort_key(request: Request) -> tuple[float, ...]:
+    def __call__(self, request: Request) -> tuple[float, ...]:
         try:
-            key = tuple(policy(request))
+            key = tuple(self._policy(request))
             if any(map(math.isnan, key)):
                 raise ValueError(f"its key is {key}")
             return key
         except Exception as error:
-            raise RequestError(owner.failure(error, f"scheduling policy {name!r}")) from error
-
-    # What is a function for all others tells the policy itself, too.
-    vars(sort_key)["started"] = getattr(policy, "started", None)
-    return sort_key
+            raise RequestError(self._owner.failure(error, f"scheduling policy {self._name!r}")) from error
 
 
 _by_sort_key = attrgetter("sort_key")
