@@ -26,7 +26,7 @@ Output = TypeVar("Output")
 Cost = Mapping[str, int]
 """Bytes of memory in front and engine together, by what asks for them."""
 
-# Bytes, measured in CPython: of a character or token of a prompt, a sequence, a log probability and a number of a result, and an entry.
+# Bytes, estimated generously: of a character or token of a prompt, a sequence, a log probability and a number of a result, and an entry.
 _CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
 _MESSAGE = 64
 """Characters that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
