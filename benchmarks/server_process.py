@@ -25,7 +25,7 @@ class ServerProcess:
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self.log = folder / "server.log"
-        command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "serve", *arguments, "--port", "0", "--no-access-log"]
+        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", *arguments, "--port", "0", "--no-access-log"]
         # XDG_RUNTIME_DIR would be preferred for sockets by those who know it.
         inherited = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
         with self.log.open("w") as log:

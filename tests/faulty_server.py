@@ -84,7 +84,7 @@ class FaultyProcessor(LogitsProcessor):
             raise RuntimeError("this processor takes no tokens")
 """
 FLAGS = ["tiny", "--dtype", "float32", "--device", "cpu", "--no-access-log", "--log-level", "warning"]
-PROGRAM = ["-c", "from toolkit_lm.cli import main; main()"]
+PROGRAM = ["-c", "from toolkit_lm_cli import main; main()"]
 
 
 def install(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "api"
 CORE = ROOT / "core" / "src" / "toolkit_lm"
-INTERNAL = {"cli", "engine", "frontend", "processing", "resolution", "runner"}
+INTERNAL = {"engine", "frontend", "processing", "resolution", "runner"}
 """Rooms without a page: plugins and apps have no names of theirs, or find them in `toolkit_lm`."""
 
 

@@ -107,7 +107,7 @@ def test_env():
 
 
 def test_help_imports_nothing_heavy():
-    code = "import sys; from toolkit_lm.cli.app import run; run(['--help']); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys; from toolkit_lm_cli.app import run; run(['--help']); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
 
 

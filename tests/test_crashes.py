@@ -305,7 +305,7 @@ def test_environments(serve, environ):
 
 
 def test_without_a_home():
-    code = "import os, sys; del os.environ['HOME']; from toolkit_lm.cli import run; sys.exit(run(['explain', 'tiny', '--json']))"
+    code = "import os, sys; del os.environ['HOME']; from toolkit_lm_cli import run; sys.exit(run(['explain', 'tiny', '--json']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["plugin"] == "decoder"

@@ -61,7 +61,7 @@ def has_examples(page: Path, language: str, word: str = "") -> bool:
 @pytest.fixture(scope="module")
 def url():
     """The address of `toolkit serve tiny`."""
-    command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "serve", "tiny", "--port", "0", "--log-level", "error"]
+    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", "tiny", "--port", "0", "--log-level", "error"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         found = next((at for line in process.stdout if (at := re.search(r"Serving tiny at (\S+)", line))), None)
@@ -132,7 +132,7 @@ def installed(tmp_path_factory) -> Path:
 
 def test_the_plugins_install_and_are_listed(installed):
     environ = {**os.environ, "PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "plugins", "list", "--json"]
+    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "plugins", "list", "--json"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     states = {row["name"]: (row["distribution"], row["status"]) for row in json.loads(done.stdout)}

@@ -238,7 +238,7 @@ def test_toolkit_serves_a_file(installed, llama, tmp_path, cache):
     folder, model = llama()
     write_gguf(tmp_path / "model.gguf", folder)
     environ = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
-    toolkit = [sys.executable, "-c", "from toolkit_lm.cli import main; main()"]
+    toolkit = [sys.executable, "-c", "from toolkit_lm_cli import main; main()"]
     done = subprocess.run([*toolkit, "plugins", "check", "toolkit-lm-gguf"], env=environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     options = ["--port", "0", "--device", "cpu", "--dtype", "float32", "--log-level", "error", "--served-model-name", "mine"]

@@ -57,7 +57,7 @@ def toolkit(installed):
     def run(*arguments, plugins=(), **environ):
         path = os.pathsep.join(str(installed[name]) for name in plugins)
         environ = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environ}
-        code = "from toolkit_lm.cli import main; main()"
+        code = "from toolkit_lm_cli import main; main()"
         return subprocess.run([sys.executable, "-c", code, *arguments], env=environ, capture_output=True, text=True, timeout=120)
 
     return run
@@ -316,7 +316,7 @@ def test_a_silent_and_slow_entry_module(toolkit):
 
 def test_an_import_that_is_interrupted_is_named(installed):
     environ = {**os.environ, "PYTHONPATH": str(installed["slow"])}
-    code = "from toolkit_lm.cli import main; main()"
+    code = "from toolkit_lm_cli import main; main()"
     with subprocess.Popen([sys.executable, "-c", code, "plugins", "list"], env=environ, stderr=subprocess.PIPE, text=True) as process:
         # It prints this while it is imported.
         assert process.stderr.readline() == "hello from slow\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -34,6 +35,18 @@ def test_requirements_list_every_distribution():
 def test_no_folder_is_without_a_distribution():
     folders = {p for pattern in ("plugins/*", "contrib_*/*") for p in ROOT.glob(pattern) if p.is_dir() and list(p.glob("src/*/*.py"))}
     assert folders == {f for f in FOLDERS if f.name != "core"}
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
+def test_a_distribution_declares_which_others_it_imports(folder):
+    statements = [node for path in folder.glob("src/**/*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    modules = {node.module for node in statements if isinstance(node, ast.ImportFrom) and node.module}
+    modules |= {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+    packages = {module.partition(".")[0] for module in modules if module.startswith("toolkit_lm")}
+    imported = {package.replace("_", "-") if package != "toolkit_lm" else "toolkit-lm-core" for package in packages}
+    declared = {re.match(r"[\w-]+", dependency).group() for dependency in project(folder)["dependencies"]}
+    assert imported
+    assert imported - declared - {project(folder)["name"]} == set()
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)

@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 import transformers
-from toolkit_lm.cli.app import run
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.plugin import PluginWarning
+from toolkit_lm_cli.app import run
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_transformers.attention import attend, calls_of
 from toolkit_lm_transformers.model import TransformersForCausalLM

@@ -16,7 +16,7 @@ from toolkit_lm_bench.startup import measure, options_given, start_offline
 
 
 def toolkit(*arguments):
-    command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", *arguments]
+    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

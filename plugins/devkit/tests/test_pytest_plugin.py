@@ -29,7 +29,7 @@ def test_without_devkit_pytest_loads_nothing_of_ours():
 def test_with_devkit_it_loads_neither_torch_nor_the_engine():
     modules = loaded()
     assert "toolkit_lm_devkit.pytest_plugin" in modules
-    assert {"torch", "numpy", "toolkit_lm.engine", "toolkit_lm.cli"}.isdisjoint(modules)
+    assert {"torch", "numpy", "toolkit_lm.engine", "toolkit_lm_cli"}.isdisjoint(modules)
 
 
 def test_the_fixture_gives_code_and_both_streams(toolkit):

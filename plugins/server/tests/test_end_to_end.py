@@ -58,7 +58,7 @@ class Server:
     """`toolkit serve` as a process of its own."""
 
     def __init__(self, *arguments: str, prelude: str = "") -> None:
-        command = [sys.executable, "-c", f"{prelude}\nfrom toolkit_lm.cli import main; main()", "serve", *arguments]
+        command = [sys.executable, "-c", f"{prelude}\nfrom toolkit_lm_cli import main; main()", "serve", *arguments]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
 
@@ -571,7 +571,7 @@ def redirected(checkpoint):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [sys.executable, "-c", "from toolkit_lm.cli import main; main()", "serve", str(checkpoint), *FLAGS, "--port", port]
+        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", str(checkpoint), *FLAGS, "--port", port]
         shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *command]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         made.append(subprocess.Popen(shell, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ))

@@ -1,8 +1,8 @@
 """What the entry module names: imported only when it is used."""
 
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_cli import engine_command
 
 
 class GoodForCausalLM:

@@ -1,5 +1,12 @@
 from .memory import parse_memory as parse_memory
-from .options import Option as Option, load_options as load_options, option as option, options_of as options_of, read_file as read_file
+from .options import (
+    ENV_PREFIX as ENV_PREFIX,
+    Option as Option,
+    load_options as load_options,
+    option as option,
+    options_of as options_of,
+    read_file as read_file,
+)
 from .pooling_profile import PoolingProfile as PoolingProfile, RoleProfile as RoleProfile
 from .vllm import (
     AttentionConfig as AttentionConfig,

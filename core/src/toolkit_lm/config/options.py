@@ -25,6 +25,7 @@ import msgspec
 from toolkit_lm.errors import ConfigError, nearest
 
 ENV_PREFIX = "TOOLKIT_LM_"
+"""What the names of options' environment variables begin with."""
 
 
 @dataclass(frozen=True, slots=True)

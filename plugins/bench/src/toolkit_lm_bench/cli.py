@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_cli import engine_command
 
 from toolkit_lm_bench.startup import STATES, WAYS, Startup, measure
 

@@ -29,7 +29,7 @@ _MOST_SECONDS = 600
 _POLL = 0.01
 """Seconds between two looks at a server that starts."""
 _PROBE = "import time; begun = time.monotonic(); from toolkit_lm_bench.probe import main; main(begun)"
-_SERVE = "from toolkit_lm.cli import main; main()"
+_SERVE = "from toolkit_lm_cli import main; main()"
 
 
 @dataclass(frozen=True)

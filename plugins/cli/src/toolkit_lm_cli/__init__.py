@@ -1,9 +1,22 @@
-"""Commands that run a model, or tell what would run it and what is installed.
+"""The command line: `toolkit`, and the commands that run a model, or tell what would run it and what is installed.
 
-`toolkit generate`, `embed`, `complete`, `chat`, `explain`, `env`, `plugins list` and `plugins show`.
+Other commands come from other plugins. Each is imported when it is invoked. A command that needs a config is made by `engine_command`:
+
+    from toolkit_lm_cli import engine_command
+
+    @engine_command()
+    def measure(config: VllmConfig, plugins: Plugins, repeat: int = 3) -> None:
+        ...
+
+The names are resolved when they are used: importing this package imports no parser.
 """
 
+import lazy_loader
 from toolkit_lm.plugin import CommandRegistry, hookimpl
+
+# The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them: the loader of plugins looks at all that
+# it lists in an entry module, which this module is too.
+__getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
 @hookimpl

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Protocol
 
 import typer
 from msgspec import Struct
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig, option
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.plugin import Plugins
 
+from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
 
 

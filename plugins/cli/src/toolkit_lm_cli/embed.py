@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling_params import PoolingParams
 
+from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.vectors import VectorFile, check_path, vector_file
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
+
+from toolkit_lm_cli.options import engine_command
 
 
 @engine_command()

@@ -10,13 +10,13 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import CompletionOutput, RequestOutput
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.prompts import parse_prompt
 
+from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
 
 if TYPE_CHECKING:

@@ -10,10 +10,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import PluginInfo, Plugins, Registry
 from toolkit_lm.plugin.registries import by_hook
+
+from toolkit_lm_cli.options import engine_command
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -36,7 +36,7 @@ class Finished(NamedTuple):
 def toolkit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finished]:
     """Runs `toolkit` in this process, with the arguments that it is called with: `toolkit("plugins", "list").out`."""
     # Imported here: every run of pytest loads this module.
-    from toolkit_lm.cli import run
+    from toolkit_lm_cli import run
 
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERMINAL_WIDTH", "200")

@@ -8,10 +8,10 @@ import signal
 import socket
 from concurrent.futures import wait
 
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_cli import engine_command
 
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions

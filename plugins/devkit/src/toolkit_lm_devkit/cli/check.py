@@ -18,7 +18,6 @@ from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from toolkit_lm.cli import engine_command
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError, ToolkitError, nearest
 from toolkit_lm.plugin import (
@@ -33,6 +32,7 @@ from toolkit_lm.plugin import (
     Registry,
     discover,
 )
+from toolkit_lm_cli import engine_command
 
 from toolkit_lm_devkit.cli.private_names import CORE, private_names
 

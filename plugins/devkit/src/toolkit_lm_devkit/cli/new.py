@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 from toolkit_lm.errors import ConfigError
-from toolkit_lm.plugin import API_VERSION
+from toolkit_lm.plugin import API_VERSION, CORE_DISTRIBUTION
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _SUFFIX = ".in"
@@ -37,6 +37,7 @@ class Kind(StrEnum):
 class _About(NamedTuple):
     summary: str
     test_requires: tuple[str, ...] = ("toolkit-lm-devkit",)
+    requires: tuple[str, ...] = (CORE_DISTRIBUTION,)
 
 
 _RUNS_LLAMA = ("toolkit-lm-devkit", "toolkit-lm-decoder", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf")
@@ -53,7 +54,7 @@ _ABOUT = {
     Kind.CHECKPOINT_LOADER: _About("A checkpoint loader"),
     Kind.LOGITS_PROCESSOR: _About("A logits processor"),
     Kind.SCHEDULING_POLICY: _About("A scheduling policy"),
-    Kind.COMMAND: _About("A command of toolkit"),
+    Kind.COMMAND: _About("A command of toolkit", requires=(CORE_DISTRIBUTION, "toolkit-lm-cli")),
 }
 
 
@@ -94,8 +95,7 @@ def _values(kind: Kind, name: str) -> dict[str, str]:
         "Class": "".join(word.capitalize() for word in name.split("-")),
         "summary": _ABOUT[kind].summary,
         "test_requires": ", ".join(f'"{requirement}"' for requirement in _ABOUT[kind].test_requires),
-        "api": API_VERSION,
-        "next_api": f"{major}.{int(minor) + 1}",
+        "requires": ", ".join(f'"{requirement}>={API_VERSION},<{major}.{int(minor) + 1}"' for requirement in _ABOUT[kind].requires),
     }
 
 

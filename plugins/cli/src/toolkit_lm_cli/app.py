@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Annotated, Any, TextIO
 
 import typer
-from typer.core import TyperCommand, TyperGroup
-
-from toolkit_lm._version import __version__
-from toolkit_lm.cli.prescan import plugins_config
+from toolkit_lm import __version__
 from toolkit_lm.errors import ConfigError, ToolkitError, nearest
 from toolkit_lm.plugin import CommandRegistry, Plugins
+from typer.core import TyperCommand, TyperGroup
+
+from toolkit_lm_cli.prescan import plugins_config
 
 
 class LazyGroup(TyperGroup):

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from toolkit_lm._version import __version__
+from toolkit_lm import __version__
 
-COMMAND = [sys.executable, "-c", "from toolkit_lm.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from toolkit_lm_cli import main; main()"]
 
 
 def test_version_and_help(toolkit):
@@ -17,6 +17,19 @@ def test_version_and_help(toolkit):
     assert shown.code == 0
     for name in ("explain", "env", "plugins", "--traceback"):
         assert name in shown.out
+
+
+def test_the_commands_of_other_plugins_work_without_the_plugin_cli(toolkit, tmp_path):
+    shown = toolkit("--disable-plugins", "cli", "--help").out
+    assert " serve " in shown and " chat " not in shown
+    assert toolkit("--plugins", "devkit", "plugins", "new", "command", "mine", "--dir", tmp_path).code == 0
+    assert "No such command 'chat'" in toolkit("--plugins", "devkit", "chat").err
+
+
+def test_the_entry_module_imports_no_parser():
+    code = "import sys, toolkit_lm_cli\nprint({'typer', 'rich', 'toolkit_lm_cli.app', 'toolkit_lm_cli.options'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_no_command_shows_the_help(toolkit):
@@ -58,7 +71,7 @@ def test_plugins_list_and_show(toolkit):
 
 
 def test_an_interrupt_is_quiet():
-    code = "import signal\nfrom toolkit_lm.cli import app\napp.plugins_config = lambda *_: signal.raise_signal(signal.SIGINT)\napp.main()"
+    code = "import signal\nfrom toolkit_lm_cli import app\napp.plugins_config = lambda *_: signal.raise_signal(signal.SIGINT)\napp.main()"
     done = subprocess.run([sys.executable, "-c", code, "env"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 

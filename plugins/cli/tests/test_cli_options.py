@@ -11,14 +11,14 @@ from typing import Annotated, get_args, get_origin
 import pytest
 import typer
 from msgspec import Struct
-from toolkit_lm.cli import engine_command
-from toolkit_lm.cli.app import LazyGroup
-from toolkit_lm.cli.prescan import plugins_config
 from toolkit_lm.config import PluginsConfig, VllmConfig, option
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm_cli import engine_command
+from toolkit_lm_cli.app import LazyGroup
+from toolkit_lm_cli.prescan import plugins_config
 from toolkit_lm_cli.sampling import SamplingFlags
 
 
@@ -215,7 +215,7 @@ def test_and_in_the_config_file(tmp_path):
 
 def test_the_help_imports_nothing_heavy():
     code = (
-        "import sys\nfrom toolkit_lm.cli.app import run\nassert run(['--help']) == 0\n"
+        "import sys\nfrom toolkit_lm_cli.app import run\nassert run(['--help']) == 0\n"
         "heavy = [m for m in ('torch', 'transformers', 'numpy', 'pydantic', 'fastapi', 'httpx') if m in sys.modules]\n"
         "print(heavy, len(sys.modules), file=sys.stderr)"
     )

@@ -11,12 +11,11 @@ from typing import Annotated, Any, Protocol, Self, get_type_hints, runtime_check
 
 import msgspec
 import typer
-
-from toolkit_lm.cli.prescan import flag_value
-from toolkit_lm.config import Option, VllmConfig, load_options, options_of, read_file
-from toolkit_lm.config.options import ENV_PREFIX
+from toolkit_lm.config import ENV_PREFIX, Option, VllmConfig, load_options, options_of, read_file
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
+
+from toolkit_lm_cli.prescan import flag_value
 
 Section = type[msgspec.Struct]
 

@@ -1,0 +1,7 @@
+from .app import main as main, run as run
+from .options import (
+    CommandFlags as CommandFlags,
+    command_parameter as command_parameter,
+    engine_command as engine_command,
+    flag_help as flag_help,
+)
