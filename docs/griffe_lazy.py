@@ -8,7 +8,7 @@ import griffe
 
 
 class LazyNames(griffe.Extension):
-    """Exports what an `__init__.pyi` imports, as `__all__` does in other packages: griffe reads the source, and runs none of it."""
+    """Exports what an `__init__.pyi` imports from its own package, as `__all__` does elsewhere: griffe reads the source, and runs none."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         _export(pkg)
@@ -16,7 +16,7 @@ class LazyNames(griffe.Extension):
 
 def _export(module: griffe.Module) -> None:
     if "lazy_loader" in module.imports:
-        module.exports = [name for name in module.imports if name != "lazy_loader"]
+        module.exports = [name for name, target in module.imports.items() if target.startswith(f"{module.path}.")]
     for submodule in module.modules.values():
         if not submodule.is_alias:
             _export(submodule)

@@ -64,3 +64,5 @@ def test_every_public_name_and_field_is_in_the_built_page(site, module):
     classes = {name: value for name in names if getattr(value := getattr(loaded, name), "__name__", name) == name}
     wanted += [f"{module}.{name}.{field}" for name, value in classes.items() for field in fields(value)]
     assert [one for one in wanted if one not in ids] == []
+    own = {one for one in ids if one.rpartition(".")[0] == module} if hasattr(loaded, "__all__") else set()
+    assert own - {f"{module}.{name}" for name in names} - set(shown()) == set()
