@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 
 import pytest
-from toolkit_lm_server.route import MAX_DEPTH, depth
+from toolkit_lm_server import route
+from toolkit_lm_server.route import MAX_DEPTH, measure
 
 pytestmark = pytest.mark.anyio
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 JSON = {"content-type": "application/json"}
 
 
-async def test_the_depth_of_json():
-    def naive(value) -> int:
-        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-        return 0 if inner is None else 1 + max(map(naive, inner), default=0)
+@pytest.mark.parametrize("part", [route._PART, 7])
+async def test_the_measures_of_json(monkeypatch, part):
+    def naive(value) -> tuple[int, int]:
+        """Levels, and values and names; what is empty counts as if it had one."""
+        if not isinstance(value, dict | list):
+            return 0, 1
+        inner = [naive(one) for one in (value.values() if isinstance(value, dict) else value)]
+        names = len(value) if isinstance(value, dict) else 0
+        return 1 + max((levels for levels, _ in inner), default=0), 1 + names + max(1, sum(values for _, values in inner))
 
     draw = random.Random(1)
-    texts = ["", "[{", '"', '\\"[', "\\", "\\\\[", "é]"]
+    texts = ["", "[{", '"', '\\"[,', "\\", "\\\\[", "é]:", ","]
 
     def value(levels):
         kind = draw.randrange(4) if levels else 0
@@ -28,9 +36,46 @@ async def test_the_depth_of_json():
         inner = [value(levels - 1) for _ in range(draw.randrange(4))]
         return inner if kind == 1 else {draw.choice(texts) + str(i): one for i, one in enumerate(inner)}
 
+    monkeypatch.setattr(route, "_PART", part)
     for _ in range(300):
         one = value(6)
-        assert depth(json.dumps(one, ensure_ascii=draw.random() < 0.5).encode()) == naive(one), one
+        assert measure(json.dumps(one, ensure_ascii=draw.random() < 0.5).encode()) == naive(one), one
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        ([5] * 262_139, None),
+        ([5] * 262_140, 262_145),
+        ("a,[{:" * 100_000, None),
+        (["a,[{:"] * 200_000, None),
+        ([[5, 6, 7]] * 100_000, 400_005),
+    ],
+)
+async def test_how_many_values_json_may_have(client, value, number):
+    reply = await client.post("/v1/completions", json={"prompt": value, "max_tokens": 1})
+    message = reply.json()["error"]["message"]
+    assert reply.status_code == 400
+    told = f"it has {number} values and names, and may have 262144: one for 64 bytes of max_body_size"
+    assert (message == f"The body is not valid JSON: {told}.") == (number is not None), message
+
+
+async def test_small_bodies_do_not_wait_for_large_ones(client, monkeypatch):
+    begun, go_on, parse = threading.Event(), threading.Event(), route._parse
+
+    def slow(body, most):
+        if len(body) > 100_000:
+            begun.set()
+            assert go_on.wait(30)
+        return parse(body, most)
+
+    monkeypatch.setattr(route, "_parse", slow)
+    large = asyncio.ensure_future(client.post("/v1/completions", json={"prompt": "a " * 100_000}))
+    await asyncio.to_thread(begun.wait, 30)
+    assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+    assert (await client.get("/health")).status_code == 200 and not large.done()
+    go_on.set()
+    assert (await large).status_code in (200, 400)
 
 
 @pytest.mark.parametrize("excess", [0, 1])
