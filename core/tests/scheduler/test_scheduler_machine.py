@@ -96,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         groups=st.sampled_from(GROUPS),
         max_num_seqs=st.integers(1, 8),
         budget=st.integers(0, 24),
-        policy=st.sampled_from(["fcfs", "priority"]),
+        policy=st.sampled_from(["fcfs", "priority", "unruly"]),
         caching=st.booleans(),
         mode=st.sampled_from(["recompute", "swap", "auto"]),
         blocks_per_token=st.floats(0.1, 2),

@@ -8,8 +8,8 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
-from toolkit_lm.config import PluginsConfig
-from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.config import PluginsConfig, SchedulerConfig
+from toolkit_lm.errors import ConfigError, PluginError
 from toolkit_lm.messages import Candidates, EngineRequest, StepPlan
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
@@ -18,7 +18,7 @@ from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.quarantine import Quarantine
-from toolkit_lm.scheduler.roster import LoadedPolicy, Roster, fcfs, priority
+from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy, load_policy, priority
 
 
 def make_request(request_id: str = "r", prompt=(1, 2, 3), eos=(), max_output_tokens: int = 4, chunked: bool = True, **fields) -> Request:
@@ -170,7 +170,7 @@ class TestDeadlines:
 class TestRoster:
     @pytest.fixture
     def roster(self):
-        roster, ids = Roster(fcfs), count()
+        roster, ids = Roster(SchedulingPolicy(SchedulerConfig())), count()
         for time, name in ((2.0, "later"), (1.0, "sooner")):
             message = EngineRequest(
                 request_id=name, prompt_token_ids=[1], params=SamplingParams(n=2), arrival_time=time, max_output_tokens=2
@@ -243,7 +243,8 @@ class TestPolicies:
         def load(function):
             monkeypatch.setitem(sys.modules, "policy_under_test", SimpleNamespace(mine=function))
             plugin = SimpleNamespace(name="brings", toolkit_register_scheduling_policies=register)
-            return LoadedPolicy(Plugins.load(PluginsConfig(plugins=[]), extra=[plugin]).scheduling_policies, "mine")
+            policies = Plugins.load(PluginsConfig(plugins=[]), extra=[plugin]).scheduling_policies
+            return load_policy(policies, SchedulerConfig(scheduling_policy="mine"))
 
         @hookimpl
         def register(policies):
@@ -259,33 +260,37 @@ class TestPolicies:
 
     def test_fcfs(self):
         requests = [{"prompt_token_ids": [1], "arrival_time": time, "priority": p} for time, p in ((3, 0), (1, 5), (3, -1))]
-        assert self.order(fcfs, *requests) == "bac"
+        assert self.order(SchedulingPolicy(SchedulerConfig()), *requests) == "bac"
 
-    def test_priority(self):
+    def test_priority(self, load):
         # As floats the first two would be equal.
         numbers = (2**62 + 1, 2**62, -1, -1)
         requests = [{"prompt_token_ids": [1], "arrival_time": 9 - i, "priority": p} for i, p in enumerate(numbers)]
-        assert self.order(priority, *requests) == "dcba"
+        assert self.order(load(priority), *requests) == "dcba"
 
     def test_one_of_a_plugin(self, load):
         requests = [{"prompt_token_ids": [1] * length, "arrival_time": 1} for length in (3, 1, 3, 2)]
         assert self.order(load(lambda request: (request.num_prompt_tokens,)), *requests) == "bdac"
 
     @pytest.mark.parametrize(
-        ("policy", "message"),
+        ("policy", "error", "message"),
         [
-            (lambda request: request.nothing, "AttributeError"),
-            (lambda request: (math.nan,), "its key is"),
-            (lambda request: 3, "not iterable"),
-            (lambda request: ("a",), "TypeError"),
+            (lambda request: request.nothing, AttributeError, "nothing"),
+            (lambda request: (math.nan,), ValueError, "its key is"),
+            (lambda request: 3, TypeError, "not iterable"),
+            (lambda request: ("a",), TypeError, "real number"),
         ],
     )
-    def test_what_fails_on_a_request_fails_it_alone(self, load, policy, message):
+    def test_what_fails_on_a_request_queues_nothing(self, load, policy, error, message):
         roster = Roster(load(policy))
-        with pytest.raises(RequestError, match=rf"plugin 'brings' .*failed in scheduling policy 'mine': .*{message}"):
+        with pytest.raises(error, match=message):
             roster.add(make_request())
         assert not roster.requests and not roster.waiting and not roster.sequences
 
+    def test_a_class_of_something_else(self, load):
+        with pytest.raises(PluginError, match=r"policy 'mine': builtins.int is no subclass of toolkit_lm.scheduler.SchedulingPolicy"):
+            load(int)
+
     def test_an_unknown_name(self):
         with pytest.raises(ConfigError, match=r"no scheduling policy 'fcsf' is registered. Did you mean 'fcfs'\?"):
-            LoadedPolicy(Plugins.load(PluginsConfig(plugins=[])).scheduling_policies, "fcsf")
+            load_policy(Plugins.load(PluginsConfig(plugins=[])).scheduling_policies, SchedulerConfig(scheduling_policy="fcsf"))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.config import SchedulerConfig
 from toolkit_lm_devkit import SchedulingPolicyConformance
 from toolkit_lm_server.fairness import FairPolicy
 
@@ -38,42 +39,44 @@ def test_turns_count_by_tokens():
 
 def test_one_client_is_served_by_arrival():
     assert served([("a", length, 2) for length in (9, 30, 4, 7)]) == ["a"] * 4
-    policy = FairPolicy()
-    keys = [policy(request("a", tokens)) for tokens in (9, 30, 4)]
+    policy = FairPolicy(SchedulerConfig())
+    keys = [policy.key(request("a", tokens)) for tokens in (9, 30, 4)]
     assert keys == sorted(keys)
 
 
 def test_nobody_saves_up_turns_or_starves():
     """Who comes late begins where the others are served, not before what waits for long."""
-    policy = FairPolicy()
+    policy = FairPolicy(SchedulerConfig())
     flood = [request("a", 10) for _ in range(100)]
-    keys = [policy(one) for one in flood]
-    for one, key in zip(flood[:50], keys[:50], strict=True):
+    keys = [policy.key(one) for one in flood]
+    for one, key in zip(flood, keys, strict=True):
         one.sort_key = (*key, 0.0)
-        policy.started(one)
-    late = [policy(request("b", 10)) for _ in range(100)]
+    policy.begin_step([flood[49]], flood[50:])
+    late = [policy.key(request("b", 10)) for _ in range(100)]
     assert late[0] == keys[49] and late[1] > keys[49]
     assert late[30] > keys[60], "the flood's next ones have their turns"
 
 
 def test_clients_that_are_gone_are_forgotten():
-    policy = FairPolicy()
+    policy = FairPolicy(SchedulerConfig())
     for number in range(30_000):
         one = request(f"client {number}", 10)
-        one.sort_key = policy(one)
-        policy.started(one)
-        policy(request("busy", 10))
+        one.sort_key = policy.key(one)
+        policy.begin_step([one], [])
+        policy.key(request("busy", 10))
     assert len(policy._clocks) == 10_000 and "busy" in policy._clocks
 
 
 def request(client: str, tokens: int) -> SimpleNamespace:
     params = SimpleNamespace(num_sequences=1)
-    return SimpleNamespace(context={"client": client}, num_prompt_tokens=tokens, max_output_tokens=0, params=params)
+    leader = SimpleNamespace(num_pending_tokens=tokens, num_computed_tokens=0)
+    fields = {"num_prompt_tokens": tokens, "max_output_tokens": 0, "num_rows": 1, "chunkable": True, "search": None, "swapped": False}
+    return SimpleNamespace(context={"client": client}, params=params, leader=leader, gave_way=False, **fields)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_sequences_count(n):
-    policy, one = FairPolicy(), request("a", 4)
+    policy, one = FairPolicy(SchedulerConfig()), request("a", 4)
     one.max_output_tokens, one.params.num_sequences = 10, n
-    policy(one)
-    assert policy(one) == (4 + 10 * n,)
+    policy.key(one)
+    assert policy.key(one) == (4 + 10 * n,)

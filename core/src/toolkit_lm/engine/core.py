@@ -12,13 +12,13 @@ from typing import NamedTuple
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
-from toolkit_lm.errors import EngineDeadError
+from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.scheduler import LoadedPolicy, Scheduler
+from toolkit_lm.scheduler import Scheduler, load_policy
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,8 @@ class EngineCore:
         self._events: list[Event] = []
         self._failures = 0
         self._failure_of = plugins.failure
-        policy = LoadedPolicy(plugins.scheduling_policies, config.scheduler.policy)
+        self._policy_owner = plugins.scheduling_policies.get(config.scheduler.policy).owner
+        policy = load_policy(plugins.scheduling_policies, config.scheduler)
         with plugins.boundary:
             on_phase("loading the model")
             executor.load()
@@ -82,7 +83,12 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises RequestError."""
-        self.scheduler.add(request)
+        try:
+            self.scheduler.add(request)
+        except ToolkitError:
+            raise
+        except Exception as error:
+            raise RequestError(self._policy_owner.failure(error, f"scheduling policy {self.config.scheduler.policy!r}")) from error
         self._drain_scheduler()
 
     def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
@@ -158,6 +164,7 @@ class EngineCore:
         duration = now - max(step.start, self.progress_time)
         num_tokens = step.plan.num_tokens
         self.scheduler.preemption.observe(num_tokens, duration)
+        self.scheduler.policy.observe(step.plan, duration)
         if self.listening:
             self._events.append(StepEvent(time=now, duration=duration, num_tokens=num_tokens))
 

@@ -19,7 +19,7 @@ def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
 
 @hookimpl
 def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
-    policies.add("fcfs", "toolkit_lm.scheduler.roster:fcfs")
+    policies.add("fcfs", "toolkit_lm.scheduler.roster:SchedulingPolicy")
     policies.add("priority", "toolkit_lm.scheduler.roster:priority", reads_priority=True)
 
 

@@ -74,7 +74,7 @@ class LogitsProcessorEntry(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulingPolicyEntry(Entry):
-    """A scheduling policy: a function."""
+    """A scheduling policy: a function, or a class."""
 
     reads_priority: bool = False
     """True: it looks at the priority that a request gives."""
@@ -214,7 +214,10 @@ class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
     noun = "scheduling policy"
 
     def add(self, name: str, target: str, *, reads_priority: bool = False, override: bool = False) -> None:
-        """Registers a function, a toolkit_lm.scheduler.SchedulingPolicy. `reads_priority`: it looks at the priority of requests."""
+        """Registers a subclass of toolkit_lm.scheduler.SchedulingPolicy, or a function that is its `key`.
+
+        `reads_priority`: it looks at the priority of requests.
+        """
         self.add_entry(SchedulingPolicyEntry, name, target, "module:function", reads_priority=reads_priority, override=override)
 
 

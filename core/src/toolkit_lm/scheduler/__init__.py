@@ -4,7 +4,7 @@ from toolkit_lm.scheduler.block_manager import BlockManager, TableUpdate, TokenR
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.limits import RequestLimits
 from toolkit_lm.scheduler.request import Request, Sequence
-from toolkit_lm.scheduler.roster import LoadedPolicy, SchedulingPolicy
+from toolkit_lm.scheduler.roster import SchedulingPolicy, load_policy
 from toolkit_lm.scheduler.scheduler import Scheduler
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "SchedulingPolicy",
     "Sequence",
     "TokenRange",
-    "LoadedPolicy",
+    "load_policy",
 ]

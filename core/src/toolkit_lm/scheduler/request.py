@@ -227,6 +227,8 @@ class Request:
         """Requests are numbered as they come."""
         self.sort_key: tuple[float, ...] = ()
         """Its place in the scheduling policy's order, from when it is queued."""
+        self.gave_way = False
+        """It was preempted for one that waited, and waits behind that."""
 
     def _search(self) -> BeamSearch | None:
         params = self.params

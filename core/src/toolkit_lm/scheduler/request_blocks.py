@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.request import Request, Sequence
+from toolkit_lm.scheduler.roster import Roster
 
 
 class RequestBlocks:
     """The blocks of requests that come, share, give way and come back, and with them the computed counts of their sequences."""
 
-    def __init__(
-        self, blocks: BlockManager, preemption: PreemptionCost, sequences: Mapping[int, Sequence], *, caching: bool, chunk: int
-    ) -> None:
-        """`sequences`: the unfinished ones, by seq_id. `caching`: requests share prefixes. `chunk`: most tokens of a step."""
+    def __init__(self, config: VllmConfig, blocks: BlockManager, preemption: PreemptionCost, roster: Roster) -> None:
         self.blocks = blocks
         self.preemption = preemption
-        self.sequences = sequences
-        self.caching = caching
-        self.chunk = chunk
+        self.roster = roster
+        self.caching = config.cache.enable_prefix_caching is not False and blocks.caches_prefixes
+        """Requests share prefixes."""
+        self.max_num_seqs = config.scheduler.max_num_seqs
+        self.chunk = config.scheduler.token_budget
+        """Most tokens of a step."""
 
-    def num_cached(self, request: Request) -> int:
+    def find_room(self, request: Request, budget: int) -> int | None:
+        """Whether one that waits can run, and compute some of `budget` tokens: how many are cached, or None."""
+        num_running = self.roster.num_running
+        if num_running + request.num_rows > self.max_num_seqs or request.awaits_tokens or budget == 0:
+            return None
+        if not request.chunkable and request.leader.num_pending_tokens > budget:
+            return None
+        while True:
+            num_cached = self._num_cached(request)
+            # Leave each running sequence a block to grow into: admitting one that is preempted at once would waste its prefill.
+            if self.blocks.has_free(self._num_to_admit(request, budget, num_cached), reserve=num_running):
+                return num_cached
+            if self.roster.running or not self._discard_swapped():
+                return None
+
+    def _num_cached(self, request: Request) -> int:
         """Tokens of a waiting request's leader whose keys and values are in the cache. Its last token is computed in any case."""
         if not self.caching or request.swapped or not request.reads_prefix_cache:
             return 0
@@ -31,7 +48,7 @@ class RequestBlocks:
         known = request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
         return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
 
-    def num_to_admit(self, request: Request, budget: int, num_cached: int) -> list[int]:
+    def _num_to_admit(self, request: Request, budget: int, num_cached: int) -> list[int]:
         """Free blocks per pool that a waiting request takes: for the whole of its prompt, not only the first chunk."""
         ranges = request.token_ranges(budget)
         growth = self.blocks.blocks_needed(ranges)
@@ -60,7 +77,7 @@ class RequestBlocks:
         """Adds a running request's rows to a plan, with blocks for what they compute. Returns their number of tokens."""
         total = 0
         for tokens in ranges:
-            seq = self.sequences[tokens.seq_id]
+            seq = self.roster.sequences[tokens.seq_id]
             update = self.blocks.append_slots(tokens)
             plan.copies += update.copies
             row = ScheduledSequence(seq.seq_id, tokens.start, tokens.end - tokens.start, update.new_blocks, samples=False)
@@ -128,9 +145,9 @@ class RequestBlocks:
             self.blocks.free(seq.seq_id)
         request.forget_computed()
 
-    def discard_swapped(self, waiting: Iterable[Request]) -> bool:
+    def _discard_swapped(self) -> bool:
         """Swapped requests keep the blocks that they share: when these are in everybody's way, the last of them starts over."""
-        swapped = [request for request in waiting if request.swapped]
+        swapped = [request for request in self.roster.waiting if request.swapped]
         if swapped:
             self.start_over(swapped[-1])
         return bool(swapped)

@@ -4,27 +4,60 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence as Collection
 from operator import attrgetter
 
-from toolkit_lm.errors import RequestError
+from toolkit_lm.config import SchedulerConfig
+from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import StepPlan
 from toolkit_lm.plugin import SchedulingPolicyRegistry
 from toolkit_lm.scheduler.request import Request, Sequence
 
-SchedulingPolicy = Callable[[Request], tuple[float, ...]]
-"""Sort key of a request that arrives, asked once: the smallest is served first, the largest is preempted first, and of equals the first
-that came is served first.
 
-It may read the request's `priority`, `num_prompt_tokens`, `max_output_tokens`, `arrival_time`, `deadline`, `params` and `context`. A policy
-that has to remember is a class without arguments, of which each engine makes one; its method `started` is told of requests that leave
-the queue, whose `sort_key` begins with what the policy gave.
-"""
+class SchedulingPolicy:
+    """In which order requests are served, and how steps are shared between them. This one: first come, first served.
+
+    A plugin registers a function, which is `key`, or a subclass, of which each engine makes one. A policy may read a request's `priority`,
+    `num_prompt_tokens`, `max_output_tokens`, `arrival_time`, `deadline`, `params`, `context`, `num_rows`, `chunkable`, `gave_way` and
+    `leader.num_pending_tokens`.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        pass
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        """Sort key of a request that arrives, asked once: the smallest is served first, and of equals the first that came."""
+        return ()
+
+    def begin_step(self, running: Collection[Request], waiting: Collection[Request]) -> None:
+        """A step is planned. `running`: who runs; `waiting`: who may be admitted. Both in the order of keys."""
+
+    def grant(self, request: Request, budget: int) -> int:
+        """Most tokens of a request that this step computes, of at most `budget`. Asked once a step, in the order of keys."""
+        return budget
+
+    def overtakes(self, request: Request, other: Request) -> bool:
+        """One that waits may be admitted before `other`, which comes first and has no room."""
+        return False
+
+    def gives_way(self, request: Request, running: Collection[Request]) -> Request | None:
+        """Which of `running` is preempted where `request`, the first of them or one that waits, has no room. None: none is.
+
+        Who gives way to one that waits then waits behind it.
+        """
+        return running[-1] if request is running[0] else None
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long."""
 
 
-def fcfs(request: Request) -> tuple[float, ...]:
-    """First come, first served."""
-    return ()
+class _ByKey(SchedulingPolicy):
+    def __init__(self, config: SchedulerConfig, function: Callable[[Request], tuple[float, ...]]) -> None:
+        super().__init__(config)
+        self._function = function
+
+    def key(self, request: Request) -> tuple[float, ...]:
+        return self._function(request)
 
 
 def priority(request: Request) -> tuple[float, ...]:
@@ -32,23 +65,18 @@ def priority(request: Request) -> tuple[float, ...]:
     return (request.priority,)
 
 
-class LoadedPolicy:
-    """A registered policy; where it fails on a request, it raises RequestError, which names the plugin."""
+def load_policy(registry: SchedulingPolicyRegistry, config: SchedulerConfig) -> SchedulingPolicy:
+    """The one that the option asks for.
 
-    def __init__(self, registry: SchedulingPolicyRegistry, name: str) -> None:
-        """Raises ConfigError for an unknown name, PluginError for one that cannot be imported."""
-        target, self._owner, self._name = registry.load(name), registry.get(name).owner, name
-        self._policy = target() if isinstance(target, type) else target
-        self.started = getattr(self._policy, "started", None)
-
-    def __call__(self, request: Request) -> tuple[float, ...]:
-        try:
-            key = tuple(self._policy(request))
-            if any(map(math.isnan, key)):
-                raise ValueError(f"its key is {key}")
-            return key
-        except Exception as error:
-            raise RequestError(self._owner.failure(error, f"scheduling policy {self._name!r}")) from error
+    Raises ConfigError for an unknown name, PluginError for one that cannot be imported, or that is a class of something else.
+    """
+    target = registry.load(config.policy)
+    if not isinstance(target, type):
+        return _ByKey(config, target)
+    if not issubclass(target, SchedulingPolicy):
+        what = f"{target.__module__}.{target.__qualname__}"
+        raise PluginError(f"scheduling policy {config.policy!r}: {what} is no subclass of toolkit_lm.scheduler.SchedulingPolicy")
+    return target(config)
 
 
 _by_sort_key = attrgetter("sort_key")
@@ -85,8 +113,11 @@ class Roster:
         return list(request_ids)
 
     def add(self, request: Request) -> None:
-        """A new request waits. Raises RequestError where the policy fails on it."""
-        request.sort_key = (*self.policy(request), request.arrival_time, request.number)
+        """A new request waits. Raises what the policy raises, and ValueError for a key that cannot be ordered."""
+        key = tuple(self.policy.key(request))
+        if any(map(math.isnan, key)):
+            raise ValueError(f"its key is {key}")
+        request.sort_key = (*key, request.arrival_time, request.number)
         self.requests[request.request_id] = request
         self.add_sequences(request.sequences)
         insort(self.waiting, request, key=_by_sort_key)
@@ -97,8 +128,6 @@ class Roster:
     def start(self, request: Request) -> None:
         """From the queue to the batch."""
         self.waiting.remove(request)
-        if (started := getattr(self.policy, "started", None)) is not None:
-            started(request)
         insort(self.running, request, key=_by_sort_key)
 
     def requeue(self, request: Request) -> None:

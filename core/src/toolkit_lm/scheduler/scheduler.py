@@ -23,6 +23,9 @@ from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.request_blocks import RequestBlocks
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
 
+_MOST_OVERTAKEN = 16
+"""Requests that wait are looked at beyond the first that has no room."""
+
 
 class Scheduler:
     """Continuous batching under one token budget.
@@ -44,16 +47,11 @@ class Scheduler:
         """A token that is not known yet cannot be computed: only the last pipeline stage has it, or drafts are to follow it."""
         self.default_seed = config.model.seed
         self.salt = salt
+        self.policy = policy
         self.roster = Roster(policy)
         self.blocks = BlockManager(kv_cache)
         self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
-        self.request_blocks = RequestBlocks(
-            self.blocks,
-            self.preemption,
-            self.roster.sequences,
-            caching=config.cache.enable_prefix_caching is not False and self.blocks.caches_prefixes,
-            chunk=self.max_num_batched_tokens,
-        )
+        self.request_blocks = RequestBlocks(config, self.blocks, self.preemption, self.roster)
         self.quarantine = Quarantine()
         self.events = EventLog()
         self.outputs: list[EngineOutput] = []
@@ -64,7 +62,7 @@ class Scheduler:
     # Requests come and go
 
     def add(self, message: EngineRequest) -> None:
-        """Queues a request, which the front has held to the limits. Raises RequestError: its id is in use, or the policy fails on it."""
+        """Queues a request, which the front has held to the limits. Raises RequestError: its id is in use, and what the policy raises."""
         if message.request_id in self.roster.requests:
             raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
         request = Request(
@@ -115,9 +113,13 @@ class Scheduler:
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
+            waiting = self.roster.waiting[: self.max_num_seqs]
+            self.policy.begin_step(self.roster.running, waiting)
+            if waiting:
+                waiting = self._make_room(plan, waiting)
             budget, preempted = self._schedule_running(plan, self.max_num_batched_tokens)
-            if self.roster.waiting and not preempted:
-                self._schedule_waiting(plan, budget)
+            if waiting and not preempted:
+                self._schedule_waiting(plan, budget, waiting)
         if not (plan.scheduled or plan.swap_out):
             return None
         self.roster.dropped = []
@@ -163,47 +165,57 @@ class Scheduler:
 
     def drop_plan(self) -> StepPlan:
         """A plan that computes nothing: the runner forgets what it holds in vain."""
-        plan, self.roster.dropped = StepPlan(dropped=self.roster.dropped), []
-        return plan
+        dropped, self.roster.dropped = self.roster.dropped, []
+        return StepPlan(dropped=dropped)
 
     # Planning
+
+    def _make_room(self, plan: StepPlan, waiting: list[Request]) -> list[Request]:
+        """Preempts who gives way to one that waits. Returns who may be admitted: that one, or all of `waiting`."""
+        for request in waiting[:_MOST_OVERTAKEN] if self.roster.running else ():
+            victim = self.policy.gives_way(request, self.roster.running)
+            if victim is None or request.awaits_tokens or self.request_blocks.find_room(request, self.max_num_batched_tokens) is not None:
+                continue
+            victim.gave_way, victim.sort_key = True, (*request.sort_key, 0)
+            self._preempt(plan, victim)
+            return [request]
+        return waiting
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns what is left of the budget, and whether a request was preempted."""
         if self.blocks.trims:
             for request in self.roster.running:
                 self.request_blocks.trim(request)
-        preempted = False
-        position = 0
+        preempted, position = False, 0
         while position < len(self.roster.running) and budget > 0:
             request = self.roster.running[position]
-            ranges = request.token_ranges(budget)
-            if not self.blocks.fits(ranges):
-                # The last in the policy's order gives way; when it is this one, nobody behind it is left to serve.
-                self._preempt(plan, self.roster.running[-1])
+            ranges = request.token_ranges(self.policy.grant(request, budget))
+            while not self.blocks.fits(ranges):
+                victim = self.policy.gives_way(request, self.roster.running[position:]) or request
+                self._preempt(plan, victim)
                 preempted = True
-                continue
-            budget -= self.request_blocks.commit(plan, request, ranges)
-            position += 1
+                if victim is request:
+                    break
+            else:
+                budget -= self.request_blocks.commit(plan, request, ranges)
+                position += 1
         return budget, preempted
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
-        num_running = self.roster.num_running
-        while self.roster.waiting and budget > 0:
-            request = self.roster.waiting[0]
-            if num_running + request.num_rows > self.max_num_seqs:
+    def _schedule_waiting(self, plan: StepPlan, budget: int, waiting: list[Request]) -> None:
+        held_up: list[Request] = []
+        num_behind = 0
+        for request in waiting:
+            num_behind += bool(held_up)
+            if budget == 0 or num_behind > _MOST_OVERTAKEN:
                 break
-            if request.awaits_tokens or (not request.chunkable and request.leader.num_pending_tokens > budget):
-                break
-            num_cached = self.request_blocks.num_cached(request)
-            # Leave each running sequence a block to grow into: admitting one that is preempted at once would waste its prefill.
-            if not self.blocks.has_free(self.request_blocks.num_to_admit(request, budget, num_cached), reserve=num_running):
-                if self.roster.running or not self.request_blocks.discard_swapped(self.roster.waiting):
-                    break
+            if not all(self.policy.overtakes(request, other) for other in held_up):
                 continue
-            num_running += request.num_rows
+            tokens = self.policy.grant(request, budget)
+            if (num_cached := self.request_blocks.find_room(request, tokens)) is None:
+                held_up.append(request)
+                continue
             self._admit(plan, request, num_cached)
-            budget -= self.request_blocks.commit(plan, request, request.token_ranges(budget))
+            budget -= self.request_blocks.commit(plan, request, request.token_ranges(tokens))
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
         """One that is quarantined; all others wait without blocks, so that it fits. It computes all of its keys and values itself."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, permutations
 from typing import Any, ClassVar
 
+from toolkit_lm.config import SchedulerConfig
 from toolkit_lm.messages import EngineRequest
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import Request, SchedulingPolicy
@@ -32,7 +33,7 @@ class SchedulingPolicyConformance(Conformance):
     It is `policy = staticmethod(function)`, or `policy = TheClass`.
     """
 
-    policy: ClassVar[SchedulingPolicy | type[SchedulingPolicy]]
+    policy: ClassVar[Callable[[Request], tuple[float, ...]] | type[SchedulingPolicy]]
     orders: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = ()
     """Fields of EngineRequest of requests that are served in this order, in whichever order they arrive."""
 
@@ -44,8 +45,52 @@ class SchedulingPolicyConformance(Conformance):
     def keys(self, requests: Sequence[Request]) -> list[tuple[float, ...]]:
         """Of requests that arrive in this order at an engine of their own."""
         policy = type(self).policy
-        made = policy() if isinstance(policy, type) else policy
-        return [made(request) for request in requests]
+        key = policy(SchedulerConfig()).key if isinstance(policy, type) else policy
+        return [key(request) for request in requests]
+
+    def running(self, policy: SchedulingPolicy) -> list[Request]:
+        """Requests of several kinds that run, each at its last token, in the policy's order."""
+        requests = [self.request(number, **fields) for number, fields in enumerate(_REQUESTS * 2)]
+        for request in requests:
+            request.sort_key = (*policy.key(request), request.arrival_time, request.number)
+            for seq in request.sequences:
+                seq.num_computed_tokens = len(seq.token_ids) - 1
+        return sorted(requests, key=lambda request: request.sort_key)
+
+    def test_no_grant_is_above_the_budget_and_all_get_on(self) -> None:
+        policy = type(self).policy
+        if not isinstance(policy, type):
+            return
+        made = policy(SchedulerConfig())
+        requests = self.running(made)
+        total = dict.fromkeys(requests, 0)
+        for _ in range(200):
+            made.begin_step(requests, [])
+            budget = 8
+            for request in requests:
+                granted = made.grant(request, budget)
+                assert 0 <= granted <= budget, f"{granted} tokens are granted of {budget}"
+                taken = min(granted, request.num_rows)
+                total[request] += taken
+                budget -= taken
+            assert budget < 8, "none of the requests that run computes anything"
+            requests.append(requests.pop(0))
+        assert all(total.values()), "a request that runs never computes anything"
+
+    def test_who_gives_way_runs(self) -> None:
+        policy = type(self).policy
+        if not isinstance(policy, type):
+            return
+        made = policy(SchedulerConfig())
+        running = self.running(made)
+        made.begin_step(running, [])
+        for position, request in enumerate(running):
+            assert made.gives_way(request, running[position:]) in (None, *running[position:]), "who gives way does not run"
+        waiting = self.request(99)
+        waiting.sort_key = (*made.key(waiting), waiting.arrival_time, waiting.number)
+        made.begin_step(running, [waiting])
+        assert made.gives_way(waiting, running) in (None, *running), "who gives way does not run"
+        assert made.overtakes(waiting, waiting) in (True, False)
 
     def test_a_key_is_numbers(self) -> None:
         keys = self.keys([self.request(number, **fields) for number, fields in enumerate(_REQUESTS)])

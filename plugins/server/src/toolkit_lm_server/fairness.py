@@ -1,32 +1,55 @@
-"""The scheduling policy "fair": what waits is served by turns between clients."""
+"""The scheduling policy "fair": turns between clients, for what waits and for what runs."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from toolkit_lm.scheduler import SchedulingPolicy
+
 if TYPE_CHECKING:
-    from toolkit_lm.scheduler.request import Request
+    from toolkit_lm.config import SchedulerConfig
+    from toolkit_lm.messages import StepPlan
+    from toolkit_lm.scheduler import Request
 
 CLIENT = "client"
 """The key of a request's context that says whose it is."""
 _MANY = 10_000
 """Clients that are remembered."""
+_KEPT_FREE = 32
+"""One place of so many is for clients who run nothing yet."""
 
 
-class FairPolicy:
-    """Start-time fair queueing (Goyal, Vin and Cheng 1996), by tokens: one client's flood delays its own requests first.
+class FairPolicy(SchedulingPolicy):
+    """One client's flood delays its own requests first.
 
-    Each client has a clock, which a request of its own moves on by the tokens that it may compute. A request's key is where the clock
-    stands. A clock that was left behind begins with the requests that are served now: nobody saves up turns.
+    - **What waits** is ordered by start-time fair queueing (Goyal, Vin and Cheng 1996), by tokens: each client has a clock, which a request
+      of its own moves on by the tokens that it may compute. A request's key is where the clock stands. A clock that was left behind
+      begins with the requests that are served now: nobody saves up turns.
+    - **Places**: a client leaves some free. Where there is none, or no block, the client that runs most sequences has its last request
+      preempted, once in its life, for one that would run fewer.
+    - **A step** is shared by max-min fairness. It takes at most about twice the time that it would if all clients wanted as little as the
+      one that wants least. A prompt that cannot be cut is computed once its client's shares have come to its length.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
+        self._num_places = config.max_num_seqs - config.max_num_seqs // _KEPT_FREE
         self._now = 0.0
-        """The key of the latest request that has been served."""
+        """The key of the latest request that runs, or ran."""
         self._clocks: dict[str, float] = {}
+        self._held: Counter[str] = Counter()
+        """Sequences that run, by client."""
+        self._left: dict[str, int] | None = None
+        """Tokens that clients may still compute in the step that is planned. None: as many as they want."""
+        self._saved: dict[str, int] = {}
+        """Tokens that clients could not use in the step before, since what they wanted cannot be cut."""
+        self._cost = StepCost()
 
-    def __call__(self, request: Request) -> tuple[float, ...]:
-        client = request.context.get(CLIENT, "")
+    def key(self, request: Request) -> tuple[float, ...]:
+        client = _client(request)
         start = max(self._now, self._clocks.pop(client, 0.0))
         if len(self._clocks) >= _MANY:
             # Who has not come for the longest time.
@@ -34,6 +57,107 @@ class FairPolicy:
         self._clocks[client] = start + request.num_prompt_tokens + request.max_output_tokens * request.params.num_sequences
         return (start,)
 
-    def started(self, request: Request) -> None:
-        """It leaves the queue."""
-        self._now = max(self._now, request.sort_key[0])
+    def begin_step(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+        if running:
+            self._now = max(self._now, running[-1].sort_key[0])
+        self._held = _rows_by_client(running)
+        saved, self._left, self._saved = self._saved, None, {}
+        if len({*self._held, *map(_client, waiting)}) > 1:
+            self._share(running, waiting, saved)
+
+    def _share(self, running: Sequence[Request], waiting: Sequence[Request], saved: dict[str, int]) -> None:
+        """Splits a step between clients, the one that wants least first."""
+        wanted: Counter[str] = Counter()
+        for request in (*running, *waiting):
+            wanted[_client(request)] += _wanted(request)
+        clients = sorted(wanted, key=wanted.__getitem__)
+        left = 2 * len(clients) * wanted[clients[0]] + self._cost.num_tokens_of_base
+        if wanted.total() <= left:
+            return
+        self._left = {}
+        for position, client in enumerate(clients):
+            share = min(wanted[client], left // (len(clients) - position))
+            left -= share
+            self._left[client] = share + saved.get(client, 0)
+
+    def grant(self, request: Request, budget: int) -> int:
+        client = _client(request)
+        waits = request.swapped or request.leader.num_computed_tokens == 0
+        if waits and self._held[client] and self._held[client] + request.num_rows > self._num_places:
+            return 0
+        granted = budget if self._left is None else self._take(request, client, budget)
+        if waits and granted:
+            self._held[client] += request.num_rows
+        return granted
+
+    def _take(self, request: Request, client: str, budget: int) -> int:
+        assert self._left is not None, "the step is shared"
+        left, wanted = self._left[client], _wanted(request)
+        granted = min(left, wanted, budget)
+        if granted < wanted and (request.search or not request.chunkable):
+            if left < wanted:
+                self._saved[client], self._left[client] = left, 0
+            return 0
+        self._left[client] = left - granted
+        return granted
+
+    def overtakes(self, request: Request, other: Request) -> bool:
+        return self._held[_client(request)] + request.num_rows <= self._held[_client(other)]
+
+    def gives_way(self, request: Request, running: Sequence[Request]) -> Request | None:
+        waits, client = request is not running[0], _client(request)
+        rows = request.num_rows if waits else 0
+        if waits and max(self._held.values()) <= self._held[client] + rows:
+            return None
+        held = _rows_by_client(running)
+        # The last of the client that holds most.
+        victim = max(reversed(running), key=lambda one: 0 if waits and one.gave_way else held[_client(one)])
+        if waits and (victim.gave_way or held[_client(victim)] <= held[client] + rows):
+            return None
+        return victim
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        self._cost.observe(plan, seconds)
+
+
+class StepCost:
+    """How the time of a decode step grows with its rows: base + rows * each, from the cheapest steps of few and of many rows."""
+
+    def __init__(self) -> None:
+        self._cheapest: dict[int, tuple[int, float]] = {}
+        """Rows and seconds, by the number of the rows' binary digits."""
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        rows = len(plan.scheduled)
+        if rows == 0 or plan.num_tokens != rows:
+            return
+        size = rows.bit_length()
+        before = self._cheapest.get(size, (rows, math.inf))
+        # What was cheap long ago may be so no more.
+        self._cheapest[size] = (rows, seconds) if seconds <= 1.02 * before[1] else (before[0], 1.02 * before[1])
+
+    @property
+    def num_tokens_of_base(self) -> int:
+        """Rows whose own time is as long as the base."""
+        few, many = (self._cheapest[end(self._cheapest)] for end in (min, max)) if self._cheapest else ((0, 0.0), (0, 0.0))
+        if few[0] == many[0]:
+            return 16
+        each = (many[1] - few[1]) / (many[0] - few[0])
+        return int(min(max(few[1] / each - few[0], 4), 2048)) if each > 0 else 2048
+
+
+def _client(request: Request) -> str:
+    client: str = request.context.get(CLIENT, "")
+    return client
+
+
+def _rows_by_client(requests: Sequence[Request]) -> Counter[str]:
+    held: Counter[str] = Counter()
+    for request in requests:
+        held[_client(request)] += request.num_rows
+    return held
+
+
+def _wanted(request: Request) -> int:
+    """Tokens that it would compute now, were there room."""
+    return request.num_rows - 1 + request.leader.num_pending_tokens
