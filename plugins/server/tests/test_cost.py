@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -80,10 +81,26 @@ def test_texts_that_are_given_often_count_once_but_for_their_tokens():
 
 def test_what_is_under_way_is_bounded_together():
     budget, cost = CostBudget(MIB), {"all": MIB}
-    full = pytest.raises(QueueFullError, match="could take 3 MiB of memory, and this one 1 MiB more")
-    with budget.spend(cost), budget.spend(cost), budget.spend(cost), full, budget.spend(cost):
+    full = pytest.raises(QueueFullError, match=r"2 MiB of memory are taken\. This takes 1 MiB of memory more")
+    with budget.spend(cost), budget.spend(cost), full, budget.spend(cost):
         raise AssertionError("it is let in")
-    with budget.spend(cost), budget.spend(cost), budget.spend(cost):
+    with budget.spend(cost), budget.spend(cost):
+        pass
+
+
+def test_who_comes_later_finds_some_left():
+    budget, left = CostBudget(MIB, max_requests=1000), 1000
+    with ExitStack() as flood:
+        for client in "abcd":
+            most = left * 7 // 8
+            left -= most
+            for _ in range(most):
+                flood.enter_context(budget.spend({"all": 1}, client))
+            with pytest.raises(QueueFullError) as error, budget.spend({"all": 1}, client):
+                raise AssertionError("it is let in")
+            own = f", {most} requests of them this client's" if client != "a" else ""
+            assert str(error.value).startswith(f"the engine is busy: {1000 - left} requests are taken{own}. This takes 1 requests more.")
+    with budget.spend({"all": 1}, "a", 875):
         pass
 
 
@@ -96,7 +113,7 @@ async def test_a_generation_is_paid_for_until_it_ends(engine, counted, anyio_bac
     options = {"timeout": None, "priority": 0, "cache_salt": None, "context": {"client": "a" if counted else "b"}}
     for end in ("unread", "begun", "read", "closed"):
         outputs = llm.generate_many([{"prompt_token_ids": [97, 98]}], params, **options)
-        assert budget._spent > 0
+        assert budget._bytes._taken
         if end != "unread":
             await anext(outputs)
         if end == "read":
@@ -106,7 +123,7 @@ async def test_a_generation_is_paid_for_until_it_ends(engine, counted, anyio_bac
             await outputs.aclose()
         if end != "closed":
             del outputs
-        assert budget._spent == 0, end
+        assert not budget._bytes._taken, end
         # The next one is let in: its key may have one sequence at a time.
 
 
@@ -128,12 +145,12 @@ async def test_requests_over_http_are_paid_for_until_they_end(engine, client_of,
         hanging = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a hang", "max_tokens": 9}))
         while not engine.num_open:
             await asyncio.sleep(0)
-        assert sum(one._spent for one in budgets) > 0
+        assert any(one._bytes._taken for one in budgets)
         hanging.cancel()
         await asyncio.gather(hanging, return_exceptions=True)
         while engine.num_open:
             await asyncio.sleep(0)
-    assert sum(one._spent for one in budgets) == 0
+    assert not any(one._bytes._taken or one._requests._taken for one in budgets)
 
 
 async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):

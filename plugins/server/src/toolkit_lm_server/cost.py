@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
@@ -13,8 +14,8 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import listed
 
-from toolkit_lm_server.fairness import CLIENT
 from toolkit_lm_server.keys import Account, Keys
+from toolkit_lm_server.options import CLIENT
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -89,17 +90,47 @@ def _size(given: object) -> int:
     return len(given) if isinstance(given, str | list) else len(repr(given))
 
 
-class CostBudget:
-    """What the requests under way may cost, each and together. Thread-safe."""
+class Shares:
+    """What clients share. Each may take seven eighths of what the others leave, so that who comes later finds some. Thread-safe."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: bytes that one request may cost."""
+    def __init__(self, most: int | None) -> None:
+        """None: there is no bound."""
         self._most = most
-        self._spent = 0
+        self._taken: Counter[str] = Counter()
+        """By client."""
         self._lock = threading.Lock()
 
     @contextmanager
-    def spend(self, cost: Cost) -> Iterator[None]:
+    def take(self, client: str, amount: int, told: Callable[[int], str]) -> Iterator[None]:
+        """Raises QueueFullError where that is too much. `told`: how it says an amount."""
+        with self._lock:
+            own, taken = self._taken[client], self._taken.total()
+            if self._most is not None and own + amount > (self._most - (taken - own)) * 7 // 8:
+                whose = f", {told(own)} of them this client's" if own < taken else ""
+                raise QueueFullError(
+                    f"the engine is busy: {told(taken)} are taken{whose}. This takes {told(amount)} more. Try again later.", 1.0
+                )
+            self._taken[client] = own + amount
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[client] -= amount
+                if not self._taken[client]:
+                    del self._taken[client]
+
+
+class CostBudget:
+    """What the requests under way may cost, each and together, and how many there may be. Thread-safe."""
+
+    def __init__(self, most: int, max_requests: int | None = None) -> None:
+        """`most`: bytes that one request may cost."""
+        self._most = most
+        self._bytes = Shares(_REQUESTS * most)
+        self._requests = Shares(max_requests)
+
+    @contextmanager
+    def spend(self, cost: Cost, client: str = "", num_requests: int = 1) -> Iterator[None]:
         """Raises RequestError for what is too much, QueueFullError for what is too much beside the others."""
         total = sum(cost.values())
         if total > self._most:
@@ -107,16 +138,9 @@ class CostBudget:
             told = " and ".join(f"{name} ({_mib(size)})" for name, size in largest if size)
             limit = f"max_request_cost is {_mib(self._most)}"
             raise RequestError(f"the request could take {_mib(total)} of memory, most of it for {told}; {limit}.")
-        with self._lock:
-            if self._spent + total > _REQUESTS * self._most:
-                busy = f"requests under way could take {_mib(self._spent)} of memory, and this one {_mib(total)} more"
-                raise QueueFullError(f"the engine is busy: {busy}. Try again later.", 1.0)
-            self._spent += total
-        try:
+        requests = self._requests.take(client, num_requests, "{:,} requests".format)
+        with requests, self._bytes.take(client, total, lambda size: f"{_mib(size)} of memory"):
             yield
-        finally:
-            with self._lock:
-                self._spent -= total
 
 
 class BudgetedLLM:
@@ -163,7 +187,8 @@ class BudgetedLLM:
     ) -> list[PoolingRequestOutput]:
         many = listed(prompts)
         account = self._account(how)
-        with self._budget.spend(self._pooling(many, params, how)), nullcontext() if account is None else account.run(len(many)):
+        paid = self._budget.spend(self._pooling(many, params, how), _client(how))
+        with paid, nullcontext() if account is None else account.run(len(many)):
             outputs = await self._engine.encode_many(many, params, **how)
         if account is not None:
             account.used(sum(len(output.prompt_token_ids) for output in outputs))
@@ -183,7 +208,7 @@ class BudgetedLLM:
 
     def _account(self, options: Mapping[str, Any] | None) -> Account | None:
         """Whose request it is: what routes pass on as its context says so."""
-        return self._accounts.get(((options or {}).get("context") or {}).get(CLIENT, ""))
+        return self._accounts.get(_client(options))
 
     def _held(
         self,
@@ -198,7 +223,7 @@ class BudgetedLLM:
         account, max_model_len = self._account(options), self._engine.config.model.max_model_len
         assert max_model_len is not None, "the config is not resolved"
         with ExitStack() as paid:
-            paid.enter_context(self._budget.spend(generation_cost(prompts, params, max_model_len)))
+            paid.enter_context(self._budget.spend(generation_cost(prompts, params, max_model_len), _client(options), len(prompts)))
             if account is not None:
                 paid.enter_context(account.run(len(prompts) * params.num_sequences))
                 outputs = _counted(account, params, outputs, each)
@@ -236,6 +261,11 @@ async def _counted(
             for one in each(output):
                 account.count(one, counted, params.output_kind)
             yield output
+
+
+def _client(options: Mapping[str, Any] | None) -> str:
+    client: str = ((options or {}).get("context") or {}).get(CLIENT, "")
+    return client
 
 
 def _without_numbers(found: list[tuple[int, RequestOutput]]) -> list[RequestOutput]:

@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING
 
 from toolkit_lm.scheduler import SchedulingPolicy
 
+from toolkit_lm_server.options import CLIENT
+
 if TYPE_CHECKING:
     from toolkit_lm.config import SchedulerConfig
     from toolkit_lm.messages import StepPlan
     from toolkit_lm.scheduler import Request
 
-CLIENT = "client"
-"""The key of a request's context that says whose it is."""
 _MANY = 10_000
 """Clients that are remembered."""
+_GUESS, _FEWEST, _MOST = 16, 4, 2048
+"""Rows of a step that cost as much as a step itself, and their bounds."""
+_LOOKED_AT = 64
+"""Requests that wait, of which a step is shared."""
 _KEPT_FREE = 32
 """One place of so many is for clients who run nothing yet."""
 
@@ -62,6 +66,7 @@ class FairPolicy(SchedulingPolicy):
             self._now = max(self._now, running[-1].sort_key[0])
         self._held = _rows_by_client(running)
         saved, self._left, self._saved = self._saved, None, {}
+        waiting = waiting[:_LOOKED_AT]
         if len({*self._held, *map(_client, waiting)}) > 1:
             self._share(running, waiting, saved)
 
@@ -92,7 +97,7 @@ class FairPolicy(SchedulingPolicy):
 
     def _take(self, request: Request, client: str, budget: int) -> int:
         assert self._left is not None, "the step is shared"
-        left, wanted = self._left[client], _wanted(request)
+        left, wanted = self._left.get(client, 0), _wanted(request)
         granted = min(left, wanted, budget)
         if granted < wanted and (request.search or not request.chunkable):
             if left < wanted:
@@ -138,12 +143,12 @@ class StepCost:
 
     @property
     def num_tokens_of_base(self) -> int:
-        """Rows whose own time is as long as the base."""
+        """Rows whose own time is as long as the base; a guess where steps of few rows, or of many, have not been seen."""
         few, many = (self._cheapest[end(self._cheapest)] for end in (min, max)) if self._cheapest else ((0, 0.0), (0, 0.0))
-        if few[0] == many[0]:
-            return 16
-        each = (many[1] - few[1]) / (many[0] - few[0])
-        return int(min(max(few[1] / each - few[0], 4), 2048)) if each > 0 else 2048
+        if few[0] > _GUESS or many[0] < 2 * few[0]:
+            return _GUESS
+        each = max((many[1] - few[1]) / (many[0] - few[0]), 1e-9)
+        return int(min(max(few[1] / each - few[0], _FEWEST), _MOST))
 
 
 def _client(request: Request) -> str:

@@ -10,6 +10,8 @@ from msgspec import Struct, field
 from toolkit_lm.config import option, parse_memory
 from toolkit_lm.errors import ConfigError
 
+CLIENT = "client"
+"""The key of a request's context that says whose it is."""
 _MOST_CONNECTIONS = 10_000
 """The default where the process may have many files open."""
 _OTHER_FILES = 64

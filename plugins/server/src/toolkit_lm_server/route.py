@@ -19,10 +19,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_error, described, printable
-from toolkit_lm_server.fairness import CLIENT
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics, Watched
-from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.options import CLIENT, ServerOptions
 
 REQUEST_ID = "x-request-id"
 _KEY = "toolkit_lm.request_id"
