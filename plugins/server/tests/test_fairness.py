@@ -8,7 +8,7 @@ import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import SchedulerConfig
 from toolkit_lm_devkit import SchedulingPolicyConformance
-from toolkit_lm_server.fairness import FairPolicy
+from toolkit_lm_server.fairness import FairPolicy, StepCost
 
 
 class TestFair(SchedulingPolicyConformance):
@@ -80,3 +80,146 @@ def test_sequences_count(n):
     one.max_output_tokens, one.params.num_sequences = 10, n
     policy.key(one)
     assert policy.key(one) == (4 + 10 * n,)
+
+
+def steps(*seen: tuple[int, float]) -> StepCost:
+    cost = StepCost()
+    for rows, seconds in seen:
+        cost.observe(SimpleNamespace(scheduled=[0] * rows, num_tokens=rows), seconds)
+    return cost
+
+
+@pytest.mark.parametrize(
+    ("seen", "rows"),
+    [
+        ([], 16),
+        ([(1, 3.0)], 16),
+        # 3 + rows / 4
+        ([(1, 3.25), (64, 19.0)], 12),
+        # Nothing but few rows, or nothing but many, says little.
+        ([(4, 3.0), (7, 3.0)], 16),
+        ([(64, 3.0), (200, 5.0)], 16),
+        # More rows cost nothing, or all of it.
+        ([(1, 3.0), (200, 3.0)], 2048),
+        ([(1, 3.0), (200, 2.0)], 2048),
+        ([(1, 1.0), (200, 200.0)], 4),
+        # The cheapest count, and not for ever.
+        ([(1, 3.25), (64, 19.0), (64, 30.0)], 12),
+        ([(1, 3.25), (64, 1.0)] + [(64, 19.0)] * 200, 12),
+        ([(0, 0.0), (1, 3.25), (64, 19.0)], 12),
+    ],
+)
+def test_rows_that_cost_as_much_as_a_step_itself(seen, rows):
+    assert steps(*seen).num_tokens_of_base == pytest.approx(rows, abs=1)
+
+
+def test_prefill_is_no_measure():
+    cost = steps((1, 3.25), (64, 19.0))
+    cost.observe(SimpleNamespace(scheduled=[0] * 2, num_tokens=500), 0.1)
+    assert cost.num_tokens_of_base == 12
+
+
+def planned(policy: FairPolicy, **wanted: list[int]) -> dict[str, int]:
+    """Tokens by client, of a step that is shared by running requests that want so many tokens."""
+    running = [request(client, 1) for client, each in wanted.items() for _ in each]
+    for one, tokens in zip(running, [tokens for each in wanted.values() for tokens in each], strict=True):
+        one.leader = SimpleNamespace(num_pending_tokens=tokens, num_computed_tokens=1)
+        one.sort_key = (0.0,)
+    policy.begin_step(running, [])
+    granted = dict.fromkeys(wanted, 0)
+    for one in running:
+        granted[one.context["client"]] += min(policy.grant(one, 2048), one.leader.num_pending_tokens)
+    return granted
+
+
+@pytest.mark.parametrize(
+    ("wanted", "granted"),
+    [
+        ({"a": [1] * 200}, {"a": 200}),
+        # Twice what all would want that want as little as b, and the 16 that cost as much as a step itself.
+        ({"a": [1] * 200, "b": [1]}, {"a": 19, "b": 1}),
+        ({"a": [500, 500], "b": [1]}, {"a": 19, "b": 1}),
+        ({"a": [1] * 200, "c": [1] * 100, "b": [1]}, {"a": 11, "b": 1, "c": 10}),
+        ({"a": [1] * 10, "b": [1] * 12, "c": [1] * 9}, {"a": 10, "b": 12, "c": 9}),
+        ({"a": [500], "b": [300]}, {"a": 500, "b": 300}),
+        ({"a": [2000], "b": [300]}, {"a": 916, "b": 300}),
+    ],
+)
+def test_a_step_is_shared(wanted, granted):
+    assert planned(FairPolicy(SchedulerConfig()), **wanted) == granted
+
+
+def test_what_cannot_be_cut_saves_up():
+    """A prompt of 100 tokens beside one that decodes: 19 tokens a step come to it, and then the rest of its own."""
+    policy = FairPolicy(SchedulerConfig())
+    whole, other = request("a", 100), request("b", 1)
+    whole.chunkable, whole.sort_key, other.sort_key, other.leader.num_computed_tokens = False, (0.0,), (0.0,), 1
+    granted = []
+    for _ in range(7):
+        policy.begin_step([other], [whole])
+        assert policy.grant(other, 2048) == 1
+        granted.append(policy.grant(whole, 2047))
+    assert granted == [0, 0, 0, 0, 0, 100, 0]
+
+
+def test_a_client_leaves_places_free():
+    policy = FairPolicy(SchedulerConfig(max_num_seqs=64))
+    flood, late = [request("a", 1) for _ in range(100)], request("b", 1)
+    for one in flood:
+        one.sort_key = (0.0,)
+    policy.begin_step([], flood)
+    assert [policy.grant(one, 2048) > 0 for one in flood] == [True] * 62 + [False] * 38
+    policy.begin_step(flood[:62], [flood[62], late])
+    assert policy.grant(flood[62], 2048) == 0 and policy.grant(late, 2048) > 0
+    assert policy.overtakes(late, flood[62]) and not policy.overtakes(flood[63], flood[62])
+
+
+def test_who_holds_most_gives_way_once():
+    policy = FairPolicy(SchedulerConfig(max_num_seqs=4))
+    running = [request("a", 1) for _ in range(3)] + [request("b", 1)]
+    for one in running:
+        one.sort_key = (0.0,)
+    late = request("c", 1)
+    policy.begin_step(running, [late])
+    assert policy.gives_way(late, running) is running[2]
+    assert policy.gives_way(request("a", 1), running) is None, "its own client holds most"
+    running[2].gave_way = True
+    assert policy.gives_way(late, running) is running[1]
+    running[0].gave_way = running[1].gave_way = True
+    assert policy.gives_way(late, running) is None
+    # For blocks, who holds most gives way as often as it takes.
+    assert policy.gives_way(running[0], running) is running[2]
+    assert policy.gives_way(running[3], running[3:]) is running[3]
+
+
+def flooded(max_tokens: int, **options) -> list[int]:
+    """Steps that a small request of its own client takes, alone and then beside a flood."""
+    with LLM("tiny", scheduling_policy="fair", **options) as llm:
+        engine, taken = llm.engine, []
+        for flood in (0, 40):
+            for number in range(flood):
+                params = SamplingParams(max_tokens=200, ignore_eos=True)
+                engine.add_request(f"flood {number}", {"prompt_token_ids": [5] * 20}, params, context={"client": "a"})
+            for _ in range(8):
+                engine.step()
+            params, ended = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True), False
+            engine.add_request(f"small {flood}", {"prompt_token_ids": [5, 6, 7]}, params, context={"client": "b"})
+            taken.append(0)
+            while not ended:
+                ended = any(output.request_id == f"small {flood}" and output.finished for output in engine.step())
+                taken[-1] += 1
+    return taken
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_num_seqs": 8},
+        {"max_num_seqs": 40, "kv_cache_memory": "1MiB"},
+        {"preemption_mode": "swap", "max_num_seqs": 8, "swap_memory": "4MiB"},
+    ],
+)
+def test_a_small_request_takes_as_many_steps_beside_a_flood(options):
+    alone, beside = flooded(6, **options)
+    assert beside <= alone + 1

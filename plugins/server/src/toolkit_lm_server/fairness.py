@@ -144,7 +144,9 @@ class StepCost:
     @property
     def num_tokens_of_base(self) -> int:
         """Rows whose own time is as long as the base; a guess where steps of few rows, or of many, have not been seen."""
-        few, many = (self._cheapest[end(self._cheapest)] for end in (min, max)) if self._cheapest else ((0, 0.0), (0, 0.0))
+        if len(self._cheapest) < 2:
+            return _GUESS
+        few, many = self._cheapest[min(self._cheapest)], self._cheapest[max(self._cheapest)]
         if few[0] > _GUESS or many[0] < 2 * few[0]:
             return _GUESS
         each = max((many[1] - few[1]) / (many[0] - few[0]), 1e-9)
