@@ -89,7 +89,7 @@ def test_what_is_under_way_is_bounded_together():
 
 
 def test_who_comes_later_finds_some_left():
-    budget, left = CostBudget(MIB, max_requests=1000), 1000
+    budget, left = CostBudget(MIB, max_queued=1000), 1000
     with ExitStack() as flood:
         for client in "abcd":
             most = left * 7 // 8
@@ -101,6 +101,8 @@ def test_who_comes_later_finds_some_left():
             own = f", {most} requests of them this client's" if client != "a" else ""
             assert str(error.value).startswith(f"the engine is busy: {1000 - left} requests are taken{own}. This takes 1 requests more.")
     with budget.spend({"all": 1}, "a", 875):
+        pass
+    with CostBudget(MIB, max_queued=3).spend({"all": 1}, "a", 100):
         pass
 
 

@@ -215,7 +215,7 @@ class LimitsConfig(Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[int, option("Maximum number of log probabilities per token (logprobs, prompt_logprobs).", ge=0)] = 20
     max_queued_requests: Annotated[
         int | None, option("Maximum number of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0)
-    ] = 1024
+    ] = 2048
     max_queued_tokens: Annotated[
         int | None,
         option("Maximum number of prompt tokens of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0),

@@ -93,9 +93,8 @@ def create_router(
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)
     keys = Keys.of(options)
-    queued = engine.config.limits.max_queued_requests
-    most = None if queued is None else queued + engine.config.scheduler.max_num_seqs
-    engine = cast("AsyncLLM", BudgetedLLM(engine, CostBudget(options.max_request_bytes, most), keys))
+    budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
+    engine = cast("AsyncLLM", BudgetedLLM(engine, budget, keys))
     kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=kind)
     served, tokens = Served(engine), Tokens(engine)

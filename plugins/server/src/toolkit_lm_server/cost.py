@@ -31,6 +31,7 @@ Cost = Mapping[str, int]
 _CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
 _MESSAGE = 64
 """Characters that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
+_SHORT = 64
 _REQUESTS = 3
 """So many times the cost that one request may have is what all of them together may."""
 
@@ -123,11 +124,11 @@ class Shares:
 class CostBudget:
     """What the requests under way may cost, each and together, and how many there may be. Thread-safe."""
 
-    def __init__(self, most: int, max_requests: int | None = None) -> None:
-        """`most`: bytes that one request may cost."""
+    def __init__(self, most: int, max_queued: int | None = None) -> None:
+        """`most`: bytes that one request may cost. `max_queued`: requests that may wait; a short queue is not shared."""
         self._most = most
         self._bytes = Shares(_REQUESTS * most)
-        self._requests = Shares(max_requests)
+        self._requests = Shares(None if max_queued is None or max_queued < _SHORT else max_queued)
 
     @contextmanager
     def spend(self, cost: Cost, client: str = "", num_requests: int = 1) -> Iterator[None]:
