@@ -62,7 +62,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_p: Annotated[float, param("Drop tokens that are less likely than min_p times the likeliest.", ge=0, le=1)] = 0.0
     """Nguyen et al. 2024."""
     repetition_penalty: Annotated[
-        float, param("Tokens of prompt and output: positive logits are divided by it, negative ones multiplied.", gt=0, le=1000)
+        float, param("Tokens of prompt and output: positive logits are divided by it, negative ones multiplied.", ge=0.001, le=1000)
     ] = 1.0
     """Keskar et al. 2019."""
     presence_penalty: Annotated[float, param("Subtracted from the logits of the tokens in the output, once per token.", ge=-2, le=2)] = 0.0

@@ -9,7 +9,7 @@ from toolkit_lm.params import SamplingParams
 
 BAD = {
     "top_p": [0, 1.1, "1", None, float("nan")],
-    "repetition_penalty": [0, -1, 1001, None],
+    "repetition_penalty": [0, 5e-324, -1, 1001, None],
     "presence_penalty": [-2.1, 2.1, "0"],
     "frequency_penalty": [-2.1, 2.1, 10**400],
     "bad_words": ["word", [""], [" "], [5], ["a" * 257], ["a"] * 301],
