@@ -44,7 +44,7 @@ OPEN = {("GET", "/health"), ("GET", "/ready")}
 """Routes that look at nothing of a request."""
 NOT_SERVED = ("/classify",)
 """What neither engine does: its good body is refused too."""
-MAPPINGS = ("chat_template_kwargs", "logit_bias", "metadata", "stream_options")
+MAPPINGS = ("chat_template_kwargs", "logit_bias", "stream_options")
 JSON = {"content-type": "application/json"}
 SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "engine_process": False}
 KEY = "secret"
@@ -176,7 +176,10 @@ def test_wrong_types(server, path):
     """Of each field that the API's description has."""
     schema = server.app(path).openapi()
     name = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    for field in schema["components"]["schemas"][name]["properties"]:
+    for field, described in schema["components"]["schemas"][name]["properties"].items():
+        if set(described) == {"description"}:
+            # Whatever it is, it has no effect.
+            continue
         wrong = 5 if field in MAPPINGS else {"a": [None]}
         assert server.send(path, json={**BODIES[path], field: wrong}).status_code in (400, 404), field
 

@@ -423,6 +423,13 @@ async def test_neutral_fields_are_accepted(client):
     assert (await client.post(CHAT, json={**HI, **neutral})).status_code == 200
 
 
+@pytest.mark.parametrize("field", [{"store": 0}, {"store": True}, {"parallel_tool_calls": 1}, {"tools": [{}]}])
+async def test_fields_that_would_have_an_effect_are_refused(client, field):
+    """Types count: 0 is not false."""
+    error = (await client.post(CHAT, json={**HI, **field})).json()["error"]
+    assert (error["param"], error["code"]) == (*field, "unsupported_parameter")
+
+
 async def test_a_body_that_is_not_json_or_too_large(engine, client_of):
     async with client_of(create_app(engine, ServerOptions(max_body_size="100"))) as client:
         assert (await client.post(COMPLETE, content=b"prompt=a")).status_code == 400
@@ -556,8 +563,13 @@ async def test_mounted_in_another_app(engine, client_of):
 
 
 async def test_openapi_describes_the_bodies(client):
-    schema = (await client.get("/openapi.json")).json()
-    assert "CompletionBody" in schema["components"]["schemas"]
+    schemas = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    body = schemas["CompletionBody"]["properties"]
+    assert {"minimum": 0.001, "maximum": 1000}.items() <= body["repetition_penalty"].items()
+    assert body["best_of"]["description"] == SAMPLING_PARAMS["best_of"].help
+    assert {"maxItems": 64, "maxLength": 1024}.items() <= body["stop"].items()
+    assert body["logit_bias"]["maxProperties"] == 300
+    assert body["tools"]["enum"] == [None, []]
 
 
 @pytest.mark.parametrize(("key", "limit"), [(None, ""), ("secret", ""), ("secret", ", max_sequences: 3")])

@@ -10,9 +10,29 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from toolkit_lm import __version__
 
+from toolkit_lm_server.answer_schemas import (
+    NOT_NOW,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Classifications,
+    CohereEmbeddings,
+    Completion,
+    EmbeddingList,
+    ModelCard,
+    ModelList,
+    PooledList,
+    Ranking,
+    Scores,
+    Status,
+    Text,
+    TokenIds,
+    answers,
+    streams,
+)
 from toolkit_lm_server.chat import Chat
 from toolkit_lm_server.completions import Completions
 from toolkit_lm_server.cost import BudgetedLLM, CostBudget
@@ -24,7 +44,7 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import add_plugin_routes
 from toolkit_lm_server.protocol import ChatBody, CompletionBody, check_model, with_plugin_fields
 from toolkit_lm_server.reranking import Reranking
-from toolkit_lm_server.route import NOT_NOW, Readiness, route_class, with_body
+from toolkit_lm_server.route import Readiness, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -95,25 +115,31 @@ def create_router(
     keys = Keys.of(options)
     budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
     engine = cast("AsyncLLM", BudgetedLLM(engine, budget, keys))
-    kind = route_class(options, keys, readiness, metrics)
-    router = APIRouter(route_class=kind)
+    route_kind = route_class(options, keys, readiness, metrics)
+    router = APIRouter(route_class=route_kind)
     served, tokens = Served(engine), Tokens(engine)
-    for path, handler, body in (
-        ("/v1/chat/completions", Chat(engine).create, ChatBody),
-        ("/v1/completions", Completions(engine, options).create, CompletionBody),
+    for path, handler, body, success in (
+        ("/v1/chat/completions", Chat(engine).create, ChatBody, streams(ChatCompletion, ChatCompletionChunk)),
+        (
+            "/v1/completions",
+            Completions(engine, options).create,
+            CompletionBody,
+            streams(Completion, Completion),
+        ),
     ):
         whole = with_plugin_fields(body, engine.plugins.logits_processors)
-        router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=described(404, 429, 504))
+        responses = success | described(404, 429, 504)
+        router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=responses)
     _add_pooling_routes(router, engine, options)
-    router.add_api_route("/v1/models", served.models)
+    router.add_api_route("/v1/models", served.models, response_model=None, responses=answers(ModelList))
     unknown = described(404)
-    router.add_api_route("/v1/models/{model:path}", served.model, responses=unknown)
-    router.add_api_route("/tokenize", tokens.tokenize, methods=["POST"], response_model=None, responses=unknown)
-    router.add_api_route("/detokenize", tokens.detokenize, methods=["POST"], response_model=None, responses=unknown)
+    router.add_api_route("/v1/models/{model:path}", served.model, response_model=None, responses=answers(ModelCard) | unknown)
+    for path, convert, kind in (("/tokenize", tokens.tokenize, TokenIds), ("/detokenize", tokens.detokenize, Text)):
+        router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=answers(kind) | unknown)
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
     _add_own_routes(router, options, keys, readiness, metrics)
-    add_plugin_routes(router, engine, options.routes, kind)
+    add_plugin_routes(router, engine, options.routes, route_kind)
     return router
 
 
@@ -122,28 +148,29 @@ def _add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None
     about, always = About(readiness, metrics), route_class(options, keys)
     router.add_api_route("/version", about.version, route_class_override=always)
     if metrics is not None:
-        router.add_api_route("/metrics", about.metrics, response_model=None, route_class_override=always)
+        router.add_api_route("/metrics", about.metrics, response_model=None, response_class=PlainTextResponse, route_class_override=always)
     # These two are open to all, so they are no ServerRoutes.
     for path, handler in (("/health", readiness.health), ("/ready", readiness.ready)):
-        router.add_api_route(path, handler, response_model=None, route_class_override=APIRoute, responses=NOT_NOW)
+        router.add_api_route(path, handler, response_model=None, route_class_override=APIRoute, responses=answers(Status) | NOT_NOW)
 
 
 def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOptions) -> None:
     """They are there whatever the model: a task that it does not serve is an error that says which it does."""
     embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
-    handlers: dict[str, Callable[..., Any]] = {
-        "/v1/embeddings": embeddings.embed,
-        "/v2/embed": embeddings.cohere_embed,
-        "/pooling": embeddings.pooling,
-        "/classify": embeddings.classify,
-        "/score": reranking.score,
-        "/v1/score": reranking.score,
-        "/rerank": reranking.rerank,
-        "/v1/rerank": reranking.rerank,
-        "/v2/rerank": reranking.cohere_rerank,
+    handlers: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
+        "/v1/embeddings": (embeddings.embed, EmbeddingList),
+        "/v2/embed": (embeddings.cohere_embed, CohereEmbeddings),
+        "/pooling": (embeddings.pooling, PooledList),
+        "/classify": (embeddings.classify, Classifications),
+        "/score": (reranking.score, Scores),
+        "/v1/score": (reranking.score, Scores),
+        "/rerank": (reranking.rerank, Ranking),
+        "/v1/rerank": (reranking.rerank, Ranking),
+        "/v2/rerank": (reranking.cohere_rerank, Ranking),
     }
-    for path, handler in handlers.items():
-        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=described(404, 429, 504))
+    for path, (handler, kind) in handlers.items():
+        responses = answers(kind) | described(404, 429, 504)
+        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=responses)
 
 
 def create_app(

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, SkipValidation
+from pydantic import Field, SkipValidation, WithJsonSchema
+from toolkit_lm.config.tasks import POOLING_TASKS
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
-from toolkit_lm_server.protocol import EngineBody, Items
+from toolkit_lm_server.protocol import EngineBody, Items, examples
 
 EncodingFormat = Literal["float", "base64"]
 AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
@@ -37,6 +38,8 @@ class PoolingBody(EngineBody):
 class EmbeddingBody(PoolingBody):
     """POST /v1/embeddings."""
 
+    model_config = examples({"input": "Once upon a time"})
+
     input: AnyInput
     encoding_format: EncodingFormat = "float"
     dimensions: int | None = None
@@ -50,6 +53,8 @@ class EmbeddingBody(PoolingBody):
 class ClassifyBody(PoolingBody):
     """POST /classify."""
 
+    model_config = examples({"input": "Once upon a time"})
+
     input: AnyInput
     use_activation: bool | None = None
     prompt_name: str | None = None
@@ -61,7 +66,9 @@ class ClassifyBody(PoolingBody):
 class AnyPoolingBody(EmbeddingBody):
     """POST /pooling."""
 
-    task: Any = None
+    model_config = examples({"input": "Once upon a time", "task": "embed"})
+
+    task: Annotated[Any, WithJsonSchema({"enum": [None, *POOLING_TASKS]})] = None
     """One of PoolingParams. None: the model's only one."""
     use_activation: bool | None = None
     step_tag_id: int | None = None
@@ -73,6 +80,8 @@ class AnyPoolingBody(EmbeddingBody):
 
 class ScoreBody(PoolingBody):
     """POST /score. The two names of each side mean the same."""
+
+    model_config = examples({"queries": "capital of France", "documents": ["Paris", "Rome"]})
 
     queries: Texts | None = None
     text_1: Texts | None = None
@@ -96,6 +105,8 @@ class ScoreBody(PoolingBody):
 class RerankBody(PoolingBody):
     """POST /rerank, as Jina and vLLM have it."""
 
+    model_config = examples({"query": "capital of France", "documents": ["Paris", "Rome"]})
+
     query: str
     documents: Texts
     top_n: Annotated[int, Field(ge=1)] | None = None
@@ -116,6 +127,8 @@ class CohereRerankBody(RerankBody):
 
 class CohereEmbedBody(EngineBody):
     """POST /v2/embed."""
+
+    model_config = examples({"texts": ["Once upon a time"]})
 
     texts: Texts
     input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None

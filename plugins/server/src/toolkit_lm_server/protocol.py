@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from toolkit_lm.config import Option
 from toolkit_lm.errors import PluginError, RequestError
+from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams, shipped_with
 from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import Prompt, TokensPrompt
@@ -42,6 +43,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """Fields of OpenAI that are not implemented, each with the values (beside null) that change nothing."""
 
 
+_NO_EFFECT = {"description": "It has no effect."}
+
+
+def examples(*bodies: dict[str, Any]) -> ConfigDict:
+    """For a body: what the description of the API shows of it."""
+    return ConfigDict(json_schema_extra={"examples": [*bodies]})
+
+
 class _FailFast:
     """As pydantic.FailFast, and hashable, which members of unions must be."""
 
@@ -64,6 +73,14 @@ class Body(BaseModel):
     model: str | None = None
     """None: the model that is served."""
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        ignored = dict.fromkeys(sorted(_NOTES), _NO_EFFECT)
+        neutral = {name: {"enum": [None, *values], **_NO_EFFECT} for name, values in _NEUTRAL.items()}
+        schema["properties"] = {**schema["properties"], **neutral, **ignored}
+        return schema
+
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, data: Any) -> Any:
@@ -73,7 +90,7 @@ class Body(BaseModel):
         for name, value in data.items():
             if name in cls.model_fields:
                 kept[name] = value
-            elif name in _NEUTRAL and value is not None and not any(value == one for one in _NEUTRAL[name]):
+            elif name in _NEUTRAL and value is not None and not any(value == one and type(value) is type(one) for one in _NEUTRAL[name]):
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
             elif name not in _NEUTRAL and name not in _NOTES:
                 # The first is enough, as with lists.
@@ -84,7 +101,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool = False
 
@@ -126,7 +143,17 @@ def _body_type(kind: Any) -> Any:
 
 def _fields(params: Mapping[str, Option]) -> dict[str, Any]:
     """Type and default of each parameter's field. None: not given."""
-    return {name: (Union[(*map(_body_type, o.kinds), None)], None) for name, o in params.items() if name not in _ELSEWHERE}
+    return {name: (Union[(*map(_body_type, o.kinds), None)], _described(o)) for name, o in params.items() if name not in _ELSEWHERE}
+
+
+def _described(o: Option) -> Any:
+    """The description has the parameter's bounds. SamplingParams checks them: its errors name them."""
+    spec = spec_of(o)
+    bounds: dict[str, Any] = {"minimum": spec.ge, "exclusiveMinimum": spec.gt, "maximum": spec.le}
+    bounds |= {"maxItems": spec.max_items, "maxLength": spec.max_length}
+    if any(get_origin(kind) is dict for kind in o.kinds):
+        bounds = {"maxProperties": spec.max_items}
+    return Field(None, description=o.help, json_schema_extra={name: value for name, value in bounds.items() if value is not None})
 
 
 _FIELDS = _fields(SAMPLING_PARAMS)
@@ -198,6 +225,11 @@ class RenderBody(Body):
 class ChatBody(SamplingBody, RenderBody):
     """POST /v1/chat/completions."""
 
+    model_config = examples(
+        {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8},
+        {"messages": [{"role": "user", "content": "What is the capital of Italy?"}], "logprobs": True, "top_logprobs": 2, "stream": True},
+    )
+
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -212,6 +244,10 @@ class ChatBody(SamplingBody, RenderBody):
 
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
+
+    model_config = examples(
+        {"prompt": "Once upon a time", "max_tokens": 8}, {"prompt": ["Once upon", "The cat"], "logprobs": 2, "stream": True}
+    )
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool = False
@@ -246,6 +282,8 @@ class CompletionBody(SamplingBody):
 class TokenizeBody(RenderBody):
     """POST /tokenize, of a text or a conversation."""
 
+    model_config = examples({"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
+
     prompt: str | None = None
     messages: Items[dict[str, Any]] | None = None
     add_special_tokens: bool = True
@@ -255,6 +293,8 @@ class TokenizeBody(RenderBody):
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
+
+    model_config = examples({"tokens": [5, 6, 7]})
 
     tokens: Items[int]
 

@@ -44,8 +44,6 @@ MAX_DEPTH = 100
 _ALIVE = ("starting", "ready", "restarting")
 """What gets better by itself: whoever watches the server has no reason to end it."""
 _TEMPORARY = ("starting", "restarting", "stalled")
-NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "It is not so, with the status and its reason."}}
-"""How the API's description has what else /health and /ready answer."""
 
 Result = TypeVar("Result")
 

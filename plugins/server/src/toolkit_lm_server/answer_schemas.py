@@ -1,0 +1,275 @@
+"""What answers look like, for the description of the API. Answers are made elsewhere, without these classes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from toolkit_lm.params import FinishReason
+
+from toolkit_lm_server.errors import ErrorBody
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class PoolingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Head(BaseModel):
+    id: str
+    created: int
+    model: str
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
+"""By token id, per token of the prompt; null for the first."""
+
+
+class TokenLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ContentLogprob]
+    refusal: None
+
+
+class Message(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
+class ChatCompletion(Head):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs = None
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatDelta(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class ChatCompletionChunk(Head):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatDelta]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs = None
+
+
+class Completion(Head):
+    """The whole answer, or an event of a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """A text: base64 of float32 values, little-endian."""
+
+
+class EmbeddingList(Head):
+    object: Literal["list"]
+    data: list[Embedding]
+    usage: PoolingUsage
+
+
+class Pooled(BaseModel):
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | list[list[float]] | str
+    shape: list[int] = []
+    """Of an array that `data` has in base64."""
+
+
+class PooledList(Head):
+    object: Literal["list"]
+    data: list[Pooled]
+    usage: PoolingUsage
+
+
+class Classification(BaseModel):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class Classifications(Head):
+    object: Literal["list"]
+    data: list[Classification]
+    usage: PoolingUsage
+
+
+class Score(BaseModel):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(Head):
+    object: Literal["list"]
+    data: list[Score]
+    usage: PoolingUsage
+
+
+class ApiVersion(BaseModel):
+    version: str
+
+
+class BilledUnits(BaseModel):
+    input_tokens: int = 0
+    search_units: int = 0
+
+
+class CohereMeta(BaseModel):
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
+class Document(BaseModel):
+    text: str
+
+
+class RerankResult(BaseModel):
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class Ranking(BaseModel):
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: PoolingUsage
+    meta: CohereMeta
+
+
+class CohereEmbeddings(BaseModel):
+    id: str
+    response_type: Literal["embeddings_by_type"]
+    embeddings: dict[Literal["float", "base64"], list[list[float]] | list[str]]
+    texts: list[str]
+    meta: CohereMeta
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenIds(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Status(BaseModel):
+    status: str
+    reason: str = ""
+
+
+NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Status, "description": "It is not so, with the status and its reason."}}
+"""What else /health and /ready answer."""
+
+
+def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The description of answers that are of this kind."""
+    return {200: {"model": kind}}
+
+
+def streams(kind: type[BaseModel], chunk: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The same, or a stream of events with these chunks."""
+    event = {"anyOf": [{"const": "[DONE]"}, _of_text(chunk), _of_text(ErrorBody)]}
+    # The fields that server-sent events have beside their data are not used.
+    item = {"type": "object", "properties": {"data": event}, "required": ["data"], "additionalProperties": True}
+    return {200: {"model": kind, "content": {"text/event-stream": {"itemSchema": item}}}}
+
+
+def _of_text(kind: type[BaseModel]) -> dict[str, Any]:
+    """The schema of a text that is JSON of this kind."""
+    schema = kind.model_json_schema()
+    return {"type": "string", "contentMediaType": "application/json", "contentSchema": _inlined(schema, schema.get("$defs", {}))}
+
+
+def _inlined(schema: Any, parts: dict[str, Any]) -> Any:
+    """A schema without references: what is not the schema of a whole answer has no name in the description."""
+    if isinstance(schema, list):
+        return [_inlined(one, parts) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
+    return {name: _inlined(one, parts) for name, one in schema.items() if name != "$defs"}

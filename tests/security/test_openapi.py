@@ -1,0 +1,146 @@
+"""Requests that are generated from the app's own /openapi.json: what comes back is what the document says, and never a 5xx.
+
+The document is the list of routes: those of installed plugins join by themselves. Requests follow its schemas, or break them in one place.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+import toolkit_lm_tiny
+from schemathesis.config import SchemathesisConfig
+from schemathesis.engine import events, from_schema
+from toolkit_lm import AsyncLLM, VllmConfig
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.plugin_routes import HOOK
+
+SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 48, "engine_process": False}
+EMBEDS = ("/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+CLASSIFIES = ("/classify",)
+ENGINES = ("generate", "embed", "classify")
+CHECKS_OFF = ("positive_data_acceptance",)
+"""What follows the schema may still not fit the model (its tasks, vocabulary and length), or another field."""
+PHASES_OFF = ("stateful",)
+"""No request needs what another has made."""
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory) -> Iterator[Any]:
+    """engine_of(name): one of ENGINES."""
+    made: dict[str, AsyncLLM] = {}
+
+    def get(name: str) -> AsyncLLM:
+        if name not in made:
+            options = {"model": "tiny", "convert": "embed"} if name == "embed" else {"model": "tiny"}
+            if name == "classify":
+                options = {"model": str(classifier(tmp_path_factory.mktemp("classifier"))), "load_format": "dummy"}
+            made[name] = AsyncLLM(VllmConfig.make(**options, **SMALL))
+        return made[name]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+def classifier(folder: Path) -> Path:
+    """A checkpoint with tiny's tokenizer, and three labels."""
+    tiny = Path(toolkit_lm_tiny.__file__).parent / "checkpoint"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny / name, folder)
+    config = json.loads((tiny / "config.json").read_text())
+    config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "angry", "1": "calm", "2": "glad"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Findings:
+    """What came back, by operation, and what must not have."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, set[str]] = {}
+        """Content types of successes."""
+        self.described: dict[str, set[str]] = {}
+        self.wrong: list[str] = []
+
+    def take(self, event: events.EngineEvent) -> None:
+        if isinstance(event, events.NonFatalError | events.FatalError):
+            self.wrong.append(repr(vars(event)))
+        if not isinstance(event, events.ScenarioFinished):
+            return
+        recorder = event.recorder
+        for key, interaction in recorder.interactions.items():
+            case, response = recorder.cases[key].value, interaction.response
+            assert response is not None, recorder.label
+            kinds = self.kinds.setdefault(case.operation.label, set())
+            if response.status_code == 200:
+                kinds.add(response.headers["content-type"][0].partition(";")[0])
+            for check in recorder.checks.get(key, ()):
+                if check.failure_info is not None:
+                    found = f"{check.failure_info.failure.message} in {response.status_code} {response.text[:300]}"
+                    self.wrong.append(f"{check.name}: {case.method} {case.path} {case.body!s:.300}: {found}")
+
+
+def findings(engine: AsyncLLM, name: str, max_examples: int) -> Findings:
+    """Of all operations that this engine can succeed in."""
+    routes = [info.name for info, _ in engine.plugins.implementations(HOOK)]
+    app = create_app(engine, ServerOptions(admin_routes=True, routes=routes), metrics=Metrics())
+    app.openapi_schema = strict(app.openapi())
+    settings = {
+        "seed": 1,
+        "continue-on-failure": True,
+        "warnings": False,
+        "checks": {check: {"enabled": False} for check in CHECKS_OFF},
+        "generation": {"mode": "all", "max-examples": max_examples, "deterministic": True, "no-shrink": True, "database": "none"},
+        "phases": {phase: {"enabled": False} for phase in PHASES_OFF},
+    }
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=SchemathesisConfig.from_dict(settings))
+    if name == "generate":
+        schema = schema.exclude(path=[*EMBEDS, *CLASSIFIES])
+    else:
+        schema = schema.include(path=list(EMBEDS if name == "embed" else CLASSIFIES))
+    found = Findings()
+    for one in schema.get_all_operations():
+        operation = one.ok()
+        found.described[operation.label] = set(operation.definition.raw["responses"]["200"]["content"])
+    for event in from_schema(schema).execute():
+        found.take(event)
+    return found
+
+
+def strict(part: Any) -> Any:
+    """The document without "default", which would allow any error, and with all that an answer may have."""
+    if isinstance(part, list):
+        return [strict(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    kept = {name: strict(one) for name, one in part.items()}
+    if "responses" in part:
+        kept["responses"].pop("default", None)
+    if isinstance(part.get("properties"), dict) and part.get("type") == "object":
+        kept.setdefault("additionalProperties", False)
+    return kept
+
+
+def check(found: Findings) -> None:
+    assert found.wrong == [], "\n".join(found.wrong[:10])
+    # Else some schemas of answers would not have been looked at.
+    assert found.kinds == found.described
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_answers_are_as_described(engine_of, name):
+    check(findings(engine_of(name), name, max_examples=10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_many_answers_are_as_described(engine_of, name):
+    check(findings(engine_of(name), name, max_examples=500))
