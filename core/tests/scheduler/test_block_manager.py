@@ -6,7 +6,7 @@ import pytest
 from fake_engine import Groups, check_blocks, kv_cache
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toolkit_lm.messages import BlockCopy
+from toolkit_lm.messages import BlockCopy, StepPlan
 from toolkit_lm.scheduler import BlockManager, TokenRange
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
 from toolkit_lm.scheduler.prefix import PrefixHashes
@@ -84,10 +84,10 @@ class BlockMachine(RuleBasedStateMachine):
         if not self.blocks.has_free(needed):
             assert any(one > there for one, there in zip(needed, free, strict=True))
             return
-        growth = self.blocks.append_slots(write)
+        new_blocks = self.blocks.append_slots(write, plan := StepPlan())
         assert [pool.num_free for pool in self.blocks.pools] == [there - one for one, there in zip(needed, free, strict=True)]
-        assert sum(needed) == sum(map(len, growth.new_blocks)) + len(growth.copies)
-        self.apply(growth.copies, self.device, self.device)
+        assert sum(needed) == sum(map(len, new_blocks)) + len(plan.copies)
+        self.apply(plan.copies, self.device, self.device)
         for group, spec, pool in self.groups():
             table = self.blocks.get_block_table(seq_id, group)
             for position in range(write.start, write.end):
@@ -184,34 +184,35 @@ TestBlockManager = BlockMachine.TestCase
 def test_a_fork_does_not_write_into_a_block_that_is_found_as_its_parents():
     blocks = make_blocks(8, [(4, None)])
     parent = Line("r", [1, 2, 3, 4, 5, 6, 7, 8])
-    blocks.append_slots(TokenRange(0, 0, 8))
+    blocks.append_slots(TokenRange(0, 0, 8), StepPlan())
     blocks.publish(0, parent.block_hashes, 8)
     blocks.fork(0, 1, 5)
     blocks.free(0)
     assert blocks.find_prefix(parent.block_hashes, 8) == 8
     # The fork is the only owner now: it need not copy, but what it writes is no more what the parent wrote.
-    assert blocks.append_slots(TokenRange(1, 5, 7)).copies == []
+    blocks.append_slots(TokenRange(1, 5, 7), plan := StepPlan())
+    assert plan.copies == []
     assert blocks.find_prefix(parent.block_hashes, 8) == 4
 
 
 def test_a_block_that_nobody_knows_is_taken_before_one_that_somebody_may_want():
     blocks = make_blocks(4, [(2, None)])
     known, unknown = Line("a", [1, 2]), Line("b", [3, 4])
-    blocks.append_slots(TokenRange(0, 0, 2))
+    blocks.append_slots(TokenRange(0, 0, 2), StepPlan())
     blocks.publish(0, known.block_hashes, 2)
-    blocks.append_slots(TokenRange(1, 0, 2))
+    blocks.append_slots(TokenRange(1, 0, 2), StepPlan())
     blocks.free(0)
     blocks.free(1)
-    blocks.append_slots(TokenRange(2, 0, 6))
+    blocks.append_slots(TokenRange(2, 0, 6), StepPlan())
     assert blocks.find_prefix(known.block_hashes, 2) == 2
     assert blocks.find_prefix(unknown.block_hashes, 2) == 0
-    blocks.append_slots(TokenRange(2, 6, 8))
+    blocks.append_slots(TokenRange(2, 6, 8), StepPlan())
     assert blocks.find_prefix(known.block_hashes, 2) == 0
 
 
 def test_double_allocation_is_refused():
     blocks = make_blocks(4, [(2, None)])
-    blocks.append_slots(TokenRange(0, 0, 2))
-    blocks.append_slots(TokenRange(1, 0, 1))
+    blocks.append_slots(TokenRange(0, 0, 2), StepPlan())
+    blocks.append_slots(TokenRange(1, 0, 1), StepPlan())
     with pytest.raises(AssertionError, match="holds blocks already"):
         blocks.fork(0, 1, 1)

@@ -84,11 +84,11 @@ class PersistentBatch:
             if (row := self.row_of.pop(seq_id, None)) is not None:
                 self._free_rows.append(row)
                 self.sampling.clear(row)
-        for move in plan.moves:
-            self._block_tables[move.group][self.row_of[move.seq_id], move.index] = move.block
         new = {seq.seq_id for seq in plan.new}
         for seq in plan.new:
             self._add(seq)
+        for move in plan.moves:
+            self._block_tables[move.group][self.row_of[move.seq_id], move.index] = move.block
         for scheduled in plan.scheduled:
             if scheduled.seq_id not in new:
                 for group, blocks in enumerate(scheduled.new_blocks):

@@ -1,6 +1,6 @@
 """The scheduler, its policies, and the paged KV cache's bookkeeping."""
 
-from toolkit_lm.scheduler.block_manager import BlockManager, TableUpdate, TokenRange
+from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
 from toolkit_lm.scheduler.block_pool import BlockPool
 from toolkit_lm.scheduler.limits import RequestLimits
 from toolkit_lm.scheduler.request import Request, Sequence
@@ -10,7 +10,6 @@ from toolkit_lm.scheduler.scheduler import Scheduler
 __all__ = [
     "BlockManager",
     "BlockPool",
-    "TableUpdate",
     "Request",
     "RequestLimits",
     "Scheduler",

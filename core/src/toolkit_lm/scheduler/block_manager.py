@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
-from toolkit_lm.messages import BlockCopy, BlockMove
+from toolkit_lm.messages import BlockCopy, BlockMove, StepPlan
 from toolkit_lm.scheduler.block_pool import BlockPool
 
 BlockHashes = Callable[[int, int], Sequence[bytes]]
@@ -26,15 +26,6 @@ class TokenRange(NamedTuple):
     seq_id: int
     start: int
     end: int
-
-
-class TableUpdate(NamedTuple):
-    """What changed in a sequence's tables to make room for a write."""
-
-    new_blocks: list[list[int]]
-    """Per KV group, the blocks appended."""
-    copies: list[BlockCopy]
-    moves: list[BlockMove]
 
 
 class GroupBlocks:
@@ -226,20 +217,23 @@ class BlockManager:
                 return self.has_free(self.blocks_needed(ranges))
         return True
 
-    def append_slots(self, tokens: TokenRange) -> TableUpdate:
-        """Makes the slots of `tokens` exist and be the sequence's own. `blocks_needed` must be free."""
+    def append_slots(self, tokens: TokenRange, plan: StepPlan) -> list[list[int]]:
+        """Makes the slots of `tokens` exist and be the sequence's own. `blocks_needed` must be free.
+
+        Returns, per KV group, the blocks appended. What is copied goes into the plan.
+        """
         seq_id, start, end = tokens
         tables = self._tables.get(seq_id)
         if tables is None:
             tables = self._tables[seq_id] = [[] for _ in self.groups]
-        update = TableUpdate([], [], [])
+        new_blocks = []
         for group, table in zip(self.groups, tables, strict=True):
             new, copied = group.extend(table, start, end)
-            update.new_blocks.append(new)
+            new_blocks.append(new)
             for index, source in copied:
-                update.copies.append(BlockCopy(group.index, source, table[index]))
-                update.moves.append(BlockMove(seq_id, group.index, index, table[index]))
-        return update
+                plan.copies.append(BlockCopy(group.index, source, table[index]))
+                plan.moves.append(BlockMove(seq_id, group.index, index, table[index]))
+        return new_blocks
 
     def trim(self, seq_id: int, num_computed_tokens: int) -> None:
         """Gives back the blocks that no token from `num_computed_tokens` on can see.

@@ -78,17 +78,12 @@ class RequestBlocks:
         total = 0
         for tokens in ranges:
             seq = self.roster.sequences[tokens.seq_id]
-            update = self.blocks.append_slots(tokens)
-            plan.copies += update.copies
-            row = ScheduledSequence(seq.seq_id, tokens.start, tokens.end - tokens.start, update.new_blocks, samples=False)
-            num_drafts = tokens.end - seq.num_tokens
-            if request.draws_tokens and num_drafts >= 0:
-                row.samples, row.num_drafts = True, num_drafts
+            samples = request.draws_tokens and tokens.end >= seq.num_tokens
+            row = ScheduledSequence(seq.seq_id, tokens.start, tokens.end - tokens.start, self.blocks.append_slots(tokens, plan), samples)
+            row.num_drafts = tokens.end - seq.num_tokens if samples else 0
             if row.num_drafts or (request.needs_tokens and seq.on_worker and tokens.end > request.num_prompt_tokens):
                 row.tokens = seq.token_ids[tokens.start : tokens.end] + seq.drafts[: row.num_drafts]
-            if seq.on_worker:
-                plan.moves += update.moves
-            else:
+            if not seq.on_worker:
                 tables = [self.blocks.get_block_table(seq.seq_id, group) for group in range(len(self.blocks.groups))]
                 # No query reads what a window has left behind: any block will do for it.
                 plan.new.append(seq.as_new([[max(block, 0) for block in table] for table in tables]))

@@ -145,8 +145,7 @@ class Scheduler:
             elif row.samples and request.search:
                 outputs += self._take_candidates(seq, request.search, result.candidates[row.seq_id])
             elif row.samples:
-                if row.seq_id in result.sampler_state:
-                    seq.sampler_state = result.sampler_state[row.seq_id]
+                seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
                 outputs.append(self._take_tokens(seq, tokens, result.drafts.get(row.seq_id, []), row_logprobs, prompt_logprobs))
             elif prompt_logprobs:
                 outputs.append(seq.output(None, prompt_logprobs=prompt_logprobs))
