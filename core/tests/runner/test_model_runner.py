@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from fake_model import BLOCK_SIZE, NAN, VOCAB, SumBackend, SumModel, continuation, make_runner, new, next_token, row
@@ -254,3 +256,28 @@ def test_a_decode_step_makes_no_tensor_beside_the_model_s_and_the_sampler_s(runn
         result = runner.execute(StepPlan(scheduled=[row(i, 1, start=2) for i in range(num_rows)]))
     assert made.shapes == []
     assert result.token_ids == [continuation([1 + i, 2], 2)[1:] for i in range(num_rows)]
+
+
+def temporary_bytes(num_rows: int) -> int:
+    """What a decode step takes at its peak beyond what it leaves behind."""
+    runner = make_runner(num_blocks=8 * num_rows, max_num_seqs=num_rows, max_num_batched_tokens=2 * num_rows)
+    prompts = [new(i, [1 + i % 7, 2], list(range(8 * i, 8 * i + 8))) for i in range(num_rows)]
+    runner.execute(StepPlan(new=prompts, scheduled=[row(i, 2) for i in range(num_rows)]))
+    for start in range(2, 6):
+        plan = StepPlan(scheduled=[row(i, 1, start=start) for i in range(num_rows)])
+        tracemalloc.start()
+        result = runner.execute(plan)
+        left, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(result.token_ids) == num_rows
+    runner.shutdown()
+    return peak - left
+
+
+def test_the_temporary_memory_of_a_decode_step_does_not_grow_with_the_batch():
+    """In the last of several steps of greedy sequences, on 8 rows and on 256.
+
+    Counted are Python's objects and numpy's arrays, in all that `execute` calls: the most bytes at a time, less those that are left after
+    it, which are the result's. Tensors are not counted: the model and the sampler make theirs.
+    """
+    assert temporary_bytes(256) <= temporary_bytes(8) + 1024

@@ -121,7 +121,7 @@ def test_only_those_that_ask_register_with_logits_processors():
     batch.apply(StepPlan(dropped=[4, 5], new=[new(6, [1], [0])]))
     batch.apply(StepPlan(dropped=[6]))
     assert table.calls == [("add", 5, [1]), ("remove", 5)]
-    assert not batch.sampling.processed.any()
+    assert not batch.sampling.edited.any()
 
 
 def test_prompt_logprobs_that_were_returned_are_remembered(batch):

@@ -42,6 +42,8 @@ class StepInputs:
     """[R + 1] int32."""
     starts: np.ndarray
     """[R] int64: tokens that were computed before this step."""
+    num_tokens: np.ndarray
+    """[R] int64: tokens that are computed in it."""
     groups: list[GroupInputs]
     sampling: np.ndarray
     """Indices into `rows` of those that draw tokens."""

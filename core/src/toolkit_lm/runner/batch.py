@@ -21,16 +21,17 @@ class Buffer:
     """One input: an array on the host, and a tensor on the device. On a CPU they are the same memory."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self._mirror = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
-        self.host: np.ndarray = self._mirror.numpy()
-        self._tensor = self._mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
+        self.mirror = torch.zeros(*shape, dtype=dtype, pin_memory=device.type == "cuda")
+        """What `host` is a view of."""
+        self.host: np.ndarray = self.mirror.numpy()
+        self._tensor = self.mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
 
     def upload(self, *size: int) -> Tensor:
         """What the host holds of it, up to `size` along the first axes, as a view on the device."""
         part = tuple(map(slice, size))
         tensor = self._tensor[part]
-        if self._tensor is not self._mirror:
-            tensor.copy_(self._mirror[part], non_blocking=True)
+        if self._tensor is not self.mirror:
+            tensor.copy_(self.mirror[part], non_blocking=True)
         return tensor
 
 
@@ -44,7 +45,10 @@ class GroupBuffers:
 
 
 class StepBuffers:
-    """Made once, for the largest step; each step uses the beginning of them. That is what a captured graph can read."""
+    """Made once, for the largest step; each step uses the beginning of them. That is what a captured graph can read.
+
+    The plain arrays stay on the host.
+    """
 
     def __init__(self, limits: BatchLimits, table_widths: Sequence[int], device: torch.device) -> None:
         """`table_widths`: most entries of a block table, per KV group."""
@@ -52,6 +56,17 @@ class StepBuffers:
         self.positions = Buffer((limits.num_tokens,), torch.int64, device)
         self.query_start = Buffer((limits.num_rows + 1,), torch.int32, device)
         self.groups = [GroupBuffers(limits, width, device) for width in table_widths]
+        self.columns = np.zeros((6, limits.num_rows), np.int64)
+        self._index, self._found = np.zeros(limits.num_tokens, np.int64), np.zeros(limits.num_tokens, np.int32)
+
+    def gather(self, table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        """table[rows, columns] of an int32 table, as int64, until the next call."""
+        index, found = self._index[: len(rows)], self._found[: len(rows)]
+        np.multiply(rows, table.shape[1], out=index)
+        index += columns
+        np.take(table, index, out=found, mode="clip")
+        index[:] = found
+        return index
 
 
 class PersistentBatch:
@@ -99,22 +114,24 @@ class PersistentBatch:
 
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The flat batch of a plan, in the buffers."""
-        row_list, first, counts, sampling, drafts = [], [], [], [], []
+        buffers, num_rows, num_sampling, end = self.buffers, len(plan.scheduled), 0, 0
+        rows, starts, num_tokens, lengths, sampling, num_drafts = buffers.columns[:, :num_rows]
+        query_start = buffers.query_start.host[: num_rows + 1]
         for index, scheduled in enumerate(plan.scheduled):
-            row_list.append(self.row_of[scheduled.seq_id])
-            first.append(scheduled.start)
-            counts.append(scheduled.num_tokens)
+            rows[index], starts[index], num_tokens[index] = self.row_of[scheduled.seq_id], scheduled.start, scheduled.num_tokens
+            query_start[index + 1] = end = end + scheduled.num_tokens
             if scheduled.samples:
-                sampling.append(index)
-                drafts.append(scheduled.num_drafts)
-        rows, starts, num_tokens = np.array(row_list, np.int64), np.array(first, np.int64), np.array(counts, np.int64)
-        query_start = self.buffers.query_start.host[: len(rows) + 1]
-        np.cumsum(num_tokens, out=query_start[1:])
-        total = int(query_start[-1])
-        row_of_token = np.repeat(rows, num_tokens)
-        token_index, input_ids = self.buffers.positions.host[:total], self.buffers.input_ids.host[:total]
-        token_index[:] = np.arange(total) + np.repeat(starts - query_start[:-1], num_tokens)
-        input_ids[:] = self.history.token_ids[row_of_token, token_index]
+                sampling[num_sampling], num_drafts[num_sampling] = index, scheduled.num_drafts
+                num_sampling += 1
+        token_index, row_of_token = buffers.positions.host[:end], rows
+        if end == num_rows:
+            # In a decode step, each row has one token.
+            token_index[:] = starts
+        else:
+            row_of_token = np.repeat(rows, num_tokens)
+            token_index[:] = np.arange(end) + np.repeat(starts - query_start[:-1], num_tokens)
+        input_ids = buffers.input_ids.host[:end]
+        input_ids[:] = buffers.gather(self.history.token_ids, row_of_token, token_index)
         return StepInputs(
             plan=plan,
             rows=rows,
@@ -122,9 +139,10 @@ class PersistentBatch:
             token_index=token_index,
             query_start=query_start,
             starts=starts,
-            groups=self._groups(rows, starts + num_tokens, row_of_token, token_index),
-            sampling=np.array(sampling, np.int64),
-            num_drafts=np.array(drafts, np.int64),
+            num_tokens=num_tokens,
+            groups=self._groups(rows, np.add(starts, num_tokens, out=lengths), row_of_token, token_index),
+            sampling=sampling[:num_sampling],
+            num_drafts=num_drafts[:num_sampling],
             histories=self.history,
         )
 
@@ -139,16 +157,21 @@ class PersistentBatch:
                 continue
             table, size = self._block_tables[index], self.block_sizes[index]
             slots, width = buffer.slots.host[: len(token_index)], -(-longest // size)
-            slots[:] = table[row_of_token, token_index // size].astype(np.int64) * size + token_index % size
-            step_table = buffer.table.host[: len(rows), :width]
-            step_table[:] = table[rows, :width]
-            groups.append(GroupInputs(seq_lens, slots, step_table))
+            # A token's slot is its block's first one, and on by its place in the block: block * size + (index - index // size * size).
+            np.floor_divide(token_index, size, out=slots)
+            blocks = self.buffers.gather(table, row_of_token, slots)
+            np.subtract(blocks, slots, out=slots)
+            slots *= size
+            slots += token_index
+            step_table = buffer.table.mirror[: len(rows), :width]
+            torch.index_select(torch.from_numpy(table)[:, :width], 0, torch.from_numpy(rows), out=step_table)
+            groups.append(GroupInputs(seq_lens, slots, step_table.numpy()))
         return groups
 
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """Remembers a token drawn for each of `rows`, the input of a later step."""
         self.history.append(rows, token_ids)
-        self.sampling.position[rows] += 1
+        np.add.at(self.sampling.position, rows, 1)
 
     def _add(self, seq: NewSequence) -> None:
         row = self._free_rows.pop()

@@ -184,7 +184,7 @@ class ModelRunner:
             state.groups(inputs)
             arguments |= state.inputs(inputs)
         buffers, num_rows, num_tokens = self._buffers, len(inputs.rows), len(inputs.token_index)
-        query_start, most_queries = buffers.query_start.upload(num_rows + 1), int(np.diff(inputs.query_start).max())
+        query_start, most_queries = buffers.query_start.upload(num_rows + 1), int(inputs.num_tokens.max())
         metadata = []
         for backend, group, buffer in zip(self._backends, inputs.groups, buffers.groups, strict=True):
             cached = len(group.slots) > 0
@@ -214,24 +214,26 @@ class ModelRunner:
 
     def _sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""
-        plan = inputs.plan
+        plan, sampling = inputs.plan, self._batch.sampling
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
-        if (self._batch.sampling.prompt_logprobs[inputs.rows] >= 0).any():
+        if sampling.prompt_logprobs.max() >= 0:
             result.prompt_logprobs = prompt_logprobs(inputs, self._batch, hidden_states, self.model.compute_logits)
         if not len(inputs.sampling):
+            return result
+        if len(inputs.sampling) == len(hidden_states) and not sampling.num_candidates.any():
+            # A decode step: each row has one token, and draws one.
+            self._draw(plan, result, self.model.compute_logits(hidden_states), inputs.sampling, inputs.rows)
             return result
         # The logits of a row: those after its last token, and before them those that its drafts are compared with.
         counts = inputs.num_drafts + 1
         firsts = counts.cumsum() - counts
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(inputs.query_start[1:][inputs.sampling] - counts - firsts, counts)
-        # In a decode step these are all tokens, and nothing is copied.
         logits = self.model.compute_logits(hidden_states if len(within) == len(hidden_states) else hidden_states[self._to_device(within)])
         rows = inputs.rows[inputs.sampling]
-        drawing = self._batch.sampling.num_candidates[rows] == 0
-        if not drawing.all():
-            searching = np.flatnonzero(~drawing)
+        candidates = sampling.num_candidates[rows]
+        if len(searching := np.flatnonzero(candidates)):
             self._search(plan, result, logits[self._to_device(firsts[searching])], inputs.sampling[searching], rows[searching])
-        going = np.flatnonzero(drawing)
+        going = np.flatnonzero(candidates == 0)
         while len(going):
             # As if each token were drawn in a step of its own: a row goes on while the draft is the token that was drawn.
             part = logits if len(going) == len(logits) else logits[self._to_device(firsts[going])]

@@ -53,6 +53,7 @@ class TokenHistory:
         self.token_ids = np.zeros((num_rows, max_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
+        self._ends, self._drawn = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
 
     def set(self, row: int, token_ids: list[int], num_prompt_tokens: int) -> None:
         self.token_ids[row, : len(token_ids)] = token_ids
@@ -67,10 +68,12 @@ class TokenHistory:
 
     def append(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """One token for each of `rows` [R]. What a full row gets is counted, but no step will ever read it."""
-        ends = self.num_tokens[rows]
-        inside = ends < self.token_ids.shape[1]
-        self.token_ids[rows[inside], ends[inside]] = np.array(token_ids, np.int32)[inside]
-        self.num_tokens[rows] += 1
+        ends, drawn, capacity = self._ends[: len(rows)], self._drawn[: len(rows)], self.token_ids.shape[1]
+        np.take(self.num_tokens, rows, out=ends, mode="clip")
+        drawn[:] = token_ids
+        inside = slice(None) if ends.max(initial=0) < capacity else ends < capacity
+        self.token_ids[rows[inside], ends[inside]] = drawn[inside]
+        np.add.at(self.num_tokens, rows, 1)
 
     def tokens(self, row: int) -> np.ndarray:
         """All tokens of a row: a view, [its number of tokens] int32."""
@@ -123,16 +126,15 @@ class SamplingBatch:
         self.prompt_logprobs = np.full(num_rows, -1, np.int64)
         self.num_candidates = np.zeros(num_rows, np.int64)
         """Likeliest tokens that a beam search wants; 0: a token is drawn."""
-        self.penalized = np.zeros(num_rows, bool)
         self.filtered = np.zeros(num_rows, bool)
         """Some filter beside the temperature is on."""
-        self.processed = np.zeros(num_rows, bool)
-        """Plugins' logits processors of the stage "logits" are on."""
-        self.ruled = np.zeros(num_rows, bool)
-        """There are rules beside the stop tokens."""
+        self.edited = np.zeros(num_rows, bool)
+        """Logits are not used as they are: there are rules beside the stop tokens, penalties, or plugins' processors of them."""
         self.rules = np.full(num_rows, _NO_RULES, object)
         self._known = WeakValueDictionary[int, TokenRules]()
         """Those in use, by the identity of the parameters."""
+        self._selected = {name: np.zeros_like(column) for name, column in vars(self).items() if isinstance(column, np.ndarray)}
+        """Columns that `select` fills. A selection has none: what is selected of it is a copy."""
 
     def set(self, row: int, seq: NewSequence) -> None:
         """Takes in a sequence; its tokens are in the history already."""
@@ -148,32 +150,32 @@ class SamplingBatch:
         self.logprobs[row] = (0 if params.ranks else -1) if params.logprobs is None else params.logprobs
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
-        self.penalized[row] = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         stages = self.processors.add(self.processor_row(row), seq) if self.processors is not None and seq.inputs.logits_processors else ()
-        self.processed[row] = "logits" in stages
         rules, given = self._known.get(id(params)), (params, seq.inputs.bad_words, seq.stop_token_ids)
         if rules is None or rules.given[1:] != given[1:]:
             rules = self._known[id(params)] = TokenRules.of(*given)
         self.rules[row] = rules
-        self.ruled[row] = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
+        penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        ruled = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
+        self.edited[row] = penalized or ruled or "logits" in stages
 
     def clear(self, row: int) -> None:
         """The sequence leaves."""
         if self.processors is not None and self.key[row] in self.processors.names:
             self.processors.remove(int(self.key[row]))
         self.rules[row] = _NO_RULES
-
-    @property
-    def edited(self) -> np.ndarray:
-        """[R] rows whose logits are not used as they are."""
-        return self.ruled | self.penalized | self.processed | (self.position < self.min_tokens)
+        self.num_candidates[row], self.prompt_logprobs[row] = 0, -1
 
     def select(self, rows: np.ndarray) -> SamplingBatch:
-        """The given rows [R], as columns of their own."""
+        """The given rows [R], until the next call."""
         selected = object.__new__(SamplingBatch)
         for name, column in vars(self).items():
-            setattr(selected, name, column[rows] if isinstance(column, np.ndarray) else column)
+            if isinstance(column, np.ndarray):
+                out = self._selected[name][: len(rows)] if self._selected else None
+                column = np.take(column, rows, out=out, mode="clip")
+            setattr(selected, name, column)
+        selected._selected = {}
         return selected
 
     def processor_row(self, row: int) -> ProcessorRow:

@@ -12,7 +12,7 @@ from toolkit_lm.sampling.batch import SamplingBatch
 def distribution(logits: Tensor, rows: SamplingBatch) -> Tensor:
     """[R, V] float32 -> [R, V] the probabilities that tokens are drawn with, after temperature and filters."""
     # Shifting by the maximum first keeps tiny temperatures finite.
-    logits = (logits - logits.max(dim=-1, keepdim=True).values) / _column(rows.temperature, logits)
+    logits = (logits - logits.max(dim=-1, keepdim=True).values) / column(rows.temperature, logits)
     filtered = np.flatnonzero(rows.filtered)
     if len(filtered) == len(rows):
         return _filter(logits, rows)
@@ -43,7 +43,7 @@ def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
     vocab_size = logits.shape[-1]
     top_k = torch.from_numpy(np.where(rows.top_k > 0, rows.top_k, vocab_size)).to(logits.device)[:, None]
     probs = torch.softmax(logits.masked_fill(torch.arange(vocab_size, device=logits.device) >= top_k, -torch.inf), dim=-1)
-    top_p = _column(rows.top_p, probs)
+    top_p = column(rows.top_p, probs)
     # 1.0 keeps all: rounding must not cut the tail off.
     dropped = (probs.cumsum(dim=-1, dtype=torch.float64) - probs >= top_p) & (top_p < 1)
     dropped[:, 0] = False
@@ -53,9 +53,10 @@ def _top(logits: Tensor, rows: SamplingBatch) -> Tensor:
 
 def _min_p(probs: Tensor, rows: SamplingBatch) -> Tensor:
     """[R, V] -> [R, V] probabilities after min-p."""
-    probs = probs.masked_fill(probs < _column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True), 0.0)
+    probs = probs.masked_fill(probs < column(rows.min_p, probs) * probs.amax(dim=-1, keepdim=True), 0.0)
     return probs / probs.sum(dim=-1, keepdim=True)
 
 
-def _column(values: np.ndarray, like: Tensor) -> Tensor:
+def column(values: np.ndarray, like: Tensor) -> Tensor:
+    """[R] -> [R, 1]."""
     return torch.from_numpy(values).to(like)[:, None]

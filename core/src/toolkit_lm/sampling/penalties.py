@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.sampling.batch import SamplingBatch
+from toolkit_lm.sampling.filters import column
 
 
 def penalize(logits: Tensor, rows: SamplingBatch) -> None:
@@ -14,7 +15,7 @@ def penalize(logits: Tensor, rows: SamplingBatch) -> None:
     repeating = np.flatnonzero(rows.repetition_penalty != 1)
     if len(repeating):
         index = torch.from_numpy(repeating).to(logits.device)
-        penalty = _column(rows.repetition_penalty[repeating], logits)
+        penalty = column(rows.repetition_penalty[repeating], logits)
         some = logits[index]
         scaled = torch.where(some > 0, some / penalty, some * penalty)
         logits[index] = torch.where(_counts(rows, repeating, logits, output_only=False) > 0, scaled, some)
@@ -22,7 +23,7 @@ def penalize(logits: Tensor, rows: SamplingBatch) -> None:
     if len(counting):
         index = torch.from_numpy(counting).to(logits.device)
         counts = _counts(rows, counting, logits, output_only=True)
-        presence, frequency = _column(rows.presence_penalty[counting], logits), _column(rows.frequency_penalty[counting], logits)
+        presence, frequency = column(rows.presence_penalty[counting], logits), column(rows.frequency_penalty[counting], logits)
         logits[index] -= presence * (counts > 0) + frequency * counts
 
 
@@ -32,7 +33,3 @@ def _counts(rows: SamplingBatch, index: np.ndarray, logits: Tensor, *, output_on
     tokens = torch.from_numpy(rows.history.padded(rows.row[index], output_only=output_only, fill=vocab_size)).to(logits.device)
     counts = logits.new_zeros(len(index), vocab_size + 1)
     return counts.scatter_add_(-1, tokens, torch.ones_like(tokens, dtype=counts.dtype))[:, :-1]
-
-
-def _column(values: np.ndarray, logits: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(logits)[:, None]

@@ -51,25 +51,21 @@ def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
     """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are."""
     # Where no sequence uses any, a step costs nothing more.
     processors = rows.processors if rows.processors is not None and rows.processors.names else None
-    best, token_ids = logits.max(dim=-1)
-    edited = np.flatnonzero(rows.edited)
-    changed = _edit(logits[_to(edited, logits)].float(), rows.select(edited), processors) if len(edited) else None
-    if changed is not None:
-        best = best.float()
-        best[_to(edited, logits)], token_ids[_to(edited, logits)] = changed.max(dim=-1)
+    scores = logits
+    # The stop tokens are held back while fewer than min_tokens are out.
+    edited = np.flatnonzero(rows.edited | (rows.position < rows.min_tokens) if rows.min_tokens.any() else rows.edited)
+    if len(edited):
+        index = _to(edited, logits)
+        scores = logits.float().index_copy(0, index, _edit(logits[index].float(), rows.select(edited), processors))
+    best, token_ids = scores.max(dim=-1)
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
     probs: dict[int, float] = {}
-    random = np.flatnonzero((rows.temperature >= _MIN_TEMPERATURE) & ~failed.cpu().numpy())
+    random = (torch.from_numpy(rows.temperature) >= _MIN_TEMPERATURE).logical_and_(~failed.cpu()).nonzero()[:, 0].numpy()
     if len(random):
         index = _to(random, logits)
-        scores = logits[index].float()
-        if changed is not None:
-            place = np.full(len(rows), -1)
-            place[edited] = np.arange(len(edited))
-            also_edited = np.flatnonzero(place[random] >= 0)
-            scores[_to(also_edited, logits)] = changed[_to(place[random[also_edited]], logits)]
-        token_ids[index], drawn, none_left = _draw(scores, rows.select(random), processors)
+        part, selected = (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
+        token_ids[index], drawn, none_left = _draw(part.float(), selected, processors)
         failed[index] |= none_left
         if drawn is not None:
             probs = dict(zip(random.tolist(), drawn.tolist(), strict=True))
@@ -114,9 +110,9 @@ def _why_none(logits: Tensor) -> str:
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[TokenLogprobs | None]:
-    asking = np.flatnonzero(wanted >= 0)
-    if not len(asking):
+    if wanted.max() < 0:
         return []
+    asking = np.flatnonzero(wanted >= 0)
     rows: list[TokenLogprobs | None] = [None] * len(wanted)
     index = _to(asking, logits)
     for row, found in zip(asking, token_logprobs(logits[index], token_ids[index], wanted[asking]), strict=True):
