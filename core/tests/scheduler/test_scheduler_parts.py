@@ -50,8 +50,8 @@ class TestTake:
 
     def test_only_a_stop_token_is_named(self):
         seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
-        assert seq.output("stop", [6]).stop_token_id == 6
-        assert seq.output("stop", [5]).stop_token_id is None
+        assert seq.output("stop", [6], [], []).stop_token_id == 6
+        assert seq.output("stop", [5], [], []).stop_token_id is None
 
     def test_ignore_eos(self):
         assert make_request(eos=[5], params=SamplingParams(ignore_eos=True)).leader.take([5], []) is None

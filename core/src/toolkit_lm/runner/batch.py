@@ -13,9 +13,6 @@ from toolkit_lm.messages import NewSequence, StepPlan
 from toolkit_lm.model.state import GroupInputs, StepInputs
 from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
 
-_NO_SLOTS = np.zeros(0, np.int64)
-_NO_TABLE = np.zeros((0, 0), np.int32)
-
 
 class Buffer:
     """One input: an array on the host, and a tensor on the device. On a CPU they are the same memory."""
@@ -25,13 +22,16 @@ class Buffer:
         """What `host` is a view of."""
         self.host: np.ndarray = self.mirror.numpy()
         self._tensor = self.mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
+        self._size, self._views = tuple(shape), (self._tensor, self.mirror)
 
     def upload(self, *size: int) -> Tensor:
         """What the host holds of it, up to `size` along the first axes, as a view on the device."""
-        part = tuple(map(slice, size))
-        tensor = self._tensor[part]
+        if size != self._size:
+            part = tuple(map(slice, size))
+            self._size, self._views = size, (self._tensor[part], self.mirror[part])
+        tensor, mirror = self._views
         if self._tensor is not self.mirror:
-            tensor.copy_(self.mirror[part], non_blocking=True)
+            tensor.copy_(mirror, non_blocking=True)
         return tensor
 
 
@@ -153,7 +153,7 @@ class PersistentBatch:
             seq_lens = buffer.seq_lens.host[: len(rows)]
             seq_lens[:] = lengths
             if index >= len(self.block_sizes):
-                groups.append(GroupInputs(seq_lens, _NO_SLOTS, _NO_TABLE))
+                groups.append(GroupInputs(seq_lens, buffer.slots.host[:0], buffer.table.host[:0]))
                 continue
             table, size = self._block_tables[index], self.block_sizes[index]
             slots, width = buffer.slots.host[: len(token_index)], -(-longest // size)

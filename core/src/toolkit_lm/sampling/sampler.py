@@ -61,8 +61,8 @@ def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
     probs: dict[int, float] = {}
-    random = (torch.from_numpy(rows.temperature) >= _MIN_TEMPERATURE).logical_and_(~failed.cpu()).nonzero()[:, 0].numpy()
-    if len(random):
+    if rows.temperature.max() >= _MIN_TEMPERATURE:
+        random = (torch.from_numpy(rows.temperature) >= _MIN_TEMPERATURE).logical_and_(~failed.cpu()).nonzero()[:, 0].numpy()
         index = _to(random, logits)
         part, selected = (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
         token_ids[index], drawn, none_left = _draw(part.float(), selected, processors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import takewhile
 
 from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, SamplerState, TokenLogprobs
@@ -86,21 +86,20 @@ class Sequence:
     def output(
         self,
         finish_reason: FinishReason | None,
-        token_ids: Iterable[int] = (),
-        logprobs: Iterable[TokenLogprobs] = (),
-        prompt_logprobs: Iterable[TokenLogprobs] = (),
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs],
         pooled: Array | None = None,
     ) -> EngineOutput:
         """What a step gave to it."""
-        tokens = list(token_ids)
         return EngineOutput(
             request_id=self.request.request_id,
             index=self.index,
-            token_ids=tokens,
-            logprobs=list(logprobs) or None,
-            prompt_logprobs=list(prompt_logprobs),
+            token_ids=token_ids,
+            logprobs=logprobs or None,
+            prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
-            stop_token_id=tokens[-1] if tokens and tokens[-1] in self.request.stop_token_ids else None,
+            stop_token_id=token_ids[-1] if token_ids and token_ids[-1] in self.request.stop_token_ids else None,
             num_cached_tokens=self.request.num_cached_tokens,
             pooled=pooled,
         )

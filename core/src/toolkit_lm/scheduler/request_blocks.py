@@ -78,9 +78,9 @@ class RequestBlocks:
         total = 0
         for tokens in ranges:
             seq = self.roster.sequences[tokens.seq_id]
-            samples = request.draws_tokens and tokens.end >= seq.num_tokens
+            samples = request.draws_tokens and (num_drafts := tokens.end - seq.num_tokens) >= 0
             row = ScheduledSequence(seq.seq_id, tokens.start, tokens.end - tokens.start, self.blocks.append_slots(tokens, plan), samples)
-            row.num_drafts = tokens.end - seq.num_tokens if samples else 0
+            row.num_drafts = num_drafts if samples else 0
             if row.num_drafts or (request.needs_tokens and seq.on_worker and tokens.end > request.num_prompt_tokens):
                 row.tokens = seq.token_ids[tokens.start : tokens.end] + seq.drafts[: row.num_drafts]
             if not seq.on_worker:

@@ -141,14 +141,14 @@ class Scheduler:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
                 self._finish_sequence(seq, "stop")
-                outputs.append(seq.output("stop", pooled=result.pooled[row.seq_id]))
+                outputs.append(seq.output("stop", [], [], [], result.pooled[row.seq_id]))
             elif row.samples and request.search:
                 outputs += self._take_candidates(seq, request.search, result.candidates[row.seq_id])
             elif row.samples:
                 seq.sampler_state = result.sampler_state.get(row.seq_id, seq.sampler_state)
                 outputs.append(self._take_tokens(seq, tokens, result.drafts.get(row.seq_id, []), row_logprobs, prompt_logprobs))
             elif prompt_logprobs:
-                outputs.append(seq.output(None, prompt_logprobs=prompt_logprobs))
+                outputs.append(seq.output(None, [], [], prompt_logprobs))
         return outputs
 
     def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
