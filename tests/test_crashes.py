@@ -156,6 +156,29 @@ def test_a_stopped_engine_stalls_and_goes_on(serve):
     wait_for(server.has_left_nothing, 5)
 
 
+def test_deadlines_hold_while_the_engine_is_stopped(serve):
+    server = serve().wait_ready()
+    expected = good(server, 3)
+    engine = engine_of(server)
+    long = {**BODY, "max_tokens": 450, "n": 8}
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(server.post, {**long, **more}) for more in ({"timeout": 3}, {"timeout": 3, "stream": True}, {})]
+        wait_for(lambda: server.figures()["num_sequences_running"] == 24)
+        engine.suspend()
+        early = server.post({**BODY, "timeout": 0.1})
+        assert (early.status_code, early.json()["error"]["code"]) == (504, "timeout")
+        *partial, other = asked
+        for one in partial:
+            assert one.result().status_code == 200
+            assert one.result().text.count('"finish_reason":"timeout"') == 8
+        assert not other.done()
+        engine.resume()
+        assert (other.result().status_code, other.result().json()["usage"]["completion_tokens"]) == (200, 8 * 450)
+    wait_for(server.is_idle)
+    assert server.figures()['requests_aborted_total{reason="timeout"}'] == 3
+    assert good(server, 3) == expected
+
+
 WALL_CLOCKS = {"time", "time_ns", "now", "utcnow", "today", "fromtimestamp", "localtime", "gmtime"}
 """Attributes that read it, of `time`, `datetime` and `date`."""
 

@@ -521,3 +521,25 @@ class TestStall:
 
         asyncio.run(asyncio.wait_for(body(), 60))
         assert "slow_plugin_target.py" in capfd.readouterr().err
+
+    def test_a_deadline_holds_all_the_same(self):
+        with LLMEngine(VllmConfig.make(**SMALL, engine_process=True)) as engine:
+            process = psutil.Process(engine.client.process.pid)
+            process.suspend()
+            engine.add_request("late", "Once upon a time", GREEDY, timeout=0.1)
+            engine.add_request("other", "Once upon a time", GREEDY)
+            done = finished(engine, 1)
+            process.resume()
+            assert done | finished(engine, 1) == {"late": ("timeout", 0), "other": ("length", GREEDY.max_tokens)}
+
+
+def finished(engine: LLMEngine, number: int) -> dict[str, tuple[str | None, int]]:
+    """By request, why it ended and how many tokens it has, once so many have ended."""
+    done: dict[str, tuple[str | None, int]] = {}
+    end = time.monotonic() + 60
+    while len(done) < number:
+        assert time.monotonic() < end
+        for output in engine.step():
+            if output.finished:
+                done[output.request_id] = (output.outputs[0].finish_reason, len(output.outputs[0].token_ids))
+    return done

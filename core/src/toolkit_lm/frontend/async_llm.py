@@ -79,7 +79,7 @@ class AsyncLLM:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests that wait for a place in the batch."""
-        return self._thread.queue.num_tokens
+        return self.engine.queue.num_tokens
 
     @property
     def error(self) -> BaseException | None:

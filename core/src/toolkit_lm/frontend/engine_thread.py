@@ -15,7 +15,6 @@ from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.health import Health, Watchdog
 from toolkit_lm.frontend.listener import Listener
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.processing.requests import PreparedRequest
 
 logger = logging.getLogger(__name__)
@@ -32,7 +31,6 @@ class EngineThread:
     def __init__(self, engine: LLMEngine) -> None:
         """Starts the thread. `engine` may be loading still."""
         self.engine = engine
-        self.queue = engine.queue = QueueLimits(engine.config.limits)
         self.ready: Future[None] = Future()
         """Done when the engine is, or with what kept it from starting. A restart sets another."""
         self.error: BaseException | None = None
@@ -160,7 +158,6 @@ class EngineThread:
         self._tell(lost.values(), _dead(failure))
         for request_id in lost:
             del self._listeners[request_id]
-        self.queue = self.engine.queue = QueueLimits(self.engine.config.limits)
         self.engine.restart()
 
     def _end(self) -> None:
@@ -201,7 +198,7 @@ class EngineThread:
         if any(self._listeners.get(message.request_id) is not listener for message in messages):
             return
         try:
-            self.queue.check(messages)
+            self.engine.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
         except Exception as error:
             # Whatever it is, it is this caller's: the others go on.

@@ -16,7 +16,7 @@ from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.messages import EngineOutput, EngineOutputs
 from toolkit_lm.outputs import AnyRequestOutput
-from toolkit_lm.params import SamplingParams
+from toolkit_lm.params import FinishReason, SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.pooling_state import AnyState, PoolingState
 from toolkit_lm.processing.processor import Processor
@@ -26,6 +26,9 @@ from toolkit_lm.prompts import Conversation, Prompt
 from toolkit_lm.renderer import Renderer
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.scheduler import RequestLimits
+
+_GRACE = 1.0
+"""Seconds that a silent engine gets to end a request whose deadline is over. Then it ends here."""
 
 
 class LLMEngine:
@@ -61,8 +64,8 @@ class LLMEngine:
             self.renderer: Renderer = self.plugins.renderers.make(self.config.renderer.renderer, self.config)
             with self.plugins.boundary:
                 self.processor = Processor(self.config, self.renderer, self.plugins)
-            self.queue: QueueLimits | None = None
-            """Told of what waits, where somebody bounds it."""
+            self.queue = QueueLimits(self.config.limits)
+            """Told of what waits. Whoever bounds it asks."""
             self._states: dict[str, AnyState] = {}
             self._ready = False
             self._busy_since = 0.0
@@ -104,6 +107,7 @@ class LLMEngine:
         self.client.shutdown()
         self.plugins.close()
         self._states.clear()
+        self.queue = QueueLimits(self.config.limits)
         self._ready = False
         self.client = self._started()
 
@@ -148,23 +152,22 @@ class LLMEngine:
         if not self._states:
             self._busy_since = time.monotonic()
         self._states.update(states)
-        if self.queue is not None:
-            self.queue.add(messages)
+        self.queue.add(messages)
         return list(states.values())
 
     def abort(self, request_ids: str | Iterable[str]) -> list[AnyRequestOutput]:
         """Ends requests; their blocks are free at once. Returns their last outputs. Unknown ids are no error."""
         return [output for state in self.end(request_ids) if (output := state.take()) is not None]
 
-    def end(self, request_ids: str | Iterable[str]) -> list[AnyState]:
+    def end(self, request_ids: str | Iterable[str], reason: FinishReason = "abort") -> list[AnyState]:
         """As `abort`, without making outputs."""
         ended = []
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if state := self._states.pop(request_id, None):
-                self.client.finish(request_id)
-                self._leave_queue(request_id)
+                self.client.finish(request_id, reason)
+                self.queue.discard(request_id)
                 with state.lock:
-                    state.end("abort")
+                    state.end(reason)
                 ended.append(state)
         return ended
 
@@ -195,13 +198,19 @@ class LLMEngine:
         `timeout`: seconds to wait for an engine process at most.
         """
         self._check_open()
-        if timeout is None and not self._states:
-            timeout = 0
-        return self._take(self.client.step(timeout))
+        if timeout is None:
+            timeout = _GRACE if self._states else 0
+        states = self._take(self.client.step(timeout))
+        return states if self.seconds_since_progress < _GRACE else states + self._end_late()
+
+    def _end_late(self) -> list[AnyState]:
+        """Ends requests in place of an engine that hangs, or takes long for a step."""
+        latest = time.monotonic() - _GRACE
+        late = [one.request_id for one in self._states.values() if one.request.deadline is not None and one.request.deadline < latest]
+        return self.end(late, "timeout")
 
     def _take(self, outputs: EngineOutputs) -> list[AnyState]:
-        if self.queue is not None:
-            self.queue.admit(outputs.admitted)
+        self.queue.admit(outputs.admitted)
         touched: dict[str, AnyState] = {}
         has_finished_some = False
         for output in outputs.outputs:
@@ -211,7 +220,7 @@ class LLMEngine:
         for request_id, state in touched.items():
             if state.finished:
                 del self._states[request_id]
-                self._leave_queue(request_id)
+                self.queue.discard(request_id)
         for event in outputs.events:
             self.plugins.event(event)
         # What the engine has to say to that may not wait for a next step: there may be none.
@@ -233,10 +242,6 @@ class LLMEngine:
                 state.end("error", self.plugins.renderers.get(renderer).owner.failure(error, f"renderer {renderer!r}"))
             self.client.finish(output.request_id, "error")
             return True
-
-    def _leave_queue(self, request_id: str) -> None:
-        if self.queue is not None:
-            self.queue.discard(request_id)
 
     def shutdown(self) -> None:
         """Ends the engine and releases its memory. It cannot be used after that."""
