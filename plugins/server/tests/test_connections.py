@@ -8,7 +8,7 @@ import json
 import resource
 import socket
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import httpx
 import pytest
@@ -282,6 +282,41 @@ async def test_a_client_that_does_not_read(running):
             assert 0.8 < time.monotonic() - start < 3
             assert sum(sent) < 20_000_000
         assert one.num_connections == 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_client_that_reads_a_little_now_and_then(running, streams):
+    """It is as good as gone, though it always reads on: the request ends."""
+    ended = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await receive()
+        gone = asyncio.create_task(receive())
+        while not gone.done() and streams:
+            await send({"type": "http.response.body", "body": b"x" * 10_000, "more_body": True})
+            await asyncio.sleep(0)
+        if not streams:
+            await send({"type": "http.response.body", "body": b"x" * 20_000_000})
+        ended.set()
+
+    async with running(app, write_timeout=1) as one:
+        await until(lambda: one.server.started)
+        one.server.bounded.least_read = 10**6
+        # With little room in the kernel, the server soon notices what is read.
+        one.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            client.connect(("127.0.0.1", one.port))
+            client.sendall(GET)
+            client.setblocking(False)
+            await until(lambda: one.num_connections == 1)
+            async with asyncio.timeout(10):
+                while one.num_connections:
+                    with suppress(BlockingIOError, ConnectionError):
+                        client.recv(5000)
+                    await asyncio.sleep(0.1)
+        assert ended.is_set()
 
 
 async def test_a_slow_client_is_served(running):

@@ -25,6 +25,8 @@ _SPARE = 32
 _BACKLOG = 2048
 """Connections that the kernel keeps until the server takes them."""
 _MOST_HEADERS = 100
+_SLOWEST = 1024
+"""Bytes that a client must read in a second, as long as some of its answer waits."""
 _LOOK = 0.5
 """Seconds between two looks at what connections wait for."""
 
@@ -72,6 +74,8 @@ class Connections:
         # Few files are left to a server that may have few connections.
         self._spare = min(_SPARE, max(1, self._most // 4))
         self._seconds = {"head": options.header_timeout, "body": options.body_timeout, "reader": options.write_timeout}
+        self.least_read = _SLOWEST * options.write_timeout
+        """Bytes of its answer that a client must read within write_timeout."""
         self._max_header_bytes = options.max_header_bytes
         self._stages: dict[Connection, tuple[_Stage, float]] = {}
         """Of each connection, since when."""
@@ -163,7 +167,9 @@ class Connection(H11Protocol):
 
     def stage(self) -> _Stage:
         if self.num_unsent or self.transport.is_closing():
-            return _Stage("reader", self.num_unsent)
+            # Once the app may write no more, the client alone changes what waits: then each byte less is one that it has read.
+            is_still = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+            return _Stage("reader", self.num_unsent // (self.pool.least_read if is_still else 1))
         if self.conn.their_state is h11.SEND_BODY:
             return _Stage("body", self.cycle)
         # Between two requests uvicorn has a timer of its own.

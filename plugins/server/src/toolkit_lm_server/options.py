@@ -50,7 +50,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     header_timeout: Annotated[int, option("Seconds within which all headers of a request must have come.", ge=1)] = 10
     body_timeout: Annotated[int, option("Seconds within which the whole body of a request must have come.", ge=1)] = 60
     keep_alive_timeout: Annotated[int, option("Seconds that a connection may wait for its next request.", ge=1)] = 60
-    write_timeout: Annotated[int, option("Seconds that a client may read nothing of its answer.", ge=1)] = 30
+    write_timeout: Annotated[int, option("Seconds within which a client must read on: a KiB of its answer for each of them.", ge=1)] = 30
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("Log level of the HTTP server.")] = "info"
     access_log: Annotated[bool, option("Log each HTTP request.")] = True
