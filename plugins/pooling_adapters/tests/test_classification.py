@@ -8,7 +8,7 @@ import torch
 import transformers
 from adapter_harness import IDS, SMALL, config_of, load, pooled, save_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_decoder.gpt2 import GPT2LMHeadModel
@@ -200,6 +200,16 @@ def test_the_class(tmp_path):
     converted = as_seq_cls_model(LlamaForCausalLM, config)
     assert converted.__name__ == "LlamaForCausalLMForSequenceClassification"
     assert as_seq_cls_model(converted, config) is converted
+
+
+def test_a_tokenizer_that_panics_is_refused(tmp_path):
+    """The package tokenizers panics on a regular expression that takes too many steps: no `except Exception` sees that."""
+    folder, word = save_random(tmp_path, make("LlamaForCausalLM")), "x" * 40
+    tokenizer = Tokenizer(models.WordLevel({"w1": 1, word: 2}, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    options = {"classifier_method": "no_post_processing", "classifier_tokens": [word]}
+    refuse(folder, CheckpointError, r"the token 'x+' .* cannot be looked up in .*tokenizer\.json.*retry-limit", **options)
 
 
 def refuse(folder, error, match, model_class=LlamaForCausalLM, **options):

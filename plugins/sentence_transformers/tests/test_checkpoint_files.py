@@ -12,7 +12,10 @@ import pytest
 from toolkit_lm.config.pooling_profile import Dense, LayerNorm, LogitScore, Normalize
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm_sentence_transformers.checkpoint_files import SentenceTransformersConfig, read_sentence_transformers
+from toolkit_lm_sentence_transformers.json_file import MOST_BYTES
 from toolkit_lm_sentence_transformers.module_config import PUNCTUATION, QueryExpansion, TokenMask
+from toolkit_lm_sentence_transformers.profile import read_pooling_profile
+from toolkit_lm_sentence_transformers.vocabulary import Vocabulary
 
 OLD, NEW = "sentence_transformers.models", "sentence_transformers.base.modules"
 ALL_MINILM_POOLING = {
@@ -241,6 +244,22 @@ def test_broken_file(tmp_path):
     (tmp_path / "modules.json").write_text("[")
     with pytest.raises(CheckpointError, match=r"modules.json' cannot be read"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["modules.json", "1_Pooling/config.json", "config_sentence_transformers.json", "tokenizer_config.json"])
+def test_files_have_a_bound(name, tmp_path):
+    write(with_pooling(tmp_path, ALL_MINILM_POOLING), {"config_sentence_transformers.json": {}, "tokenizer_config.json": {}})
+    with (tmp_path / name).open("a") as file:
+        file.write(" " * MOST_BYTES)
+    with pytest.raises(CheckpointError, match=rf"{name}' is too large: it may have {MOST_BYTES} bytes"):
+        read_pooling_profile(tmp_path, {}, tmp_path)
+
+
+def test_a_tokenizer_may_be_large(tmp_path):
+    write(tmp_path, {"tokenizer.json": {"model": {"vocab": {"a": 3}}}})
+    with (tmp_path / "tokenizer.json").open("a") as file:
+        file.write(" " * MOST_BYTES)
+    assert Vocabulary(tmp_path).id_of("a") == 3
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json", "sentence_xlm-roberta_config.json"])

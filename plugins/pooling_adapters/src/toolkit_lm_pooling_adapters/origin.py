@@ -153,12 +153,16 @@ def _token_id(word: str, folder: Path) -> int:
     path = folder / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception for any missing or broken file
+        # What the file says of batches is not about one word.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids: list[int] = tokenizer.encode(word, add_special_tokens=False).ids
+    except BaseException as error:
+        # tokenizers raises bare Exception for any missing or broken file. A panic of its Rust code, such as that of a regular expression
+        # which takes too many steps, is a BaseException that cannot be imported.
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+            raise
         raise CheckpointError(f"the token {word!r} of the classifier cannot be looked up in {str(path)!r}: {error}") from error
-    # What the file says of batches is not about one word.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    ids: list[int] = tokenizer.encode(word, add_special_tokens=False).ids
     if len(ids) != 1:
         raise CheckpointError(f"{word!r} is {len(ids)} tokens of {str(path)!r}: a classifier can be made of single tokens only.")
     return ids[0]

@@ -14,10 +14,16 @@ T = TypeVar("T")
 _NAMES = {bool: "true or false", int: "an integer", str: "text", dict: "an object", list: "a list"}
 
 
-def read_json_file(path: Path) -> Any:
-    """What a JSON file holds. Raises CheckpointError."""
+MOST_BYTES = 2**24
+"""Of a JSON file that is not the tokenizer itself."""
+
+
+def read_json_file(path: Path, most: int | None = MOST_BYTES) -> Any:
+    """What a JSON file of `most` bytes at most holds. Raises CheckpointError."""
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{str(path)!r} cannot be read: it is no regular file.")
+    if most is not None and path.exists() and path.stat().st_size > most:
+        raise CheckpointError(f"{str(path)!r} is too large: it may have {most} bytes.")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -18,7 +18,7 @@ class Vocabulary:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "tokenizer.json"
-        content = read_json_file(self.path)
+        content = read_json_file(self.path, most=None)
         try:
             vocab = content["model"]["vocab"]
             # Unigram models list each piece with its score; its place is its id.
