@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from toolkit_lm.config import PluginsConfig, SchedulerConfig
 from toolkit_lm.errors import ConfigError, PluginError
-from toolkit_lm.messages import Candidates, EngineRequest, StepPlan
+from toolkit_lm.messages import Candidates, EngineRequest, ScheduledSequence, StepPlan
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.scheduler import Request
@@ -204,6 +204,20 @@ class TestRoster:
         roster.requeue_all([StepPlan(dropped=[77])])
         assert [request.request_id for request in roster.waiting] == ["sooner", "later"] and roster.running == []
         assert sorted(roster.dropped) == [0, 1, 2, 3, 77]
+
+
+def test_prompt_logprobs_that_are_computed_again_come_once():
+    request = make_request(prompt=range(10))
+
+    def take(start, num_tokens, known):
+        return request.take_prompt_logprobs(ScheduledSequence(0, start, num_tokens, [], samples=False), known)
+
+    assert take(0, 4, [1, 2, 3, 4]) == [1, 2, 3, 4]
+    # It was preempted before these came, and is computed again from its first token; then from where the worker thinks that it stands.
+    assert take(0, 6, [1, 2, 3, 4, 5, 6]) == [5, 6]
+    assert take(6, 2, [7, 8]) == [7, 8]
+    assert take(0, 10, [1, 2, 3, 4, 5, 6, 7, 8, 9]) == [9]
+    assert request.num_prompt_logprobs == 9
 
 
 class TestBeamStep:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator
 from itertools import takewhile
 
-from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, SamplerState, TokenLogprobs
+from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, SamplerState, ScheduledSequence, TokenLogprobs
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
 from toolkit_lm.scheduler.block_manager import TokenRange
@@ -275,6 +275,13 @@ class Request:
             if forked and not drawn and not (self.needs_tokens and seq.num_placeholders):
                 ready.append(seq)
         return ready
+
+    def take_prompt_logprobs(self, row: ScheduledSequence, known: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Those of what a row computed that are new: it may have been preempted with a step on its way, and computed again."""
+        last = min(row.start + row.num_tokens, self.num_prompt_tokens - 1)
+        new = known[max(0, self.num_prompt_logprobs - (last - len(known))) :]
+        self.num_prompt_logprobs += len(new)
+        return new
 
     def forget_computed(self) -> None:
         """It will be computed again from its tokens. What is on its way still comes, but for the candidates of beams."""

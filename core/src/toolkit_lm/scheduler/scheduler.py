@@ -135,8 +135,8 @@ class Scheduler:
                 # It ended while the step was on its way.
                 continue
             request = seq.request
-            prompt_logprobs = result.prompt_logprobs.get(row.seq_id, [])
-            request.num_prompt_logprobs += len(prompt_logprobs)
+            if prompt_logprobs := result.prompt_logprobs.get(row.seq_id, []):
+                prompt_logprobs = request.take_prompt_logprobs(row, prompt_logprobs)
             if row.seq_id in result.errors:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
