@@ -15,73 +15,13 @@ import argparse
 import asyncio
 import json
 import tempfile
-import time
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any, NamedTuple
 
+from attackers import BODIES, COMPLETIONS, HALF_A_HEAD, SMALL, Honest, ask_small, flood, idle
 from http_client import fetch
 from server_process import ServerProcess
-
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-ATTACKER = "127.0.0.2"
-SMALL = {"prompt": "Once upon a time there was", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-LONG = "Once upon a time there was a cat. " * 12
-STOPS = [f"{number:04}" * 256 for number in range(64)]
-BODIES: dict[str, tuple[str, Any]] = {
-    "stop texts, n, prompts": (COMPLETIONS, {"prompt": ["a"] * 16, "n": 128, "max_tokens": 1, "stop": STOPS}),
-    "256 prompts, n": (COMPLETIONS, {"prompt": ["a"] * 256, "n": 128, "max_tokens": 1, "stop": STOPS}),
-    "allowed tokens": (COMPLETIONS, {"prompt": ["a"] * 64, "max_tokens": 16, "allowed_token_ids": list(range(3, 300))}),
-    "bad words": (COMPLETIONS, {"prompt": ["a"] * 8, "max_tokens": 16, "bad_words": [f"{i:03}" + "x" * 250 for i in range(300)]}),
-    "log probabilities": (COMPLETIONS, {"prompt": [LONG] * 4, "n": 8, "max_tokens": 100, "logprobs": 5, "prompt_logprobs": 20}),
-    "long answers": (COMPLETIONS, {"prompt": ["a"] * 32, "n": 4, "max_tokens": 200, "ignore_eos": True}),
-    "beams": (COMPLETIONS, {"prompt": "a", "n": 64, "use_beam_search": True, "temperature": 0, "max_tokens": 100}),
-    "wide JSON": (COMPLETIONS, {"prompt": [[5, 6, 7]] * 200_000}),
-    "unknown fields": (COMPLETIONS, {f"field{i}": i for i in range(200_000)}),
-    "a long conversation": (CHAT, {"messages": [{"role": "user", "content": "a"}] * 50_000}),
-}
-
-
-class Honest(NamedTuple):
-    """What an honest client met."""
-
-    seconds: list[float]
-    health: list[float]
-    num_wrong: int
-
-
-async def ask_small(port: int, seconds: float, expected: str | None) -> Honest:
-    found = Honest([], [], 0)
-    num_wrong, end = 0, time.monotonic() + seconds
-    while time.monotonic() < end or len(found.seconds) < 3:
-        begin = time.perf_counter()
-        reply = await fetch(port, "POST", COMPLETIONS, SMALL)
-        found.seconds.append(time.perf_counter() - begin)
-        answer = reply.json()["choices"][0]["text"] if reply.status == 200 else f"status {reply.status}"
-        num_wrong += expected is not None and answer != expected
-        begin = time.perf_counter()
-        await fetch(port, "GET", "/health")
-        found.health.append(time.perf_counter() - begin)
-        await asyncio.sleep(0.02)
-    return found._replace(num_wrong=num_wrong)
-
-
-async def flood(port: int, path: str, body: bytes, statuses: Counter[int | str]) -> None:
-    while True:
-        try:
-            statuses[(await fetch(port, "POST", path, body, source=ATTACKER)).status] += 1
-        except (OSError, ValueError, IndexError, asyncio.IncompleteReadError):
-            statuses["broken off"] += 1
-        await asyncio.sleep(0)
-
-
-async def idle(port: int, count: int, stack: AsyncExitStack, sent: bytes) -> None:
-    for _ in range(count):
-        _, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=(ATTACKER, 0))
-        stack.callback(writer.close)
-        writer.write(sent)
 
 
 class Attack:
@@ -107,7 +47,7 @@ class Attack:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(2)
-        for name, sent in (("idle connections", b""), ("half a head", b"POST /v1/completions HTTP/1.1\r\nhost: 127")):
+        for name, sent in (("idle connections", b""), ("half a head", HALF_A_HEAD)):
             async with AsyncExitStack() as stack:
                 await idle(port, 900, stack, sent)
                 await self._watched(name, Counter())
@@ -122,8 +62,7 @@ class Attack:
         self.show(name, honest.result(), statuses, resident)
 
     def show(self, name: str, honest: Honest, statuses: Counter[int | str], resident: list[list[int]]) -> None:
-        p50, p99 = median(honest.seconds), quantiles([*honest.seconds, *honest.seconds], n=100)[98]
-        alone50, alone99 = median(self.alone.seconds), quantiles([*self.alone.seconds, *self.alone.seconds], n=100)[98]
+        (p50, p99), (alone50, alone99) = honest.percentiles(), self.alone.percentiles()
         growth = [max(sizes) - first for *sizes, first in zip(*resident, self.first, strict=True)]
         print(
             f"{name:<24} p50 {1000 * p50:6.0f} ms ({p50 / alone50:4.1f}x)  p99 {1000 * p99:6.0f} ms ({p99 / alone99:4.1f}x)  "
@@ -131,8 +70,8 @@ class Attack:
             f"{len(honest.seconds)} asked  {dict(statuses)}",
             flush=True,
         )
-        if honest.num_wrong:
-            self.violations.append(f"{name}: {honest.num_wrong} honest answers are not what they are alone")
+        if honest.wrong:
+            self.violations.append(f"{name}: {honest.wrong.total()} honest answers are not what they are alone: {dict(honest.wrong)}")
         if max(growth) > 2**30:
             self.violations.append(f"{name}: memory grew by {max(growth) / 2**20:.0f} MiB")
 

@@ -1,6 +1,6 @@
 """Minutes of mixed random load against a server whose pool is far too small, and what must be left of it at the end: nothing.
 
-usage: python benchmarks/soak.py [--minutes 10] [--seed 0] [--clients 24] [--jobs 100]
+usage: python benchmarks/soak.py [--minutes 10] [--seed 0] [--clients 24] [--jobs 100] [--attackers 0]
 
 The server runs the tiny model in float32 with 72 KV blocks of 4 tokens, 8 sequences, a budget of 64 tokens, swap memory, prefix caching
 and a queue of 8 requests. Clients send chats and completions, streamed and not, with n up to 4, shared prefixes, priorities and
@@ -11,6 +11,12 @@ compared with the one that the same request gets alone. Exit code 1 when anythin
     - the memory of all server processes has grown by less than 5% since a fifth of the time was over (in runs of 3 minutes and more:
       it takes a minute until caches and allocators have what they need)
     - SIGTERM ends the server with exit code 0; no process and no temporary file is left; no traceback was logged
+
+With --attackers N the server has its default bounds, and the clients send good requests only. In seven tenths of the time N attackers send,
+from an address of their own, costly requests of every kind, half-open connections, slow readers, and streams that they abort. Then it is a
+violation too when
+    - the p99 of small requests is more than three times the one without attackers
+    - file descriptors, threads or memory of front or engine are not those from before, some seconds after the attackers have gone
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ from statistics import median
 from typing import NamedTuple
 
 from server_process import ServerProcess
+from soak_attack import SERVER as ATTACKED_SERVER, AttackedLoad
 from soak_jobs import MAX_MODEL_LEN, Job, make_jobs
 from soak_load import Load
 
@@ -55,14 +62,16 @@ class Sample(NamedTuple):
 class Soak:
     """One run. What must not be is in `violations`."""
 
-    def __init__(self, jobs: list[Job], seed: int) -> None:
-        self.jobs, self.seed = jobs, seed
+    def __init__(self, jobs: list[Job], seed: int, num_attackers: int = 0) -> None:
+        self.jobs, self.seed, self.num_attackers = jobs, seed, num_attackers
+        self.attacked: AttackedLoad | None = None
         self.samples: list[Sample] = []
         self.violations: list[str] = []
 
     async def run(self, num_clients: int, seconds: float) -> Load:
         with tempfile.TemporaryDirectory() as folder:
-            server = ServerProcess(Path(folder), "tiny", *(f"--{name}={value}" for name, value in SERVER.items()))
+            options = ATTACKED_SERVER if self.num_attackers else SERVER
+            server = ServerProcess(Path(folder), "tiny", *(f"--{name}={value}" for name, value in options.items()))
             try:
                 await server.wait_ready()
                 load = await self._load(server, num_clients, seconds)
@@ -73,10 +82,15 @@ class Soak:
         return load
 
     async def _load(self, server: ServerProcess, num_clients: int, seconds: float) -> Load:
-        load = Load(server.port, self.jobs, self.seed)
+        load = Load(server.port, self.jobs, self.seed, priorities=not self.num_attackers)
         watch = asyncio.create_task(self._watch(server, min(seconds / 50, 5)))
         try:
-            await load.run(num_clients, seconds)
+            if self.num_attackers:
+                self.attacked = AttackedLoad(server, load, self.num_attackers, self.seed)
+                await self.attacked.run(num_clients, seconds)
+                self.violations += self.attacked.violations
+            else:
+                await load.run(num_clients, seconds)
         finally:
             watch.cancel()
             await asyncio.wait([watch])
@@ -109,7 +123,8 @@ class Soak:
         start, end = self.samples[0].time, self.samples[-1].time
         parts = [((s.time - start) / (end - start), s.resident) for s in self.samples]
         warm, last = [r for part, r in parts if 0.2 <= part < 0.4], [r for part, r in parts if part >= 0.9]
-        return parts[0][1], median(warm), median(last)
+        # A machine that is busy leaves gaps in short runs.
+        return parts[0][1], median(warm or [parts[0][1]]), median(last)
 
     def check_growth(self) -> None:
         _, warm, last = self.resident()
@@ -130,6 +145,8 @@ def report(soak: Soak, load: Load, seconds: float) -> None:
     print(f"preemptions                  {figures['preemptions_total']:.0f}; up to {swapped:.0%} of the swap memory in use")
     print(f"cached prompt tokens         {figures['cached_prompt_tokens_total']:.0f} of {figures['prompt_tokens_total']:.0f}")
     print(f"resident memory              start {start:.0f}, warm {warm:.0f}, end {last:.0f} MiB: {last / warm - 1:+.1%} after warm-up")
+    if soak.attacked is not None:
+        soak.attacked.report()
     print(f"violations                   {len(soak.violations)}")
     for violation in soak.violations[:20]:
         print(f"    {violation}")
@@ -139,12 +156,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--clients", type=int, help="honest clients (default 24; with attackers 2, which leave the server time)")
+    parser.add_argument("--attackers", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=100, help="different greedy requests")
     args = parser.parse_args()
-    soak = Soak(make_jobs(args.jobs, args.seed), args.seed)
-    load = asyncio.run(soak.run(args.clients, args.minutes * 60))
-    if args.minutes * 60 >= GROWTH_SECONDS:
+    soak = Soak(make_jobs(args.jobs, args.seed), args.seed, args.attackers)
+    load = asyncio.run(soak.run(args.clients or (2 if args.attackers else 24), args.minutes * 60))
+    if args.minutes * 60 >= GROWTH_SECONDS and not args.attackers:
         soak.check_growth()
     report(soak, load, args.minutes * 60)
     return 1 if soak.violations else 0

@@ -47,6 +47,9 @@ BAD: list[tuple[str, str, Any, int]] = [
 ]
 """Method, path, body and the status that must come. The server takes bodies of 64 KiB at most."""
 
+Kind = tuple[str, float, Callable[[Random], Awaitable[str]]]
+"""Name, weight and work of a kind of request."""
+
 
 class RefusedError(Exception):
     """A good request got another status than 200."""
@@ -59,15 +62,16 @@ class RefusedError(Exception):
 class Load:
     """Clients of one server. They count what they see, and note what must not be."""
 
-    def __init__(self, port: int, jobs: list[Job], seed: int) -> None:
-        self._port, self._jobs, self._seed = port, jobs, seed
+    def __init__(self, port: int, jobs: list[Job], seed: int, *, priorities: bool = True) -> None:
+        """`priorities`: the server takes them."""
+        self._port, self._jobs, self._seed, self._priorities = port, jobs, seed, priorities
         self.tally: Counter[tuple[str, str]] = Counter()
         """By kind and outcome."""
         self.violations: list[str] = []
         self.num_compared = 0
         """Choices that were compared with the reference."""
         self.num_tokens = 0
-        self._kinds: list[tuple[str, float, Callable[[Random], Awaitable[str]]]] = [
+        self._kinds: list[Kind] = [
             ("good", 45, self._good),
             ("sampled", 15, self._sampled),
             ("hang-up", 20, self._hang_up),
@@ -80,11 +84,17 @@ class Load:
         for bad in BAD:
             self.tally["bad", await self._refusal(*bad)] += 1
         end = time.monotonic() + seconds
-        await asyncio.gather(*(self._client(Random(f"{self._seed}-{number}"), end) for number in range(num_clients)))
+        await asyncio.gather(*(self._client(Random(f"{self._seed}-{number}"), end, self._kinds) for number in range(num_clients)))
 
-    async def _client(self, rng: Random, end: float) -> None:
-        names, weights, _ = zip(*self._kinds, strict=True)
-        work = {name: run for name, _, run in self._kinds}
+    async def run_good(self, num_clients: int, seconds: float) -> None:
+        """Requests that are compared with the reference, and no others."""
+        end = time.monotonic() + seconds
+        good = self._kinds[:1]
+        await asyncio.gather(*(self._client(Random(f"{self._seed}-{number}"), end, good) for number in range(num_clients)))
+
+    async def _client(self, rng: Random, end: float, kinds: list[Kind]) -> None:
+        names, weights, _ = zip(*kinds, strict=True)
+        work = {name: run for name, _, run in kinds}
         while time.monotonic() < end:
             [kind] = rng.choices(names, weights)
             try:
@@ -97,7 +107,8 @@ class Load:
     async def _good(self, rng: Random) -> str:
         job = rng.choice(self._jobs)
         n = min(rng.choice([1, 1, 1, 2, 3]), MOST_TOKENS // job.size)
-        answers = await self._ask(rng, job.path, {**job.body, "n": n, "priority": rng.randint(0, 3)})
+        priority = {"priority": rng.randint(0, 3)} if self._priorities else {}
+        answers = await self._ask(rng, job.path, {**job.body, "n": n, **priority})
         complaints = [complaint for text, reason in answers if (complaint := job.complaint(text, reason))]
         if len(answers) != n:
             complaints.append(f"{job.body} gave {len(answers)} choices, not {n}")

@@ -215,7 +215,7 @@ def test_the_flags_in_the_guides_exist():
     known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out"}
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
     # Those of `toolkit bench startup`, and of the scripts in benchmarks/.
-    known |= {"--runs", "--ways", "--states", "--minutes", "--python"}
+    known |= {"--runs", "--ways", "--states", "--minutes", "--attackers", "--python"}
     for page in [*GUIDES, *DOCS.glob("hooks/*.md")]:
         lines = [line for line in read(page).splitlines() if not line.lstrip().startswith(("pip ", "curl "))]
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines))) <= known, name(page)

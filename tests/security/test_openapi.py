@@ -28,6 +28,8 @@ CLASSIFIES = ("/classify",)
 ENGINES = ("generate", "embed", "classify")
 CHECKS_OFF = ("positive_data_acceptance",)
 """What follows the schema may still not fit the model (its tasks, vocabulary and length), or another field."""
+EXPECTED = ["2xx", "3xx", "4xx", "504"]
+"""504: the client's own `timeout` was over."""
 PHASES_OFF = ("stateful",)
 """No request needs what another has made."""
 
@@ -78,7 +80,9 @@ class Findings:
         recorder = event.recorder
         for key, interaction in recorder.interactions.items():
             case, response = recorder.cases[key].value, interaction.response
-            assert response is not None, recorder.label
+            if response is None:
+                self.wrong.append(f"{case.method} {case.path} {case.body!s:.300}: no answer")
+                continue
             kinds = self.kinds.setdefault(case.operation.label, set())
             if response.status_code == 200:
                 kinds.add(response.headers["content-type"][0].partition(";")[0])
@@ -97,7 +101,8 @@ def findings(engine: AsyncLLM, name: str, max_examples: int) -> Findings:
         "seed": 1,
         "continue-on-failure": True,
         "warnings": False,
-        "checks": {check: {"enabled": False} for check in CHECKS_OFF},
+        "request-timeout": 120,
+        "checks": {**{check: {"enabled": False} for check in CHECKS_OFF}, "not_a_server_error": {"expected-statuses": EXPECTED}},
         "generation": {"mode": "all", "max-examples": max_examples, "deterministic": True, "no-shrink": True, "database": "none"},
         "phases": {phase: {"enabled": False} for phase in PHASES_OFF},
     }
@@ -143,4 +148,4 @@ def test_answers_are_as_described(engine_of, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_many_answers_are_as_described(engine_of, name):
-    check(findings(engine_of(name), name, max_examples=500))
+    check(findings(engine_of(name), name, max_examples=100))
