@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint bench docs clean
+.PHONY: demo test test-all lint audit bench docs clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -23,6 +23,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/bandit --quiet --recursive --configfile pyproject.toml core/src plugins/*/src contrib_*/*/src
 	$(BIN)/python tests/budgets.py
+	$(BIN)/python tests/advisories.py
+
+audit: $(STAMP)
+	$(BIN)/python tests/advisories.py --look-up
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/offline.py
