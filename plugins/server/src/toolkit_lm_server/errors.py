@@ -41,7 +41,7 @@ _MEANINGS = {
     404: "The model is not served.",
     413: "The body is too large.",
     415: "The body is compressed.",
-    429: "Too many requests wait.",
+    429: "Too many requests wait, or cost too much together, or a limit of the key is met.",
     500: "The server or the model failed.",
     503: "Requests are not served now.",
     504: "The request's timeout was over.",
