@@ -52,8 +52,26 @@ def test_an_absurd_config_is_refused_at_once(folder, change, message):
 def test_weights_that_are_no_numbers_are_refused(folder):
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"model.norm.weight": torch.full_like(weights["model.norm.weight"], torch.nan)}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="cannot draw a first token: the model's logits are not finite"):
+    said = r"cannot draw a first token: the model's logits are not finite\. The weight 'model\.norm\.weight' holds NaN or infinity\."
+    with pytest.raises(CheckpointError, match=said):
         LLM(str(folder), **SMALL)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    ("task", "culprit"),
+    [("embed", "model.layers.1.mlp.down_proj.weight"), ("classify", "score.weight"), ("classify", "model.embed_tokens.weight")],
+)
+def test_weights_of_a_pooling_model_that_are_no_numbers_are_refused(folder, task, culprit, value):
+    weights = load_file(folder / "model.safetensors")
+    if task == "classify":
+        rewrite(folder / "config.json", architectures=["LlamaForSequenceClassification"], id2label={"0": "no", "1": "yes"})
+        weights["score.weight"] = torch.ones(2, 64)
+    weights[culprit][:2] = value
+    save_file(weights, folder / "model.safetensors")
+    said = rf"cannot serve the task '{task}': .* not finite\. The weight '{culprit}' holds NaN or infinity\."
+    with pytest.raises(CheckpointError, match=said):
+        LLM(str(folder), max_model_len=128, convert=task)
 
 
 def test_code_that_comes_along_does_not_run(folder, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -23,8 +24,8 @@ _KEPT_BYTES = 2**25 - 2**16
 def warm_up(runner: ModelRunner) -> None:
     """A prompt of two tokens, and where text is generated a decode, of a made-up sequence that is then forgotten.
 
-    They leave garbage in the first blocks. All ranks of an engine run it at the same time. Raises CheckpointError where logits are not
-    finite: so the first request would find out.
+    They leave garbage in the first blocks. All ranks of an engine run it at the same time. Raises CheckpointError where logits, or what is
+    pooled, are not finite: so the first request would find out.
     """
     if runner.device.type == "cpu":
         # Once glibc has seen an allocation of this size freed, it keeps the memory of activations instead of asking for its pages anew.
@@ -34,10 +35,22 @@ def warm_up(runner: ModelRunner) -> None:
     nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
     result = runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 2, nothing_new, generates)]))
     if result.errors:
-        raise CheckpointError(f"the model cannot draw a first token: {result.errors[-1]}.")
+        what = "draw a first token" if generates else f"serve the task {new.inputs.pooling.task!r}"
+        raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
     if generates:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
     runner.execute(StepPlan(dropped=[-1]))
+
+
+def _cause(runner: ModelRunner) -> str:
+    """Names a weight that is not finite, where there is one. It reads the checkpoint again: layers may hold their weights otherwise."""
+    checkpoint = runner.config.checkpoint
+    assert checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    loader = runner.plugins.loaders.make(runner.config.load.load_format, checkpoint.source or checkpoint.path)
+    for name, weight in chain(loader, runner.model.named_parameters()):
+        if not weight.float().isfinite().all():
+            return f" The weight {name!r} holds NaN or infinity."
+    return ""
 
 
 def profile(runner: ModelRunner) -> int:
