@@ -54,6 +54,23 @@ def test_kernel_and_formula_agree(kind, window) -> None:
     assert (step.run() - fast).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 100])
+def test_kernels_are_few(monkeypatch, window) -> None:
+    """torch keeps a kernel for each pair of lengths that it has seen, and forgets none."""
+    seen = set()
+
+    def spy(q, k, *args, **options):
+        seen.add(k.shape[-2])
+        return scaled_dot_product_attention(q, k, *args, **options)
+
+    monkeypatch.setattr("toolkit_lm_sdpa.backend.scaled_dot_product_attention", spy)
+    for cached in range(1, 300, 7):
+        monkeypatch.setitem(BATCHES, "chunk", [(50, cached + 50)])
+        step = make_step(batch="chunk", window=window)
+        assert np.abs(step.run().double().numpy() - step.naive()).max() <= 1e-5
+    assert len(seen) <= 6
+
+
 def test_long_rows_are_computed_in_parts(monkeypatch) -> None:
     step = make_step(batch="chunks", bias="alibi", sinks=True, window=8)
     whole = step.run()

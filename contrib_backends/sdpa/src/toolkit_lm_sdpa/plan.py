@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from torch import Tensor
 
 _SHORT = 64
 """Decode rows of up to so many keys share a bucket, however much of it is padding."""
+_STEP = 64
+"""The keys of a row with a mask are padded to a multiple of it: torch makes a kernel for each number of keys, and keeps it for ever."""
 _BUCKET_KEYS = 32768
 """Most keys in a bucket, over all its rows: bounds the memory of the gathered keys."""
 
@@ -183,12 +186,16 @@ class _Planner:
         fresh = encoder or (self.key.type is AttentionType.DECODER and num_queries == end)
         assert fresh or self.key.block_size is not None, "a layer without a cache sees keys of earlier steps"
         begin = 0 if fresh else self._first_key(end - num_queries)
-        k_positions = np.arange(begin, end)
+        last = end
+        if self.key.type is AttentionType.DECODER and not fresh and not self.key.explicit:
+            # The keys after the queries are hidden.
+            last = begin + math.ceil((end - begin) / _STEP) * _STEP
+        k_positions = np.arange(begin, last)
         q_positions = np.arange(num_queries) if encoder else np.arange(end - num_queries, end)
         causal, visible = self._visibility(row, self._device(q_positions), self._device(k_positions))
         return Row(
             tokens=tokens,
-            index=None if fresh else self._cache_index(np.array([row]), k_positions[None]),
+            index=None if fresh else self._cache_index(np.array([row]), k_positions[None].clip(max=end - 1)),
             causal=causal,
             visible=visible,
             q_positions=self._device(q_positions),
