@@ -21,6 +21,7 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.errors import CapacityError, ConfigError, EngineDeadError, PluginError, RequestError
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.plugin import Fingerprint, Plugins, hookimpl
@@ -502,6 +503,19 @@ class TestRestart:
                 assert llm.health().status == "dead"
 
         asyncio.run(body())
+
+
+@pytest.mark.parametrize("asked", [None, "64"])
+def test_it_keeps_few_kernels(monkeypatch, asked):
+    """Who sets the variable has the last word."""
+    if asked is not None:
+        monkeypatch.setenv("LRU_CACHE_CAPACITY", asked)
+    process = EngineProcess()
+    try:
+        environ = psutil.Process(process.pid).environ()
+    finally:
+        process.end()
+    assert (environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], environ["LRU_CACHE_CAPACITY"]) == ("256", asked or "256")
 
 
 class TestStall:
