@@ -109,7 +109,8 @@ def test_a_kill_of_the_engine_at_any_moment_is_told_and_mended(serve):
             time.sleep(delays.uniform(0.1, 1))
             engine_of(server).kill()
             wait_for(lambda count=number: server.figures()["engine_restarts"] == count, 10)
-            wait_for(lambda: server.status() == 200, 30)
+            # On a machine with other work a start takes many times as long.
+            wait_for(lambda: server.status() == 200, 90)
             assert good(server, 3) == expected
     assert load.lost == []
     # A stream that has begun is 200.
