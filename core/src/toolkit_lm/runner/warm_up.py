@@ -35,7 +35,7 @@ def warm_up(runner: ModelRunner) -> None:
     nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
     result = runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 2, nothing_new, generates)]))
     if result.errors:
-        what = "draw a first token" if generates else f"serve the task {new.inputs.pooling.task!r}"
+        what = "draw a first token" if new.inputs.pooling is None else f"serve the task {new.inputs.pooling.task!r}"
         raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
     if generates:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
