@@ -3,59 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
-from random import Random
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import torch
+import unruly_policy
 from toolkit_lm.attention import BatchLimits, FullSpec, KVCacheConfig, KVCacheSpec, KVGroup, KVPool, WindowSpec
-from toolkit_lm.config import PluginsConfig, SchedulerConfig, VllmConfig
+from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineRequest, NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.plugin import Plugins, SchedulingPolicyRegistry, hookimpl
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import PersistentBatch, StepBuffers
-from toolkit_lm.scheduler import BlockManager, Request, RequestLimits, SchedulingPolicy
+from toolkit_lm.scheduler import BlockManager, RequestLimits
 from toolkit_lm.scheduler.block_manager import FIRST_ON_HOST, NO_BLOCK
 
-
-class UnrulyPolicy(SchedulingPolicy):
-    """Draws by lot whom a step leaves out or cuts short, who overtakes whom, and who gives way."""
-
-    def __init__(self, config: SchedulerConfig) -> None:
-        super().__init__(config)
-        self._draws = Random(len("unruly"))
-        self._asked = 0
-
-    def begin_step(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
-        self._asked = 0
-
-    def grant(self, request: Request, budget: int) -> int:
-        """The first that is asked for always gets on."""
-        self._asked += 1
-        return budget if self._asked == 1 else self._draws.choice([0, 1, budget, self._draws.randint(0, budget)])
-
-    def overtakes(self, request: Request, other: Request) -> bool:
-        return self._draws.random() < 0.5
-
-    def gives_way(self, request: Request, running: Sequence[Request]) -> Request | None:
-        able = [one for one in running if not one.gave_way]
-        return self._draws.choice([*able, running[-1] if request is running[0] else None])
-
-
-class _Plugin:
-    name = "unruly"
-
-    @hookimpl
-    def toolkit_register_scheduling_policies(self, policies: SchedulingPolicyRegistry) -> None:
-        policies.add("unruly", f"{__name__}:UnrulyPolicy")
-
-
-PLUGINS = Plugins.load(PluginsConfig(plugins=[]), extra=[_Plugin()])
+PLUGINS = Plugins.load(
+    PluginsConfig(plugins=[]),
+    extra=[SimpleNamespace(name="unruly", toolkit_register_scheduling_policies=unruly_policy.register)],
+)
 """Core's own, and a scheduling policy."""
 VOCAB = 50
 NAN = VOCAB - 2

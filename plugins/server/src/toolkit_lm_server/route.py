@@ -36,6 +36,8 @@ _BODIES = 16
 _SMALL = 2**15
 """Bytes of a body that is parsed at once."""
 _PART = 2**18
+_FEWEST_VALUES = 2**14
+"""However small max_body_size is, JSON may have so many values."""
 _BYTES_OF_VALUE = 64
 """JSON may have one value for so many bytes of max_body_size: each takes time and memory of its own, however short it is."""
 
@@ -165,7 +167,7 @@ class Bodies:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._most = _BODIES * max_body_bytes
-        self.max_values = max_body_bytes // _BYTES_OF_VALUE
+        self.max_values = max(max_body_bytes // _BYTES_OF_VALUE, _FEWEST_VALUES)
         self.parsing = asyncio.Lock()
         self._held = 0
 
