@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import count
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -67,11 +69,14 @@ def test_clients_that_are_gone_are_forgotten():
     assert len(policy._clocks) == 10_000 and "busy" in policy._clocks
 
 
+_numbers = count()
+
+
 def request(client: str, tokens: int) -> SimpleNamespace:
     params = SimpleNamespace(num_sequences=1)
     leader = SimpleNamespace(num_pending_tokens=tokens, num_computed_tokens=0)
     fields = {"num_prompt_tokens": tokens, "max_output_tokens": 0, "num_rows": 1, "chunkable": True, "search": None, "swapped": False}
-    return SimpleNamespace(context={"client": client}, params=params, leader=leader, gave_way=False, **fields)
+    return SimpleNamespace(context={"client": client}, params=params, leader=leader, gave_way=False, number=next(_numbers), **fields)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -223,3 +228,23 @@ def flooded(max_tokens: int, **options) -> list[int]:
 def test_a_small_request_takes_as_many_steps_beside_a_flood(options):
     alone, beside = flooded(6, **options)
     assert beside <= alone + 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_two_clients_ask_for_ends(seed):
+    """Wide, long, short and searching requests of two clients, beside each other, in too few places and blocks."""
+    draws = Random(seed)
+    with LLM("tiny", scheduling_policy="fair", max_num_seqs=32, max_num_batched_tokens=64, max_model_len=128, num_kv_blocks=80) as llm:
+        engine, left = llm.engine, set()
+        for number in range(24):
+            n = draws.choice([1, 1, 2, 20, 32])
+            beams = n in (2, 20) and draws.random() < 0.3
+            params = SamplingParams(n=n, max_tokens=draws.choice([1, 2, 9]), ignore_eos=True, use_beam_search=beams)
+            prompt = [5] * draws.choice([1, 1, 3, 40])
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params, context={"client": draws.choice("aab")})
+            left.add(str(number))
+        for _ in range(3000):
+            left -= {output.request_id for output in engine.step() if output.finished}
+            if not left:
+                break
+    assert not left

@@ -46,6 +46,8 @@ class FairPolicy(SchedulingPolicy):
         self._clocks: dict[str, float] = {}
         self._held: Counter[str] = Counter()
         """Sequences that run, by client."""
+        self._running: set[int] = set()
+        """Numbers of the requests that run."""
         self._left: dict[str, int] | None = None
         """Tokens that clients may still compute in the step that is planned. None: as many as they want."""
         self._saved: dict[str, int] = {}
@@ -65,6 +67,7 @@ class FairPolicy(SchedulingPolicy):
         if running:
             self._now = max(self._now, running[-1].sort_key[0])
         self._held = _rows_by_client(running)
+        self._running = {request.number for request in running}
         saved, self._left, self._saved = self._saved, None, {}
         waiting = waiting[:_LOOKED_AT]
         if len({*self._held, *map(_client, waiting)}) > 1:
@@ -87,7 +90,7 @@ class FairPolicy(SchedulingPolicy):
 
     def grant(self, request: Request, budget: int) -> int:
         client = _client(request)
-        waits = request.swapped or request.leader.num_computed_tokens == 0
+        waits = request.number not in self._running
         if waits and self._held[client] and self._held[client] + request.num_rows > self._num_places:
             return 0
         granted = budget if self._left is None else self._take(request, client, budget)
