@@ -179,6 +179,16 @@ def test_a_client_leaves_places_free():
     assert policy.overtakes(late, flood[62]) and not policy.overtakes(flood[63], flood[62])
 
 
+def test_who_runs_gets_on_though_its_client_leaves_no_place_free():
+    """A wide request whose first sequence has ended may have computed nothing of the next."""
+    policy = FairPolicy(SchedulerConfig(max_num_seqs=64))
+    running = [request("a", 1) for _ in range(63)]
+    for one in running:
+        one.sort_key = (0.0,)
+    policy.begin_step(running, [])
+    assert all(policy.grant(one, 2048) for one in running)
+
+
 def test_who_holds_most_gives_way_once():
     policy = FairPolicy(SchedulerConfig(max_num_seqs=4))
     running = [request("a", 1) for _ in range(3)] + [request("b", 1)]
