@@ -79,7 +79,7 @@ class AsyncLLM:
     @property
     def num_queued_tokens(self) -> int:
         """Prompt tokens of the requests that wait for a place in the batch."""
-        return self.engine.queue.num_tokens
+        return self._thread.queue.num_tokens
 
     @property
     def error(self) -> BaseException | None:
@@ -287,7 +287,10 @@ class AsyncLLM:
         if not self._thread.register(request_ids, listener):
             raise self._thread.why()
         try:
-            await self._until_ready()
+            try:
+                await self.wait_ready()
+            except Exception:
+                raise self._thread.why() from self.error
             # Rendering and tokenizing may take long: not on the event loop.
             prepared = await asyncio.to_thread(prepare)
             self._thread.submit(prepared, listener)
@@ -297,9 +300,3 @@ class AsyncLLM:
 
     def _new_id(self) -> str:
         return f"async-{next(self._ids)}"
-
-    async def _until_ready(self) -> None:
-        try:
-            await self.wait_ready()
-        except Exception:
-            raise self._thread.why() from self.error

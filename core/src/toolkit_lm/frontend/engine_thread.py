@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.health import Health, Watchdog
 from toolkit_lm.frontend.listener import Listener
 from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.frontend.queue import QueueLimits
 from toolkit_lm.processing.requests import PreparedRequest
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class EngineThread:
     def __init__(self, engine: LLMEngine) -> None:
         """Starts the thread. `engine` may be loading still."""
         self.engine = engine
+        self.queue = engine.queue = QueueLimits(engine.config.limits)
         self.ready: Future[None] = Future()
         """Done when the engine is, or with what kept it from starting. A restart sets another."""
         self.error: BaseException | None = None
@@ -158,6 +160,7 @@ class EngineThread:
         self._tell(lost.values(), _dead(failure))
         for request_id in lost:
             del self._listeners[request_id]
+        self.queue = self.engine.queue = QueueLimits(self.engine.config.limits)
         self.engine.restart()
 
     def _end(self) -> None:
@@ -178,14 +181,12 @@ class EngineThread:
 
     def _take_commands(self) -> bool:
         """Runs what callers asked for. False: stop."""
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return True
+        while not self._commands.empty():
+            command = self._commands.get()
             if command is None:
                 return False
             command()
+        return True
 
     def _register(self, request_ids: Sequence[str], listener: Listener) -> None:
         if taken := next((one for one in request_ids if one in self._listeners), None):
@@ -198,7 +199,7 @@ class EngineThread:
         if any(self._listeners.get(message.request_id) is not listener for message in messages):
             return
         try:
-            self.engine.queue.check(messages)
+            self.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
         except Exception as error:
             # Whatever it is, it is this caller's: the others go on.

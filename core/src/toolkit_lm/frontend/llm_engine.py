@@ -64,8 +64,8 @@ class LLMEngine:
             self.renderer: Renderer = self.plugins.renderers.make(self.config.renderer.renderer, self.config)
             with self.plugins.boundary:
                 self.processor = Processor(self.config, self.renderer, self.plugins)
-            self.queue = QueueLimits(self.config.limits)
-            """Told of what waits. Whoever bounds it asks."""
+            self.queue: QueueLimits | None = None
+            """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
             self._ready = False
             self._busy_since = 0.0
@@ -107,7 +107,6 @@ class LLMEngine:
         self.client.shutdown()
         self.plugins.close()
         self._states.clear()
-        self.queue = QueueLimits(self.config.limits)
         self._ready = False
         self.client = self._started()
 
@@ -152,7 +151,8 @@ class LLMEngine:
         if not self._states:
             self._busy_since = time.monotonic()
         self._states.update(states)
-        self.queue.add(messages)
+        if self.queue is not None:
+            self.queue.add(messages)
         return list(states.values())
 
     def abort(self, request_ids: str | Iterable[str]) -> list[AnyRequestOutput]:
@@ -165,7 +165,7 @@ class LLMEngine:
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if state := self._states.pop(request_id, None):
                 self.client.finish(request_id, reason)
-                self.queue.discard(request_id)
+                self._leave_queue(request_id)
                 with state.lock:
                     state.end(reason)
                 ended.append(state)
@@ -210,7 +210,8 @@ class LLMEngine:
         return self.end(late, "timeout")
 
     def _take(self, outputs: EngineOutputs) -> list[AnyState]:
-        self.queue.admit(outputs.admitted)
+        if self.queue is not None:
+            self.queue.admit(outputs.admitted)
         touched: dict[str, AnyState] = {}
         has_finished_some = False
         for output in outputs.outputs:
@@ -220,7 +221,7 @@ class LLMEngine:
         for request_id, state in touched.items():
             if state.finished:
                 del self._states[request_id]
-                self.queue.discard(request_id)
+                self._leave_queue(request_id)
         for event in outputs.events:
             self.plugins.event(event)
         # What the engine has to say to that may not wait for a next step: there may be none.
@@ -243,20 +244,21 @@ class LLMEngine:
             self.client.finish(output.request_id, "error")
             return True
 
+    def _leave_queue(self, request_id: str) -> None:
+        if self.queue is not None:
+            self.queue.discard(request_id)
+
     def shutdown(self) -> None:
         """Ends the engine and releases its memory. It cannot be used after that."""
         closed, self._closed = self._closed, True
         try:
             if not closed:
-                self._tell_last_events()
+                with suppress(ToolkitError):
+                    for event in self.client.poll_outputs().events:
+                        self.plugins.event(event)
             self.client.shutdown()
         finally:
             self.plugins.close()
-
-    def _tell_last_events(self) -> None:
-        with suppress(ToolkitError):
-            for event in self.client.poll_outputs().events:
-                self.plugins.event(event)
 
     def _check_open(self) -> None:
         if self._closed:
