@@ -52,6 +52,8 @@ class FairPolicy(SchedulingPolicy):
         """Tokens that clients may still compute in the step that is planned. None: as many as they want."""
         self._saved: dict[str, int] = {}
         """Tokens that clients could not use in the step before, since what they wanted cannot be cut."""
+        self._computes = True
+        """The step that is planned, or was planned last, computes something."""
         self._cost = StepCost()
 
     def key(self, request: Request) -> tuple[float, ...]:
@@ -70,7 +72,9 @@ class FairPolicy(SchedulingPolicy):
         self._running = {request.number for request in running}
         saved, self._left, self._saved = self._saved, None, {}
         waiting = waiting[:_LOOKED_AT]
-        if len({*self._held, *map(_client, waiting)}) > 1:
+        # Where a step has computed nothing, the next one is not shared: somebody must get on.
+        idle, self._computes = not self._computes, False
+        if not idle and len({*self._held, *map(_client, waiting)}) > 1:
             self._share(running, waiting, saved)
 
     def _share(self, running: Sequence[Request], waiting: Sequence[Request], saved: dict[str, int]) -> None:
@@ -94,6 +98,7 @@ class FairPolicy(SchedulingPolicy):
         if waits and self._held[client] and self._held[client] + request.num_rows > self._num_places:
             return 0
         granted = budget if self._left is None else self._take(request, client, budget)
+        self._computes = self._computes or granted > 0
         if waits and granted:
             self._held[client] += request.num_rows
         return granted
