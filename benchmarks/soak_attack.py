@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from attackers import COMPLETIONS, SMALL, Attackers, Honest, ask_small
@@ -38,8 +39,11 @@ class Held(NamedTuple):
 class AttackedLoad:
     """An honest client of small requests, others with jobs, and attackers. What must not be is in `violations`."""
 
-    def __init__(self, server: ServerProcess, load: Load, num_attackers: int, seed: int) -> None:
+    def __init__(
+        self, server: ServerProcess, load: Load, num_attackers: int, seed: int, wait_idle: Callable[[ServerProcess], Awaitable[None]]
+    ) -> None:
         self._server, self._load, self._num_attackers = server, load, num_attackers
+        self._wait_idle = wait_idle
         self.attackers = Attackers(server.port, seed)
         self.violations: list[str] = []
         self.baseline: list[Held] = []
@@ -48,6 +52,7 @@ class AttackedLoad:
     async def run(self, num_clients: int, seconds: float) -> None:
         # Everything once: what it makes the server import, and the threads that it starts, are no leak.
         await self.attackers.warm_up(seconds * WARM_UP)
+        await self._wait_idle(self._server)
         reply = await fetch(self._server.port, "POST", COMPLETIONS, SMALL)
         expected = reply.json()["choices"][0]["text"]
         await self._honest(num_clients, 2, expected)
