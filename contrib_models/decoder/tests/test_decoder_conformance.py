@@ -12,6 +12,7 @@ CHANGES = {
     ("Phi3ForCausalLM", "window"): WINDOW,
     # Without caps, scores of random weights are so large that the rounding of transformers comes to 1e-4. These are half as large.
     ("Gemma2ForCausalLM", "no soft caps"): {"query_pre_attn_scalar": 120},
+    ("Gemma3ForCausalLM", "two rotary embeddings"): {"query_pre_attn_scalar": 120},
 }
 
 

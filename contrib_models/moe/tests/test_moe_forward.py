@@ -3,7 +3,6 @@
 import pytest
 import torch
 from moe_families import CASES, FAMILIES, WINDOW, make, reference_logits
-from toolkit_lm.model import LinearMethod, UnquantizedMethod
 from toolkit_lm_devkit import Computed, load_checkpoint, logits_of, logits_of_ranks, randomize
 from toolkit_lm_moe.experts import RoutedExperts
 
@@ -36,14 +35,13 @@ def test_pipeline_stages_chain_to_the_same_logits(family, variant, tmp_path):
 
 @pytest.mark.parametrize(("family", "variant"), FIRST_CASES)
 def test_the_grouped_product_gives_the_same_logits(family, variant, tmp_path, monkeypatch):
-    # On the CPU a loaded model computes its experts one by one, with packed weights.
+    # On the CPU a model computes its experts one by one.
     class Stacked(RoutedExperts):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             self.stacked = self.stack()
 
     monkeypatch.setattr("toolkit_lm_moe.routed.RoutedExperts", Stacked)
-    monkeypatch.setattr(UnquantizedMethod, "process", LinearMethod.process)
     model_cls, theirs = checkpoint(family, variant, tmp_path)
     ours = load_checkpoint(model_cls, tmp_path)
     assert all(module.stacked is not None for module in ours.modules() if isinstance(module, RoutedExperts))

@@ -6,10 +6,10 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import (
     Absent,
-    GatedActivation,
     HFConfig,
     RMSNorm,
     VocabParallelEmbedding,
+    gate,
     get_activation,
     layer_index,
     make_layers,
@@ -73,8 +73,8 @@ def test_activations_are_those_of_transformers(name):
     before = x.clone()
     torch.testing.assert_close(get_activation(name)(x), ACT2FN[name](x), atol=1e-5, rtol=1e-5)
     assert torch.equal(x, before)
-    gate, up = torch.randn(2, 3, 8)
-    torch.testing.assert_close(GatedActivation(name)(torch.cat((gate, up), -1)), get_activation(name)(gate) * up)
+    first, up = torch.randn(2, 3, 8)
+    torch.testing.assert_close(gate(torch.cat((first, up), -1), name), get_activation(name)(first) * up)
 
 
 def test_an_unknown_activation_is_refused_with_the_nearest_names():

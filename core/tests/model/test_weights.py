@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import sys
 from pathlib import Path
 
 import msgspec
@@ -248,3 +250,22 @@ def test_an_old_constructor_is_refused_and_the_shim_shown(cls):
 
 def test_the_contract_of_constructors():
     check_constructor(TwoLayers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_was_read_is_not_kept_in_memory(tmp_path, monkeypatch):
+    """Of a file of 64 MB, far less is this process's at a time."""
+    weights = {f"w{i:02}": torch.full((2**20,), float(i)) for i in range(16)}
+    save_file(weights, tmp_path / "model.safetensors")
+    monkeypatch.setattr("toolkit_lm.model.weights._MOST_MAPPED", 2**23)
+    status = Path("/proc/self/status")
+
+    def mapped() -> int:
+        return int(re.search(r"RssFile:\s+(\d+)", status.read_text())[1]) * 1024
+
+    before, most, found = mapped(), 0, {}
+    for name, tensor in CheckpointWeights(tmp_path):
+        found[name] = tensor.sum().item()
+        most = max(most, mapped() - before)
+    assert found == {name: tensor.sum().item() for name, tensor in weights.items()}
+    assert most < 2**25

@@ -12,7 +12,7 @@ import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, PluginError
 from toolkit_lm.events import RequestEvent, StepEvent
-from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, UnquantizedMethod, linear_methods
+from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, RMSNorm, UnquantizedMethod, construction
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.renderer import PairRenderer, RenderedText
 
@@ -195,7 +195,7 @@ def test_toolkit_register_quantization(example):
     config = VllmConfig.default()
     assert shown.Halved.refuses(config) is None
     assert "16 bits already" in shown.Halved.refuses(VllmConfig.default(dtype="bfloat16"))
-    with linear_methods(shown.Halved(config)):
+    with construction(quantization=shown.Halved(config)):
         layer = ReplicatedLinear(8, 4, vllm_config=config, prefix="layer")
         head = ParallelLMHead(10, 8, vllm_config=config, prefix="lm_head")
     assert isinstance(head.method, UnquantizedMethod)
@@ -203,6 +203,23 @@ def test_toolkit_register_quantization(example):
     layer.weight.weight_loader(layer.weight, weight)
     assert layer.weight.dtype == torch.float16
     assert torch.equal(layer(x), torch.nn.functional.linear(x, weight.half().float()))
+
+
+def test_toolkit_register_kernels(example):
+    kernels = load(example).kernels
+    assert (kernels.get("mine").target, kernels.get("mine").priority) == ("toolkit_lm_mine.kernels:MyKernels", 5)
+    shown = types.ModuleType("toolkit_lm_mine.kernels")
+    exec(page_example(PAGES / "toolkit_register_kernels.md", block=3), shown.__dict__)
+    assert shown.MyKernels.refuses(VllmConfig.default()) is None
+    assert shown.MyKernels.refuses(VllmConfig.default().replace(device="meta")) == "it is for the CPU"
+    config, x, residual = VllmConfig.default(), torch.randn(3, 8), torch.randn(3, 8)
+    with construction(kernels=shown.MyKernels()):
+        ours = RMSNorm(8, eps=1e-5, vllm_config=config)
+    plain = RMSNorm(8, eps=1e-5, vllm_config=config)
+    for norm in (ours, plain):
+        torch.nn.init.ones_(norm.weight)
+    torch.testing.assert_close(ours(x, residual), plain(x, residual))
+    assert isinstance(ours.kernels, shown.MyKernels)
 
 
 def test_toolkit_register_commands(example):

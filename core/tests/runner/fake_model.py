@@ -13,7 +13,7 @@ from toolkit_lm.model import Model
 from toolkit_lm.model.loader import DummyLoader
 from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.plugin import AttentionBackendRegistry, LogitsProcessorRegistry, PluginInfo
+from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, LogitsProcessorRegistry, PluginInfo
 from toolkit_lm.runner import ModelRunner
 from toolkit_lm.sampling import LogitsProcessor
 from torch import Tensor
@@ -107,9 +107,11 @@ def make_plugins() -> Any:
     processors = LogitsProcessorRegistry(owner=PluginInfo("test"))
     processors.add("drift", "fake_model:Drift", params=ProcessorParams)
     backends.add("sum", f"{__name__}:SumBackend")
+    kernels = KernelsRegistry(owner=PluginInfo("test"))
+    kernels.add("torch", "toolkit_lm.model:Kernels")
     loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
     models = SimpleNamespace(load=lambda name: SumModel)
-    plugins = {"models": models, "attention_backends": backends, "loaders": loaders, "logits_processors": processors}
+    plugins = {"models": models, "attention_backends": backends, "kernels": kernels, "loaders": loaders, "logits_processors": processors}
     return SimpleNamespace(options=lambda name: None, **plugins)
 
 

@@ -9,7 +9,6 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import HFConfig, Part, RMSNorm, Rotation, ShardLoader, new_parameter, torch_dtype
 from torch import Tensor
-from torch.nn import functional as F
 
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel, layer_window
 
@@ -24,10 +23,7 @@ class GemmaRMSNorm(RMSNorm):
 
     def __init__(self, size: int, *, eps: float, vllm_config: VllmConfig) -> None:
         super().__init__(size, eps=eps, vllm_config=vllm_config)
-        self.weight = new_parameter(self.shape, torch.float32, _load_plus_one)
-
-    def normalize(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
+        self.weight = new_parameter((size,), torch.float32, _load_plus_one)
 
 
 class Gemma2Attention(LlamaAttention):

@@ -13,6 +13,7 @@ from toolkit_lm.model import (
     ColumnParallelLinear,
     HFConfig,
     IntermediateTensors,
+    LayerNorm,
     QKVParallelLinear,
     RowParallelLinear,
     join,
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 from toolkit_lm_decoder.causal_lm import CausalLM, Decoder
 
 
-def layer_norm(config: HFConfig, vllm_config: VllmConfig) -> nn.LayerNorm:
+def layer_norm(config: HFConfig, vllm_config: VllmConfig) -> LayerNorm:
     eps = config.get("layer_norm_epsilon", float, 1e-5)
-    return nn.LayerNorm(config.require("n_embd", int), eps=eps, dtype=torch_dtype(vllm_config.model.dtype))
+    return LayerNorm(config.require("n_embd", int), eps=eps, dtype=torch_dtype(vllm_config.model.dtype))
 
 
 class GPT2Attention(nn.Module):

@@ -10,10 +10,11 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
     Absent,
-    GatedActivation,
+    FusibleLayer,
+    GatedColumnParallelLinear,
     HFConfig,
     IntermediateTensors,
-    MergedColumnParallelLinear,
+    LayerParts,
     QKVParallelLinear,
     RMSNorm,
     RopeParameters,
@@ -114,8 +115,15 @@ class LlamaAttention(nn.Module):
         """What scores are held below; None: nothing."""
         return None
 
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
+        """Of each head of queries and of keys, before they are rotated."""
+        return None
+
     def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, rotated, and values."""
+        if (norms := self.head_norms()) is not None:
+            q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in self.qkv_proj(x).split(self.sizes, dim=-1))
+            return rotation.rotate(norms[0](q)), rotation.rotate(norms[1](k)), v
         qkv = self.qkv_proj(x)
         # Queries and keys lie side by side, so one rotation serves both.
         rotation.rotate(qkv[:, : self.rotated_size].view(len(qkv), -1, self.head_size))
@@ -135,21 +143,25 @@ class LlamaMLP(nn.Module):
         config = HFConfig(vllm_config.hf_config)
         hidden_size, inner_size = config.require("hidden_size", int), config.require("intermediate_size", int)
         bias = config.get("mlp_bias", bool, False)
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [inner_size, inner_size], bias=bias, vllm_config=vllm_config, prefix=join(prefix, "gate_up_proj")
+        self.gate_up_proj = GatedColumnParallelLinear(
+            hidden_size,
+            inner_size,
+            activation=self.activation(config),
+            bias=bias,
+            vllm_config=vllm_config,
+            prefix=join(prefix, "gate_up_proj"),
         )
-        self.act_fn = GatedActivation(self.activation(config))
         self.down_proj = RowParallelLinear(inner_size, hidden_size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "down_proj"))
 
     def activation(self, config: HFConfig) -> str:
         return config.get("hidden_act", str, "silu")
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out
 
 
-class LlamaDecoderLayer(nn.Module):
+class LlamaDecoderLayer(FusibleLayer):
     """One layer. The residual travels beside the hidden states, so that each addition joins the norm after it."""
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
@@ -164,6 +176,21 @@ class LlamaDecoderLayer(nn.Module):
             self.add_module(name, norm_of(config, vllm_config, parts.norm))
         self.self_attn = parts.attention(vllm_config=vllm_config, prefix=join(prefix, "self_attn"))
         self.mlp = parts.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
+
+    def parts(self) -> LayerParts | None:
+        attention, mlp = self.self_attn, self.mlp
+        if type(self).forward is not LlamaDecoderLayer.forward or not (isinstance(attention, LlamaAttention) and isinstance(mlp, LlamaMLP)):
+            return None
+        return LayerParts(
+            input_norm=self.input_layernorm,
+            qkv=attention.qkv_proj,
+            head_norms=attention.head_norms(),
+            attn=attention.attn,
+            out=attention.o_proj,
+            post_norm=self.post_attention_layernorm,
+            gate_up=mlp.gate_up_proj,
+            down=mlp.down_proj,
+        )
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)

@@ -9,6 +9,7 @@ from toolkit_lm.model import (
     ColumnParallelLinear,
     HFConfig,
     IntermediateTensors,
+    LayerNorm,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -24,9 +25,9 @@ POSITION_OFFSET = 2
 """Rows of the table of positions that stand before position 0."""
 
 
-def layer_norm(config: HFConfig, vllm_config: VllmConfig) -> nn.LayerNorm:
+def layer_norm(config: HFConfig, vllm_config: VllmConfig) -> LayerNorm:
     affine = config.get("layer_norm_elementwise_affine", bool, True)
-    return nn.LayerNorm(config.require("hidden_size", int), elementwise_affine=affine, dtype=torch_dtype(vllm_config.model.dtype))
+    return LayerNorm(config.require("hidden_size", int), elementwise_affine=affine, dtype=torch_dtype(vllm_config.model.dtype))
 
 
 class OPTAttention(nn.Module):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, RMSNorm, Rotation
-from torch import Tensor
+from toolkit_lm.model import HFConfig, RMSNorm
 
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaForCausalLM, eps_of
 from toolkit_lm_decoder.qwen2 import qwen_window
@@ -24,9 +23,8 @@ class Qwen3Attention(LlamaAttention):
     def window(self, config: HFConfig, layer: int) -> int | None:
         return qwen_window(config, layer)
 
-    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in self.qkv_proj(x).split(self.sizes, dim=-1))
-        return rotation.rotate(self.q_norm(q)), rotation.rotate(self.k_norm(k)), v
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.q_norm, self.k_norm
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import Part, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import Part, ShardLoader, choose_kernels, new_parameter, torch_dtype
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class ShardedRMSNorm(nn.Module):
@@ -16,13 +15,14 @@ class ShardedRMSNorm(nn.Module):
     def __init__(self, part: Part, *, eps: float, vllm_config: VllmConfig) -> None:
         super().__init__()
         self.eps = eps
+        self.kernels = choose_kernels()
         self.parallel = vllm_config.parallel
         self.is_sharded = self.parallel.tensor_parallel_size > 1
         self.weight = new_parameter((part.size,), torch_dtype(vllm_config.model.dtype), ShardLoader((part,)))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_sharded:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+            return self.kernels.rms_norm(x, self.weight, self.eps)
         wide = x.float()
         total = tensor_parallel_group(self.parallel).all_reduce(wide.square().mean(-1, keepdim=True))
         scale = torch.rsqrt(total / self.parallel.tensor_parallel_size + self.eps)

@@ -11,6 +11,7 @@ from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import (
     ColumnParallelLinear,
     HFConfig,
+    LayerNorm,
     QKVParallelLinear,
     RowParallelLinear,
     join,
@@ -49,7 +50,7 @@ class BertOutput(nn.Module):
     def __init__(self, size: int, shape: BertShape, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         self.dense = RowParallelLinear(size, shape.hidden_size, bias=True, vllm_config=vllm_config, prefix=join(prefix, "dense"))
-        self.LayerNorm = nn.LayerNorm(shape.hidden_size, eps=shape.eps, dtype=torch_dtype(vllm_config.model.dtype))
+        self.LayerNorm = LayerNorm(shape.hidden_size, eps=shape.eps, dtype=torch_dtype(vllm_config.model.dtype))
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         out: Tensor = self.LayerNorm(self.dense(x, residual))

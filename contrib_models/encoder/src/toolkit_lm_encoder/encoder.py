@@ -11,6 +11,7 @@ from toolkit_lm.model import (
     Absent,
     HFConfig,
     IntermediateTensors,
+    LayerNorm,
     Model,
     VocabParallelEmbedding,
     is_first_stage,
@@ -49,7 +50,7 @@ class Embeddings(nn.Module):
             self.position_embeddings = nn.Embedding(max_positions, size, dtype=dtype)
         if num_types:
             self.token_type_embeddings = nn.Embedding(num_types, size, dtype=dtype)
-        self.LayerNorm = nn.LayerNorm(size, eps=eps, dtype=dtype)
+        self.LayerNorm = LayerNorm(size, eps=eps, dtype=dtype)
 
     def forward(self, input_ids: Tensor, positions: Tensor, token_type_ids: Tensor | None) -> Tensor:
         x: Tensor = self.word_embeddings(input_ids)

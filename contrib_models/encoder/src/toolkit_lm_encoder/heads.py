@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, get_activation
+from toolkit_lm.model import HeadLinear, HFConfig, get_activation
 from toolkit_lm.pooling import classification_pooler, embedding_pooler, num_labels_of, token_classification_pooler
 from torch import Tensor, nn
 
@@ -23,10 +22,10 @@ class ClassificationHead(nn.Module):
 
     def __init__(self, size: int, labels: int, *, activation: str | None = None, bias: bool = True, norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.dense = None if activation is None else nn.Linear(size, size, bias=bias, dtype=torch.float32)
+        self.dense = None if activation is None else HeadLinear(size, size, bias=bias)
         self.activation = get_activation(activation or "tanh")
         self.norm = norm
-        self.out_proj = nn.Linear(size, labels, dtype=torch.float32)
+        self.out_proj = HeadLinear(size, labels)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.dense is not None:

@@ -11,9 +11,9 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
     Absent,
-    GatedActivation,
+    GatedColumnParallelLinear,
     HFConfig,
-    MergedColumnParallelLinear,
+    LayerNorm,
     QKVParallelLinear,
     RopeParameters,
     RotaryEmbedding,
@@ -36,9 +36,9 @@ THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 
 """The key under which older checkpoints state the rotary base of each kind of layer, and its default."""
 
 
-def layer_norm(config: HFConfig, dtype: torch.dtype) -> nn.LayerNorm:
+def layer_norm(config: HFConfig, dtype: torch.dtype) -> LayerNorm:
     eps, bias = config.get("norm_eps", float, 1e-5), config.get("norm_bias", bool, False)
-    return nn.LayerNorm(config.require("hidden_size", int), eps=eps, bias=bias, dtype=dtype)
+    return LayerNorm(config.require("hidden_size", int), eps=eps, bias=bias, dtype=dtype)
 
 
 def layer_kind(config: HFConfig, layer: int) -> str:
@@ -118,12 +118,14 @@ class ModernBertMLP(nn.Module):
             config.require("intermediate_size", int),
             config.get("mlp_bias", bool, False),
         )
-        self.Wi = MergedColumnParallelLinear(size, [inner, inner], bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wi"))
-        self.act = GatedActivation(config.get("hidden_activation", str, "gelu"))
+        activation = config.get("hidden_activation", str, "gelu")
+        self.Wi = GatedColumnParallelLinear(
+            size, inner, activation=activation, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wi")
+        )
         self.Wo = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "Wo"))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.Wo(self.act(self.Wi(x)))
+        out: Tensor = self.Wo(self.Wi(x))
         return out
 
 

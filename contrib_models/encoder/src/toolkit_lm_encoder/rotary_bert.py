@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 
 from toolkit_lm.attention import Attention, AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     ColumnParallelLinear,
+    GatedColumnParallelLinear,
     HFConfig,
-    MergedColumnParallelLinear,
+    LayerNorm,
     QKVParallelLinear,
     RopeParameters,
     RotaryEmbedding,
     Rotation,
     RowParallelLinear,
-    get_activation,
     join,
     make_layers,
     torch_dtype,
@@ -55,13 +56,14 @@ class GatedMLP(nn.Module):
     def __init__(self, config: HFConfig, *, bias: bool, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         size, inner = config.require("hidden_size", int), config.require("intermediate_size", int)
-        self.up_gate_proj = MergedColumnParallelLinear(size, [inner, inner], vllm_config=vllm_config, prefix=join(prefix, "up_gate_proj"))
-        self.activation = get_activation(config.require("hidden_act", str))
+        activation = config.require("hidden_act", str)
+        self.gate_up_proj = GatedColumnParallelLinear(
+            size, inner, activation=activation, vllm_config=vllm_config, prefix=join(prefix, "gate_up_proj")
+        )
         self.down_proj = RowParallelLinear(inner, size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "down_proj"))
 
     def forward(self, x: Tensor) -> Tensor:
-        up, gate = self.up_gate_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(self.activation(gate).mul_(up), x)
+        out: Tensor = self.down_proj(self.gate_up_proj(x), x)
         return out
 
 
@@ -99,9 +101,9 @@ class RotaryLayer(nn.Module):
         self.mlp = mlp(config, bias=mlp_bias, vllm_config=vllm_config, prefix=join(prefix, "mlp"))
         self.post_mlp_layernorm = self._norm(config, vllm_config)
 
-    def _norm(self, config: HFConfig, vllm_config: VllmConfig) -> nn.LayerNorm:
+    def _norm(self, config: HFConfig, vllm_config: VllmConfig) -> LayerNorm:
         size, eps = config.require("hidden_size", int), config.require("layer_norm_eps", float)
-        return nn.LayerNorm(size, eps=eps, dtype=torch_dtype(vllm_config.model.dtype))
+        return LayerNorm(size, eps=eps, dtype=torch_dtype(vllm_config.model.dtype))
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         x = self.post_attention_layernorm(self.self_attn(x, rotation))
@@ -112,7 +114,7 @@ class RotaryLayer(nn.Module):
 class RotaryEncoder(Encoder):
     """An encoder of this kind without a head. A family is made of these attributes."""
 
-    packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "up_gate_proj": ("up_proj", "gate_proj")}
+    packed = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     mlp: ClassVar[type[GatedMLP | PlainMLP]] = GatedMLP
     attention_bias: ClassVar[bool] = True
     mlp_bias: ClassVar[bool] = True
@@ -152,11 +154,23 @@ class RotaryEncoder(Encoder):
     def hidden_size(self, config: HFConfig) -> int:
         return config.require("hidden_size", int)
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(_halves(weights))
+
     def run_layers(self, x: Tensor, positions: Tensor) -> Tensor:
         rotation = self.rotary(positions)
         for layer in self.layers.owned:
             x = layer(x, rotation)
         return x
+
+
+def _halves(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """With up and gate apart, where the checkpoint has them in one tensor."""
+    for name, tensor in weights:
+        if ".up_gate_proj." in name:
+            yield from zip((name.replace("up_gate_proj", one) for one in ("up_proj", "gate_proj")), tensor.chunk(2), strict=True)
+        else:
+            yield name, tensor
 
 
 class NomicBertEncoder(RotaryEncoder):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import GatedActivation, LinearBase, LinearSpec, Part, UnquantizedMethod, join, torch_dtype
+from toolkit_lm.model import LinearBase, LinearSpec, Part, UnquantizedMethod, gate, get_activation, join, torch_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -44,14 +44,14 @@ def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 class _Expert(nn.Module):
     """Gated feed-forward: [rows, H] -> [rows, H], of which the ranks' results are to be summed."""
 
-    def __init__(self, gate_up_proj: LinearBase, act_fn: GatedActivation, down_proj: LinearBase) -> None:
+    def __init__(self, gate_up_proj: LinearBase, activation: str, down_proj: LinearBase) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
-        self.act_fn = act_fn
+        self.activation = activation
         self.down_proj = down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.act_fn(self.gate_up_proj(x)))
+        out: Tensor = self.down_proj(self.gate_up_proj.method.apply(x, None, activation=self.activation, gated=True))
         return out
 
 
@@ -81,7 +81,8 @@ class RoutedExperts(nn.Module):
         self.prefix = prefix
         self.num_experts = num_experts
         self.parallel = vllm_config.parallel
-        self.act_fn = GatedActivation(activation)
+        get_activation(activation)
+        self.activation = activation
         inner = Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
         hidden, dtype = Part.whole(hidden_size), torch_dtype(vllm_config.model.dtype)
 
@@ -90,7 +91,7 @@ class RoutedExperts(nn.Module):
 
         for i in range(num_experts):
             gate_up, down = project(f"{i}.gate_up_proj", hidden, (inner, inner)), project(f"{i}.down_proj", inner, (hidden,))
-            self.add_module(str(i), _Expert(gate_up, self.act_fn, down))
+            self.add_module(str(i), _Expert(gate_up, activation, down))
         is_aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size))
         # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed weights.
         on_cpu = torch.get_default_device().type == "cpu"
@@ -123,7 +124,7 @@ class RoutedExperts(nn.Module):
     def _grouped(self, rows: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows."""
         ends = torch.searchsorted(chosen, torch.arange(self.num_experts, device=chosen.device), right=True, out_int32=True)
-        return F.grouped_mm(self.act_fn(F.grouped_mm(rows, gate_up.mT, offs=ends)), down.mT, offs=ends)
+        return F.grouped_mm(gate(F.grouped_mm(rows, gate_up.mT, offs=ends), self.activation), down.mT, offs=ends)
 
     def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
         """As _grouped, over the experts that are hit."""

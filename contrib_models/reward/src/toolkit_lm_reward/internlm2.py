@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import HFConfig
+from toolkit_lm.model import HeadLinear, HFConfig
 from toolkit_lm_decoder.llama import LlamaAttention, head_size_of
 from torch import Tensor, nn
 
@@ -38,7 +38,7 @@ class InternLM2ForRewardModel(RewardModel):
     )
 
     def make_head(self, size: int) -> nn.Module:
-        return nn.Linear(size, self.num_labels, bias=False)
+        return HeadLinear(size, self.num_labels, bias=False)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(self._by_kind(weights))

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import HeadLinear
 from toolkit_lm.pooling import Pooler, token_classification_pooler
 from toolkit_lm_decoder.qwen2 import Qwen2Attention
 from torch import nn
@@ -22,7 +23,7 @@ class Qwen2ForRewardModel(RewardModel):
     attention = Qwen2Attention
 
     def make_head(self, size: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, self.num_labels))
+        return nn.Sequential(HeadLinear(size, size), nn.ReLU(), HeadLinear(size, self.num_labels))
 
 
 class Qwen2ForProcessRewardModel(Qwen2ForRewardModel):

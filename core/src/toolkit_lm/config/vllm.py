@@ -156,6 +156,7 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
     """Where the model runs."""
 
     device: Annotated[str, option("Torch device: cpu, cuda, cuda:1, ... auto: cuda where there is one, else cpu.")] = "auto"
+    kernels: Annotated[str, option("Kernels of layers, by name. torch: plain torch. auto: the best for the device.")] = "auto"
 
 
 class AttentionConfig(Struct, frozen=True, kw_only=True):

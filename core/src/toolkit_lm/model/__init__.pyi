@@ -1,4 +1,4 @@
-from .activation import GatedActivation as GatedActivation, get_activation as get_activation
+from .activation import gate as gate, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
 from .contract import (
     FallbackModel as FallbackModel,
@@ -7,7 +7,15 @@ from .contract import (
     check_constructor as check_constructor,
 )
 from .embedding import ParallelLMHead as ParallelLMHead, VocabParallelEmbedding as VocabParallelEmbedding
+from .fused import FusibleLayer as FusibleLayer, LayerParts as LayerParts
 from .hf_config import HFConfig as HFConfig
+from .kernels import (
+    FusedLayer as FusedLayer,
+    Kernels as Kernels,
+    choose_kernels as choose_kernels,
+    choose_method as choose_method,
+    construction as construction,
+)
 from .layers import (
     Absent as Absent,
     Layers as Layers,
@@ -19,6 +27,8 @@ from .layers import (
 )
 from .linear import (
     ColumnParallelLinear as ColumnParallelLinear,
+    GatedColumnParallelLinear as GatedColumnParallelLinear,
+    HeadLinear as HeadLinear,
     LinearBase as LinearBase,
     MergedColumnParallelLinear as MergedColumnParallelLinear,
     QKVParallelLinear as QKVParallelLinear,
@@ -31,10 +41,9 @@ from .linear_method import (
     LinearSpec as LinearSpec,
     Quantization as Quantization,
     UnquantizedMethod as UnquantizedMethod,
-    linear_methods as linear_methods,
 )
-from .loader import construct as construct, load_model as load_model
-from .norm import RMSNorm as RMSNorm
+from .loader import construct as construct, load_model as load_model, select_kernels as select_kernels
+from .norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from .parameters import (
     Part as Part,
     ShardLoader as ShardLoader,

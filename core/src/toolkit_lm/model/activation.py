@@ -7,7 +7,7 @@ from functools import partial
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from toolkit_lm.errors import UnsupportedError, nearest
@@ -56,17 +56,7 @@ def get_activation(name: str) -> Activation:
     return ACTIVATIONS[name]
 
 
-class GatedActivation(nn.Module):
+def gate(x: Tensor, activation: str) -> Tensor:
     """[gate, up] side by side [T, 2 * size] -> activation(gate) * up [T, size] (Shazeer 2020: SwiGLU, GeGLU, ...)."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-        self.activation = get_activation(name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return self.activation(gate).mul_(up)
-
-    def extra_repr(self) -> str:
-        return self.name
+    first, up = x.chunk(2, dim=-1)
+    return get_activation(activation)(first).mul_(up)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
+from toolkit_lm.model.kernels import choose_kernels
 from toolkit_lm.model.matching import load_parameters
 from toolkit_lm.model.state import ModelState
 
@@ -38,6 +39,7 @@ class Model(nn.Module):
         super().__init__()
         self.vllm_config = vllm_config
         self.prefix = prefix
+        self.kernels = choose_kernels()
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.model.activation import get_activation
-from toolkit_lm.model.linear_method import LinearSpec, choose_method
+from toolkit_lm.model.kernels import choose_kernels, choose_method
+from toolkit_lm.model.linear_method import LinearSpec
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 
 
@@ -79,6 +81,19 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
         return self.method.apply(x, self.bias, activation=self.activation)
 
 
+class GatedColumnParallelLinear(MergedColumnParallelLinear):
+    """Two projections of one input, gate and up: x [T, input_size] -> activation(gate) * up [T, size / ranks] (Shazeer 2020)."""
+
+    def __init__(self, input_size: int, size: int, *, activation: str, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
+        """`activation` is a name that `get_activation` knows."""
+        super().__init__(input_size, [size, size], bias=bias, vllm_config=vllm_config, prefix=prefix)
+        get_activation(activation)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(x, self.bias, activation=self.activation, gated=True)
+
+
 class QKVParallelLinear(_Linear):
     """The projections to queries, keys and values, split by heads: x [T, hidden_size] -> [T, q_size + 2 * kv_size].
 
@@ -133,3 +148,14 @@ class RowParallelLinear(LinearBase):
         first = self.parallel.tensor_parallel_rank == 0
         out = self.method.apply(x, self.bias if first else None, residual=residual if first else None)
         return tensor_parallel_group(self.parallel).all_reduce(out)
+
+
+class HeadLinear(nn.Linear):
+    """A projection of a head, in float32, that every rank holds whole and nothing quantizes: x [R, inputs] -> x W^T + b [R, outputs]."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool = True) -> None:
+        super().__init__(input_size, output_size, bias=bias, dtype=torch.float32)
+        self.kernels = choose_kernels()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.linear(x, self.weight, self.bias)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +13,7 @@ from torch.nn import functional as F
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.model.activation import get_activation
+from toolkit_lm.model.activation import gate, get_activation
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter
 
 LayerKind = Literal["linear", "embedding", "lm_head", "experts"]
@@ -68,16 +66,21 @@ class LinearMethod(ABC):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias: [T, inputs] -> a new tensor [T, outputs], in the dtype of `x`."""
 
-    def apply(self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
+    def apply(
+        self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
         """activation(x W^T + bias) or x W^T + bias + residual: [T, inputs] -> [T, outputs]. A method that fuses them overrides it.
 
-        `activation` is a name that `get_activation` knows.
+        `activation` is a name that `get_activation` knows. `gated`: the first half of the outputs passes it, and is multiplied with the
+        second: [T, outputs / 2].
         """
         assert activation is None or residual is None
         out = self.multiply(x, bias)
         if residual is not None:
             return out.add_(residual)
-        return out if activation is None else get_activation(activation)(out)
+        if activation is None:
+            return out
+        return gate(out, activation) if gated else get_activation(activation)(out)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows of W: ids [T] (int64, below outputs) -> a new tensor [T, inputs], in the model's dtype. For embeddings."""
@@ -102,27 +105,12 @@ class Quantization(ABC):
         """A new method for a layer. None: its weight is not quantized."""
 
 
-_FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
-    None: ("none", [], ""),
-    "gelu": ("gelu", [], "none"),
-    "gelu_python": ("gelu", [], "none"),
-    "relu": ("relu", [], ""),
-}
-"""What oneDNN computes of an activation while a product's result is in registers."""
-
-
 class UnquantizedMethod(LinearMethod):
-    """A weight in the model's dtype. On the CPU it is repacked, once, into the blocks that oneDNN's kernels read.
-
-    A plain weight is repacked at every call, or read with strides: decoding one token takes up to twice as long.
-    """
+    """A weight in the model's dtype, as it was loaded."""
 
     weight: nn.Parameter
-    """As loaded. It is gone once it is packed, so that it is not held twice."""
-    packed: Tensor | None = None
 
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
-        self.is_embedding = spec.kind == "embedding"
         if spec.tied_to is None:
             self.weight = new_parameter(spec.shape, spec.dtype, spec.loader())
         elif isinstance(spec.tied_to, UnquantizedMethod):
@@ -131,60 +119,8 @@ class UnquantizedMethod(LinearMethod):
             raise UnsupportedError(f"{spec.prefix} shares its weight with the embedding, which {type(spec.tied_to).__name__} quantizes.")
         layer.weight = self.weight
 
-    def process(self, layer: nn.Module) -> None:
-        if not self.is_embedding and _can_pack(self.weight):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
-            del self.weight, layer.weight
-
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.packed is None:
-            return F.linear(x, self.weight, bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, *_FUSED[None])
-        return out
-
-    def apply(self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, residual: Tensor | None = None) -> Tensor:
-        if self.packed is None or activation not in _FUSED:
-            return super().apply(x, bias, activation=activation, residual=residual)
-        if residual is None:
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, *_FUSED[activation])
-        else:
-            out = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
-        return out
+        return F.linear(x, self.weight, bias)
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)
-
-
-def _can_pack(weight: Tensor) -> bool:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if weight.dtype is torch.float32:
-        return True
-    supported = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
-    return weight.dtype in supported and bool(supported[weight.dtype]())
-
-
-_local = threading.local()
-
-
-@contextmanager
-def linear_methods(quantization: Quantization | None) -> Iterator[None]:
-    """Has layers that this thread makes inside ask `quantization` for their methods. Refuses to nest.
-
-    It is to models what `torch.device` is: their constructors need not hand it from layer to layer.
-    """
-    assert not hasattr(_local, "quantization"), "a model is constructed inside the construction of another one"
-    _local.quantization = quantization
-    try:
-        yield
-    finally:
-        del _local.quantization
-
-
-def choose_method(spec: LinearSpec) -> LinearMethod:
-    """The method of a layer: that of the quantization, inside `linear_methods`. Raises UnsupportedError for one that does not fit."""
-    quantization: Quantization | None = getattr(_local, "quantization", None)
-    method = quantization.method(spec) if quantization is not None else None
-    if method is not None and spec.kind == "embedding" and type(method).embed is LinearMethod.embed:
-        raise UnsupportedError(f"{type(method).__name__} cannot look up the embeddings of {spec.prefix}: it has no method embed.")
-    return method or UnquantizedMethod()

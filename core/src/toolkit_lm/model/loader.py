@@ -12,8 +12,10 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CapacityError, CheckpointError, UnsupportedError
 from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 from toolkit_lm.model.contract import Model, check_constructor
+from toolkit_lm.model.fused import FusibleLayer
+from toolkit_lm.model.kernels import Kernels, construction
 from toolkit_lm.model.linear import LinearBase
-from toolkit_lm.model.linear_method import Quantization, UnquantizedMethod, linear_methods
+from toolkit_lm.model.linear_method import Quantization, UnquantizedMethod
 from toolkit_lm.plugin import Plugins
 
 DUMMY_STD = 0.02
@@ -38,11 +40,14 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
     for module in model.modules():
         if isinstance(module, LinearBase):
             module.method.process(module)
+    for module in model.modules():
+        if isinstance(module, FusibleLayer) and (parts := module.parts()) is not None:
+            module.fused = model.kernels.fuse(parts)
     return model
 
 
 def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins) -> Model:
-    """The model without its weights, its layers held by the methods of the config's quantization.
+    """The model without its weights, its layers held by the methods of the config's quantization, and computed by the kernels it names.
 
     Raises UnsupportedError for a quantization that refuses the checkpoint, or that has a method for none of the layers; CapacityError
     for a model that does not fit into memory; and what else the model's constructor raises, with a note on the checkpoint.
@@ -53,8 +58,9 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
         if refusal := plugins.quantization.ask(name, vllm_config, by_name=True):
             raise UnsupportedError(f"quantization {name!r} cannot run {vllm_config.model.model!r}: {refusal}.")
         quantization = plugins.quantization.make(name, vllm_config)
+    kernels: Kernels = plugins.kernels.make(select_kernels(vllm_config, plugins)[0])
     try:
-        with torch.device(device), linear_methods(quantization):
+        with torch.device(device), construction(quantization=quantization, kernels=kernels):
             model = model_cls(vllm_config=vllm_config)
     except Exception as error:
         assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
@@ -67,6 +73,13 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
     if quantization is not None and all(isinstance(method, UnquantizedMethod) for method in methods):
         raise UnsupportedError(f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Use --quantization none.")
     return model
+
+
+def select_kernels(vllm_config: VllmConfig, plugins: Plugins) -> tuple[str, list[tuple[str, str | None]]]:
+    """The name of the kernels, and each candidate with the reason it was refused (None: able). Raises UnsupportedError."""
+    registry, device = plugins.kernels, vllm_config.device
+    what = f"compute {vllm_config.model.dtype} on {device.device}"
+    return registry.choose(what, lambda entry, by_name: registry.ask(entry.key, vllm_config, by_name=by_name), device.kernels)
 
 
 class DummyLoader(CheckpointLoader):

@@ -1,13 +1,13 @@
-"""RMSNorm (Zhang and Sennrich 2019)."""
+"""Norms over the last axis, in the kernels of the model."""
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.model.kernels import choose_kernels
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 
 
@@ -20,8 +20,8 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, *, eps: float, vllm_config: VllmConfig) -> None:
         super().__init__()
         self.eps = eps
-        self.shape = (size,)
-        self.weight = new_parameter(self.shape, torch_dtype(vllm_config.model.dtype), ShardLoader((Part.whole(size),)))
+        self.kernels = choose_kernels()
+        self.weight = new_parameter((size,), torch_dtype(vllm_config.model.dtype), ShardLoader((Part.whole(size),)))
 
     @overload
     def forward(self, x: Tensor) -> Tensor: ...
@@ -29,13 +29,19 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if residual is None:
-            return self.normalize(x)
-        residual = x + residual
-        return self.normalize(residual), residual
-
-    def normalize(self, x: Tensor) -> Tensor:
-        """The norm itself, which kinds of RMSNorm override."""
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.shape[0]}, eps={self.eps}"
+        return f"{len(self.weight)}, eps={self.eps}"
+
+
+class LayerNorm(nn.LayerNorm):
+    """weight * (x - mean) / deviation + bias over the last axis, of length `size`. `options` are those of torch's."""
+
+    def __init__(self, size: int, **options: Any) -> None:
+        super().__init__(size, **options)
+        self.kernels = choose_kernels()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kernels.layer_norm(x, self.weight, self.bias, self.normalized_shape, self.eps)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model.kernels import Kernels, choose_kernels
 from toolkit_lm.model.parameters import torch_dtype
 from toolkit_lm.model.rope_scaling import RopeParameters
 
@@ -23,16 +24,11 @@ class Rotation:
     """As cos; negative where the other half is subtracted."""
     interleaved: bool
 
+    kernels: Kernels
+
     def rotate(self, x: Tensor) -> Tensor:
         """Rotates heads x [T, num_heads, head_size], in place, and returns them. Dimensions past the rotated ones stay."""
-        size = self.cos.shape[-1]
-        rotated = x if size == x.shape[-1] else x[..., :size]
-        if self.interleaved:
-            swapped = rotated.reshape(*rotated.shape[:-1], size // 2, 2).flip(-1).flatten(-2)
-        else:
-            swapped = rotated.roll(size // 2, -1)
-        rotated.mul_(self.cos).addcmul_(swapped, self.sin)
-        return x
+        return self.kernels.rotate(x, self.cos, self.sin, self.interleaved)
 
 
 class RotaryEmbedding(nn.Module):
@@ -47,6 +43,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, parameters: RopeParameters, *, interleaved: bool = False, vllm_config: VllmConfig) -> None:
         super().__init__()
         self.interleaved = interleaved
+        self.kernels = choose_kernels()
         max_len = vllm_config.max_model_len
         frequencies, attention_factor = parameters.inverse_frequencies(max_len)
         if 2 * len(frequencies) > parameters.head_size:
@@ -59,5 +56,5 @@ class RotaryEmbedding(nn.Module):
         """The rotation of tokens at positions [T]."""
         cos, sin = self.table[positions].unsqueeze(1).chunk(2, dim=-1)
         if self.interleaved:
-            return Rotation(cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2), True)
-        return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False)
+            return Rotation(cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2), True, self.kernels)
+        return Rotation(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), False, self.kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_MOST_MAPPED = 2**27
+"""Bytes of a file that are mapped at a time, and the last tensor."""
 
 
 class CheckpointWeights(CheckpointLoader):
@@ -32,8 +35,16 @@ class CheckpointWeights(CheckpointLoader):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files:
             with safe_open(self.source / file, framework="pt", device="cpu") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
-                    yield name, tensors.get_tensor(name)
+                names = deque(tensors.keys())
+            while names:
+                # What was read of a map is this process's memory, until nothing is mapped any more.
+                num_bytes = 0
+                with safe_open(self.source / file, framework="pt", device="cpu") as tensors:
+                    while names and num_bytes < _MOST_MAPPED:
+                        tensor = tensors.get_tensor(name := names.popleft())
+                        num_bytes += tensor.nbytes
+                        yield name, tensor
+                        del tensor
 
     def _check(self, path: Path) -> None:
         try:

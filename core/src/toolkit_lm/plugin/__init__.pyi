@@ -14,6 +14,7 @@ from .registries import (
     DrafterRegistry as DrafterRegistry,
     ExecutorEntry as ExecutorEntry,
     ExecutorRegistry as ExecutorRegistry,
+    KernelsRegistry as KernelsRegistry,
     KVKindRegistry as KVKindRegistry,
     LoaderEntry as LoaderEntry,
     LoaderRegistry as LoaderRegistry,

@@ -1,14 +1,19 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, KV kinds, scheduling policies and load formats."""
+"""What core itself brings, by the same hooks as any plugin: an executor, kernels, KV kinds, scheduling policies and load formats."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registries import ExecutorRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registries import ExecutorRegistry, KernelsRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl
 def toolkit_register_executors(executors: ExecutorRegistry) -> None:
     executors.add("in_process", "toolkit_lm.executor.in_process:InProcessExecutor", max_ranks=1)
+
+
+@hookimpl
+def toolkit_register_kernels(kernels: KernelsRegistry) -> None:
+    kernels.add("torch", "toolkit_lm.model.kernels:Kernels")
 
 
 @hookimpl

@@ -20,6 +20,7 @@ from toolkit_lm.plugin.registries import (
     ConverterRegistry,
     DrafterRegistry,
     ExecutorRegistry,
+    KernelsRegistry,
     KVKindRegistry,
     LoaderRegistry,
     LogitsProcessorRegistry,
@@ -53,6 +54,14 @@ def toolkit_register_models(models: ModelRegistry) -> None:
 @hookspec
 def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
     """Registers attention backends.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_kernels(kernels: KernelsRegistry) -> None:
+    """Registers kernels: what the layers of models compute with, on devices of their kind.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

@@ -138,8 +138,15 @@ class AttentionBackendRegistry(Registry[Entry]):
     base = "toolkit_lm.attention:AttentionBackend"
 
     def add(self, name: str, target: str, *, priority: int = 0, override: bool = False) -> None:
-        """Registers a backend class. Of those that do not refuse a layer, the one of the highest priority is chosen."""
+        """Registers a class. Of those that do not refuse, the one of the highest priority is chosen: for each layer, or each model."""
         self.add_entry(Entry, name, target, "module:Class", priority=priority, override=override)
+
+
+class KernelsRegistry(AttentionBackendRegistry):
+    """Kernels of layers, by name."""
+
+    noun = "kernels"
+    base = "toolkit_lm.model:Kernels"
 
 
 class ExecutorRegistry(Registry[ExecutorEntry]):
@@ -366,6 +373,7 @@ class Registries:
 
     models: ModelRegistry = field(default_factory=ModelRegistry)
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
+    kernels: KernelsRegistry = field(default_factory=KernelsRegistry)
     kv_kinds: KVKindRegistry = field(default_factory=KVKindRegistry)
     executors: ExecutorRegistry = field(default_factory=ExecutorRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)

@@ -210,7 +210,7 @@ def _activation(vllm_config: VllmConfig, num_labels: int, default: str | None) -
     usual = ACTIVATIONS["softmax" if several else "sigmoid"]
     found = _profile(vllm_config)
     if found is not None and found.activation is not None:
-        named: nn.Module = getattr(nn, found.activation)()
+        named = ACTIVATIONS["sigmoid"] if found.activation == "Sigmoid" else getattr(nn, found.activation)()
         return (usual, False) if found.activation == "Identity" else (named, True)
     if problem is not None:
         # sentence-transformers gives the sigmoid of one label whatever the problem is, and transformers a regression's plain value.

@@ -108,6 +108,10 @@ class _Sum(PoolingMethod):
 
     def pool(self, hidden_states: Tensor, segments: Segments) -> Tensor:
         sums = torch.zeros(len(segments.rows) + 1, hidden_states.shape[1], dtype=torch.float32, device=segments.device)
+        # A chunk's sum begins with that of the chunks before: one order of additions, however the prompt is cut.
+        for index, row in enumerate(segments.rows):
+            if self.name in row.state:
+                sums[index] = row.state[self.name]
         weights = self._weights(segments)
         for block in segments.blocks():
             vectors = hidden_states[block].float()
@@ -117,7 +121,7 @@ class _Sum(PoolingMethod):
         return totals * torch.tensor(factors, dtype=torch.float32, device=segments.device).unsqueeze(1)
 
     def _merge(self, row: PoolingRow, before: Tensor, now: Tensor) -> Tensor:
-        return before + now
+        return now
 
     def _weights(self, segments: Segments) -> Tensor | None:
         """[T, 1] float32; None: all are 1."""

@@ -12,9 +12,14 @@ from torch.nn import functional as F
 
 from toolkit_lm.config import pooling_profile
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import CheckpointWeights
+from toolkit_lm.model import CheckpointWeights, choose_kernels
 
 Activation = Callable[[Tensor], Tensor]
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """torch's own gives the last elements of a tensor, those that fill no vector, other roundings than the rest."""
+    return logits.neg().exp_().add_(1).reciprocal_()
 
 
 def _softmax(logits: Tensor) -> Tensor:
@@ -25,7 +30,7 @@ def _identity(logits: Tensor) -> Tensor:
     return logits
 
 
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"identity": _identity, "sigmoid": torch.sigmoid, "softmax": _softmax})
+ACTIVATIONS: Mapping[str, Activation] = MappingProxyType({"identity": _identity, "sigmoid": _sigmoid, "softmax": _softmax})
 """Of logits. sigmoid is for one label, and for several that do not exclude each other; softmax for those that do."""
 
 
@@ -53,16 +58,16 @@ class Dense(nn.Module):
 
     def __init__(self, config: pooling_profile.Dense, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.residual = config.residual
+        self.residual, self.kernels = config.residual, choose_kernels()
         self.activation: nn.Module = getattr(nn, config.activation)()
         for name, key in (("weight", "linear.weight"), ("bias", "linear.bias"), ("residual_weight", "residual.weight")):
             self.register_buffer(name, weights.get(key), persistent=False)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        out: Tensor = self.activation(F.linear(vectors, self.weight, self.bias))
+        out: Tensor = self.activation(self.kernels.linear(vectors, self.weight, self.bias))
         if not self.residual:
             return out
-        return out + (vectors if self.residual_weight is None else F.linear(vectors, self.residual_weight))
+        return out + (vectors if self.residual_weight is None else self.kernels.linear(vectors, self.residual_weight, None))
 
 
 class LayerNorm(nn.Module):

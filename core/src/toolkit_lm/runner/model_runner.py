@@ -169,13 +169,14 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
-        hidden_states = self._forward(inputs)
-        if hidden_states is None:
-            return StepResult(token_ids=[])
-        result = self._sample(inputs, hidden_states)
-        for state in self._states:
-            state.finish(inputs, hidden_states, result)
-        return result
+        with self.model.kernels.step(len(inputs.token_index)):
+            hidden_states = self._forward(inputs)
+            if hidden_states is None:
+                return StepResult(token_ids=[])
+            result = self._sample(inputs, hidden_states)
+            for state in self._states:
+                state.finish(inputs, hidden_states, result)
+            return result
 
     def _forward(self, inputs: StepInputs) -> Tensor | None:
         """[T, H] hidden states of the flat batch. None: another pipeline stage goes on with them."""
@@ -258,7 +259,7 @@ class ModelRunner:
 
     def _draw(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
         """Tokens for the others."""
-        sampled = sample(logits, self._batch.sampling.select(rows))
+        sampled = sample(logits, self._batch.sampling.select(rows), self.model.kernels.likeliest)
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(places, sampled.token_ids, strict=True):
             result.token_ids[index].append(token)

@@ -21,7 +21,7 @@ from toolkit_lm.model import (
     ReplicatedLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    linear_methods,
+    construction,
     torch_dtype,
 )
 from torch import Tensor
@@ -89,7 +89,7 @@ class LinearMethodConformance(Conformance):
             {"quantization_config": dict(self.quantization_config)}, tensor_parallel_size=ranks, dtype=name
         ).with_rank(rank)
         assert self.quantization.refuses(config) is None
-        with linear_methods(self.quantization(config)):
+        with construction(quantization=self.quantization(config)):
             made = _LAYERS[layer][1](config)
         pieces = self.pieces(made)
         for index, piece in enumerate(pieces):
@@ -134,6 +134,8 @@ class LinearMethodConformance(Conformance):
         for name, function in (("gelu", F.gelu), ("silu", F.silu)):
             ours = made.method.apply(x, made.bias, activation=name)
             torch.testing.assert_close(ours, function(plain), atol=TOLERANCE, rtol=0)
+            ours, (first, up) = made.method.apply(x, made.bias, activation=name, gated=True), plain.chunk(2, dim=-1)
+            torch.testing.assert_close(ours, function(first) * up, atol=TOLERANCE, rtol=0)
 
     def test_shards_make_up_the_whole(self, layer: str, ranks: int) -> None:
         whole = self.make(layer, process=False)
@@ -159,7 +161,7 @@ class LinearMethodConformance(Conformance):
 
     def test_a_tied_head_is_refused_or_right(self) -> None:
         config = VllmConfig.default({"quantization_config": dict(self.quantization_config)})
-        with linear_methods(self.quantization(config)):
+        with construction(quantization=self.quantization(config)):
             embedding = VocabParallelEmbedding(VOCABULARY, INPUTS, vllm_config=config, prefix="embed_tokens")
             try:
                 head = ParallelLMHead(VOCABULARY, INPUTS, tied_to=embedding, vllm_config=config, prefix="lm_head")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import choose_kernels
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class Classifier(nn.Module):
@@ -20,6 +20,7 @@ class Classifier(nn.Module):
 
     def __init__(self, size: int, num_labels: int, *, bias: bool) -> None:
         super().__init__()
+        self.kernels = choose_kernels()
         self.register_buffer("weight", torch.full((num_labels, size), size**-0.5, dtype=torch.float32), persistent=False)
         self.register_buffer("bias", torch.zeros(num_labels, dtype=torch.float32) if bias else None, persistent=False)
         self._filled: set[str] = set()
@@ -42,4 +43,4 @@ class Classifier(nn.Module):
             raise CheckpointError(f"the checkpoint holds neither 'score' nor '{head}' with {', '.join(sorted(missing))}.")
 
     def forward(self, vectors: Tensor) -> Tensor:
-        return F.linear(vectors, self.weight, self.bias)
+        return self.kernels.linear(vectors, self.weight, self.bias)

@@ -1,0 +1,117 @@
+"""Kernels: what layers compute with. A layer names the operation; the kernels of its model compute it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Quantization, UnquantizedMethod
+
+FusedLayer = Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Tensor] | None]
+"""(x [T, H], residual [T, H] or None, Rotation) -> (x, residual) after the layer. It may write to both. None: not in this step."""
+
+
+class Kernels:
+    """The operations of layers, in plain torch, on any device. A subclass computes some of them in its own way, equal but for rounding.
+
+    One is made for each model, before its layers. What each operation gives for a row of `x` depends on that row alone.
+    """
+
+    @classmethod
+    def refuses(cls, vllm_config: VllmConfig) -> str | None:
+        """Why it cannot compute a model, on the device and in the dtype that the config names; None when it can."""
+        return None
+
+    def step(self, num_tokens: int) -> AbstractContextManager[None]:
+        """Entered by the thread that computes a step of so many tokens, for as long as it does."""
+        return nullcontext()
+
+    def linear_method(self, spec: LinearSpec) -> LinearMethod:
+        """A new method for a layer whose weight is not quantized: an UnquantizedMethod, or one that holds the weight in another order."""
+        return UnquantizedMethod()
+
+    def fuse(self, parts: Any) -> FusedLayer | None:
+        """What computes a layer of these LayerParts in one call, made once its weights are loaded. None: the layer's modules do."""
+        return None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + bias, of a weight [outputs, inputs] that no linear method holds and nothing changes: x [R, inputs] -> [R, outputs]."""
+        return F.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """weight * x / sqrt(mean(x²) + eps) over the last axis (Zhang and Sennrich 2019): x [..., N], weight [N] -> a new tensor as x.
+
+        A weight in float32 is not rounded to the dtype of `x`.
+        """
+        if weight.dtype is x.dtype:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """The `rms_norm` of x + residual, both [T, N], and that sum."""
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
+        """weight * (x - mean) / sqrt(variance + eps) + bias over the last axes, of `shape` (Ba et al. 2016): a new tensor as x."""
+        return F.layer_norm(x, shape, weight, bias, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        """Heads x [T, heads, head_size], turned in place: x cos + (x with the dimensions of each pair swapped) sin (Su et al. 2021).
+
+        cos and sin [T, 1, rotated dimensions]: sin is negative where the other dimension is subtracted. Pairs are neighbouring dimensions
+        where they are `interleaved`, else i and i + half. Dimensions past the rotated ones stay.
+        """
+        size = cos.shape[-1]
+        rotated = x if size == x.shape[-1] else x[..., :size]
+        if interleaved:
+            swapped = rotated.reshape(*rotated.shape[:-1], size // 2, 2).flip(-1).flatten(-2)
+        else:
+            swapped = rotated.roll(size // 2, -1)
+        rotated.mul_(cos).addcmul_(swapped, sin)
+        return x
+
+    def likeliest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The greatest of each row [R, V], NaN where there is any, and where it is, the first of equals (int64): [R] each."""
+        return torch.max(scores, dim=-1)
+
+
+PLAIN = Kernels()
+_local = threading.local()
+
+
+@contextmanager
+def construction(*, quantization: Quantization | None = None, kernels: Kernels = PLAIN) -> Iterator[None]:
+    """Has layers that this thread makes inside ask these for their methods, and compute with these kernels. Refuses to nest.
+
+    It is to models what `torch.device` is: their constructors need not hand it from layer to layer.
+    """
+    assert not hasattr(_local, "made_with"), "a model is constructed inside the construction of another one"
+    _local.made_with = quantization, kernels
+    try:
+        yield
+    finally:
+        del _local.made_with
+
+
+def choose_kernels() -> Kernels:
+    """What a layer that is being made computes with: inside `construction` its kernels, else plain torch."""
+    _, kernels = getattr(_local, "made_with", (None, PLAIN))
+    return kernels
+
+
+def choose_method(spec: LinearSpec) -> LinearMethod:
+    """The linear method of a layer: inside `construction` that of its quantization, or of its kernels. Raises UnsupportedError."""
+    quantization, kernels = getattr(_local, "made_with", (None, PLAIN))
+    method = quantization.method(spec) if quantization is not None else None
+    if method is not None and spec.kind == "embedding" and type(method).embed is LinearMethod.embed:
+        raise UnsupportedError(f"{type(method).__name__} cannot look up the embeddings of {spec.prefix}: it has no method embed.")
+    return method or kernels.linear_method(spec)
