@@ -1,14 +1,58 @@
-def supports(dtype: str) -> bool: ...
+def supports(isa: str) -> bool: ...
 def attend(
-    is_bf16: bool,
+    type: int,
     pointers: tuple[int, int, int, int],
     strides: tuple[int, int, int, int],
-    starts: int,
-    seen: int,
-    sequences: int,
-    heads: int,
+    rows: tuple[int, ...],
+    block_tiles: int,
+    layer: tuple[int, int, int, float, float, int],
+    sight: int,
+    additions: tuple[int, int, int],
+    /,
+) -> None: ...
+def write_kv(
+    type: int,
+    pointers: tuple[int, int, int, int],
+    strides: tuple[int, int, int, int],
+    slots: int,
+    tokens: int,
     kv_heads: int,
     size: int,
-    scale: float,
+    block_size: int,
+    /,
+) -> None: ...
+def set_threads(number: int, /) -> None: ...
+def pack(type: int, weight: int, to: int, outputs: int, inputs: int, /) -> None: ...
+def linear(
+    weight: tuple[int, int, int, int, int, int, bool],
+    rows: tuple[int, int, int, int, int, int],
+    num_rows: int,
+    /,
+) -> None: ...
+def norm(
+    type: int,
+    pointers: tuple[int, int, int, int],
+    strides: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+    weight: tuple[int, int, float, bool | int],
+    /,
+) -> None: ...
+def rotate(type: int, pointers: tuple[int, int, int], strides: tuple[int, int, int], sizes: tuple[int, int, int], /) -> None: ...
+def likeliest(type: int, pointers: tuple[int, int, int], stride: int, rows: int, size: int, /) -> None: ...
+def layer(
+    types: tuple[int, int, int],
+    sizes: tuple[int, int, int, int, int],
+    activation: int,
+    /,
+    *parts: tuple[int, float, bool] | tuple[int, int],
+) -> object: ...
+def run_layer(
+    layer: object,
+    step: tuple[int, int, int, bool, int, int],
+    angles: tuple[int, int, int, int],
+    rows: tuple[int, ...],
+    cache: tuple[int, int, int, int, int, int],
+    attention: tuple[float, float, int],
+    sight: int,
     /,
 ) -> None: ...

@@ -1,4 +1,13 @@
-/* Arithmetic on vectors of 16 lanes, 32 bits each. A lane holds one float, or a pair of bfloat16 that are multiplied and added together. */
+/*
+ * Arithmetic on vectors of 16 lanes, 32 bits each. A lane holds one float, or a pair of bfloat16 that are multiplied and added together.
+ *
+ * All instructions have the same names. What is compiled means those of the header that was included last, lanes_avx2.h or lanes_avx512.h,
+ * which also define
+ *   ISA(x)          x with the suffix of the instructions
+ *   BASE            the instructions that may be used
+ *   BASE_ROWS, BASE_SUMS
+ *                   ROWS and SUMS, as of attention.h, of types that need no other instructions
+ */
 
 #ifndef LANES_H
 #define LANES_H
@@ -8,61 +17,75 @@
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16")))
+#define AVX512_AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16,amx-tile,amx-bf16")))
 
-/* 2^x; 0 below the smallest normal number. 7 terms give float precision, 5 more than bfloat16's. The coefficients are log(2)^n / n!. */
-AVX512 INLINE __m512 exp2_lanes(__m512 x, const int terms) {
-    const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
-    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);
-    static const float coefficients[] = {1.0f,          6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f,
-                                         9.6181291e-3f, 1.3333558e-3f, 1.5403530e-4f, 1.5252734e-5f};
-    __m512 y = _mm512_set1_ps(coefficients[terms]);
-    for (int n = terms - 1; n >= 0; n--) y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(coefficients[n]));
-    return _mm512_maskz_scalef_ps(normal | nan, y, whole);
-}
+#define Floats ISA(Floats) /* sixteen floats */
+#define Words ISA(Words)   /* sixteen times 32 bits */
+#define Mask ISA(Mask)     /* some of sixteen lanes */
 
-/* rows x columns lanes, 16 x 16 at most, from_bytes from row to row, to columns x 16, to_stride lanes from row to row; past `rows`, zeros. */
-AVX512 INLINE void transpose(const void *from, long from_bytes, int rows, uint32_t *to, long to_stride, int columns) {
-    const __mmask16 there = (__mmask16)(0xffffu >> (LANES - columns));
-    __m512i a[LANES], b[LANES];
-    for (int r = 0; r < LANES; r++)
-        a[r] = r < rows ? _mm512_maskz_loadu_epi32(there, (const char *)from + r * from_bytes) : _mm512_setzero_si512();
-    for (int r = 0; r < LANES; r += 2) {
-        b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]);
-        b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
-    }
-    for (int r = 0; r < LANES; r += 4)
-        for (int i = 0; i < 2; i++) {
-            a[r + 2 * i] = _mm512_unpacklo_epi64(b[r + i], b[r + 2 + i]);
-            a[r + 2 * i + 1] = _mm512_unpackhi_epi64(b[r + i], b[r + 2 + i]);
-        }
-    /* a[4 g + c] holds columns c, 4 + c, 8 + c and 12 + c of rows 4 g to 4 g + 3, 128 bits each. */
-    for (int c = 0; c < 4; c++) {
-        const __m512i low = _mm512_shuffle_i32x4(a[c], a[4 + c], 0x88), high = _mm512_shuffle_i32x4(a[c], a[4 + c], 0xdd);
-        const __m512i low2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0x88), high2 = _mm512_shuffle_i32x4(a[8 + c], a[12 + c], 0xdd);
-        b[c] = _mm512_shuffle_i32x4(low, low2, 0x88);
-        b[8 + c] = _mm512_shuffle_i32x4(low, low2, 0xdd);
-        b[4 + c] = _mm512_shuffle_i32x4(high, high2, 0x88);
-        b[12 + c] = _mm512_shuffle_i32x4(high, high2, 0xdd);
-    }
-    for (int c = 0; c < columns; c++) _mm512_storeu_si512(to + c * to_stride, b[c]);
-}
+/* From memory, and to it. */
+#define floats_f32 ISA(floats_f32)
+#define floats_f16 ISA(floats_f16)
+#define floats_masked ISA(floats_masked) /* (mask, from); elsewhere zeros, and nothing is read */
+#define store_f32 ISA(store_f32)
+#define store_f16 ISA(store_f16)
+#define load_32 ISA(load_32)
+#define load_f16 ISA(load_f16) /* as floats */
+#define load_u16 ISA(load_u16) /* with zeros above */
+#define store_32 ISA(store_32)
+#define store_u16 ISA(store_u16)       /* words below 2^16 */
+#define store_halves ISA(store_halves) /* (to, from, odd): sixteen elements of 16 bits to the high or the low halves of lanes */
+#define transpose ISA(transpose)
 
-/* Sixteen elements as lanes, and back. */
+/* The same in all lanes. */
+#define splat ISA(splat)
+#define splat_word ISA(splat_word)
 
-AVX512 INLINE __m512i load_f32(const void *from) { return _mm512_loadu_si512(from); }
+/* Lane by lane. */
+#define add_lanes ISA(add_lanes)
+#define sub_lanes ISA(sub_lanes)
+#define mul_lanes ISA(mul_lanes)
+#define div_lanes ISA(div_lanes)
+#define min_lanes ISA(min_lanes)   /* where one is NaN, the second */
+#define max_lanes ISA(max_lanes)   /* likewise */
+#define fma_lanes ISA(fma_lanes)   /* x y + z */
+#define fnma_lanes ISA(fnma_lanes) /* z - x y */
+#define abs_lanes ISA(abs_lanes)
+#define round_lanes ISA(round_lanes) /* to nearest, ties to even */
+#define ldexp_lanes ISA(ldexp_lanes) /* (mask, x, n): x 2^n, for n from -126 on; elsewhere zeros */
+#define or_words ISA(or_words)
+#define and_words ISA(and_words)
+#define add_words ISA(add_words)
+#define left_16 ISA(left_16) /* shifted */
+#define right_16 ISA(right_16)
+#define as_words ISA(as_words) /* the same bits */
+#define as_floats ISA(as_floats)
 
-AVX512 INLINE __m512 dot_f32(__m512 sum, __m512i x, __m512i y) {
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(y), sum);
-}
+/* Comparisons. */
+#define less ISA(less)
+#define not_less ISA(not_less) /* NaN is not */
+#define equal ISA(equal)
+#define unordered ISA(unordered)       /* NaN */
+#define select_lanes ISA(select_lanes) /* (mask, x, y): x, elsewhere y */
+#define mask_bits ISA(mask_bits)
+#define lanes_between ISA(lanes_between) /* from..to - 1, as far as there are any */
 
-AVX512 INLINE void store_f32(void *to, __m512 x) { _mm512_storeu_ps(to, x); }
+/* Across lanes. */
+#define reduce_add ISA(reduce_add)
+#define reduce_max ISA(reduce_max)
+#define first_lane ISA(first_lane)
 
-AVX512_BF16 INLINE __m512 dot_bf16(__m512 sum, __m512i x, __m512i y) { return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y); }
-
-AVX512_BF16 INLINE void store_bf16(void *to, __m512 x) { _mm256_storeu_si256(to, (__m256i)_mm512_cvtneps_pbh(x)); }
+/* functions.h */
+#define floats_bf16 ISA(floats_bf16)
+#define store_split ISA(store_split)
+#define dot_f32 ISA(dot_f32)
+#define dot_split ISA(dot_split)
+#define exp2_lanes ISA(exp2_lanes)
+#define tanh_lanes ISA(tanh_lanes)
+#define erf_lanes ISA(erf_lanes)
+#define activate ISA(activate)
 
 #endif

@@ -1,90 +1,273 @@
-/* The Python module toolkit_lm_cpu._kernels. Threads are OpenMP's: those of torch, which must have been imported before. */
+/* The Python module toolkit_lm_cpu._kernels. */
 
+/* One library for Python 3.11 and all later versions; compile.py names and tags it so. */
+#define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "lanes.h"
+#include "layer.h"
+#include "ops.h"
+#include "product.h"
+#include "step.h"
+#include "team.h"
 
-#define ROWS 8
+#include "lanes_avx2.h"
+#include "functions.h"
+#include "types.h"
 
-typedef struct {
-    const void *queries, *keys, *values; /* [T, heads, D], [T, kv_heads, D]; a token's heads lie side by side */
-    void *out;                           /* [T, heads, D] */
-    const int32_t *starts;               /* [sequences + 1] */
-    const int32_t *seen;                 /* [sequences]: so many tokens of each, from the first on, are keys */
-    long sequences, heads, kv_heads, size;
-    long query_stride, key_stride, value_stride, out_stride; /* elements from token to token */
-    float scale;
-} Batch;
+#include "lanes_avx512.h"
+#include "functions.h"
+#include "types.h"
 
-#define TARGET AVX512
-#define ELEMENT float
-#define PAIR 1
-#define NAME(x) x##_f32
-#define DOT dot_f32
-#define STORE store_f32
-#define TERMS 7
-#include "encoder.h"
-#undef TARGET
-#undef ELEMENT
-#undef PAIR
-#undef NAME
-#undef DOT
-#undef STORE
-#undef TERMS
-
+#define NAME(x) x##_bf16
+#define FLOATS floats_bf16
 #define TARGET AVX512_BF16
 #define ELEMENT uint16_t
+#define LANE uint32_t
 #define PAIR 2
-#define NAME(x) x##_bf16
+#define WEIGHT uint16_t
+#define LOAD load_32
 #define DOT dot_bf16
 #define STORE store_bf16
+#define STORE_WEIGHTS store_bf16
 #define TERMS 5
-#include "encoder.h"
+#define ROWS BASE_ROWS
+#define SUMS BASE_SUMS
+#include "layer_ops.h"
+#include "linear.h"
+#include "attention.h"
+
+#define NAME(x) x##_amx
+#define FLOATS floats_bf16
+#define TARGET AVX512_AMX
+#define ELEMENT uint16_t
+#define LANE uint32_t
+#define PAIR 2
+#define WEIGHT uint16_t
+#define LOAD load_32
+#define DOT dot_bf16
+#define STORE store_bf16
+#define STORE_WEIGHTS store_bf16
+#define TERMS 5
+#define ROWS 32
+#define AMX
+#include "linear.h"
+#include "attention.h"
+
+/* By their number in library.py: float32, float16 and bfloat16 by AVX2, by AVX-512; bfloat16 by AVX512-BF16, by AMX. */
+#define TYPES_OF(x) {x##_f32_avx2, x##_f16_avx2, x##_split_avx2, x##_f32_avx512, x##_f16_avx512, x##_split_avx512, x##_bf16, x##_amx}
+static int (*const attend_types[])(const Step *) = TYPES_OF(attend);
+static void (*const write_types[])(Write *) = TYPES_OF(write);
+static const Item linear_types[] = TYPES_OF(multiply);
+static const Item pack_types[] = TYPES_OF(pack);
+/* What has no products is the same with and without AMX. */
+#define norm_amx norm_bf16
+#define rotate_amx rotate_bf16
+#define likeliest_amx likeliest_bf16
+static const Item norm_types[] = TYPES_OF(norm);
+static const Item rotate_types[] = TYPES_OF(rotate);
+static const Item likeliest_types[] = TYPES_OF(likeliest);
+
+/* Whether there are AMX tiles for bfloat16, and Linux lets this process use them, which it must ask for. */
+static int has_amx(void) {
+    unsigned int a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 22 & 1) == 0 || (d >> 24 & 1) == 0) return 0;
+    return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XFEATURE_XTILEDATA */) == 0;
+}
+
+/* GCC 12 and Clang 14 do not know it by name. */
+static int has_f16c(void) {
+    unsigned int a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
 
 static PyObject *supports(PyObject *self, PyObject *args) {
-    const char *dtype;
+    const char *isa;
     (void)self;
-    if (!PyArg_ParseTuple(args, "s", &dtype)) return NULL;
+    if (!PyArg_ParseTuple(args, "s", &isa)) return NULL;
     __builtin_cpu_init();
-    int able = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
-    if (strcmp(dtype, "bfloat16") == 0) able = able && __builtin_cpu_supports("avx512bf16");
-    return PyBool_FromLong(able && (strcmp(dtype, "bfloat16") == 0 || strcmp(dtype, "float32") == 0));
+    int able = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+    if (strcmp(isa, "avx2") != 0)
+        able = able && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512dq");
+    if (strcmp(isa, "avx512_bf16") == 0 || strcmp(isa, "amx") == 0) able = able && __builtin_cpu_supports("avx512bf16");
+    if (strcmp(isa, "amx") == 0) able = able && has_amx();
+    return PyBool_FromLong(able);
 }
 
 static PyObject *attend(PyObject *self, PyObject *args) {
-    Batch batch;
-    unsigned long long queries, keys, values, out, starts, seen;
-    int is_bf16, done;
+    Step step;
+    unsigned long long queries, keys, values, out, starts, seen, first, origins, table, sinks, bias;
+    int type, done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "p(KKKK)(llll)KKllllf", &is_bf16, &queries, &keys, &values, &out, &batch.query_stride, &batch.key_stride,
-                          &batch.value_stride, &batch.out_stride, &starts, &seen, &batch.sequences, &batch.heads, &batch.kv_heads, &batch.size,
-                          &batch.scale))
+    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)(KKKKlKl)l(lllffl)i(KKl)", &type, &queries, &keys, &values, &out, &step.query_stride,
+                          &step.key_stride, &step.value_stride, &step.out_stride, &starts, &seen, &first, &origins, &step.rows, &table,
+                          &step.table_stride, &step.block_tiles, &step.heads, &step.kv_heads, &step.size, &step.scale, &step.soft_cap,
+                          &step.window, &step.sight, &sinks, &bias, &step.bias_keys))
         return NULL;
-    batch.queries = (const void *)(uintptr_t)queries;
-    batch.keys = (const void *)(uintptr_t)keys;
-    batch.values = (const void *)(uintptr_t)values;
-    batch.out = (void *)(uintptr_t)out;
-    batch.starts = (const int32_t *)(uintptr_t)starts;
-    batch.seen = (const int32_t *)(uintptr_t)seen;
-    Py_BEGIN_ALLOW_THREADS
-    done = is_bf16 ? attend_bf16(&batch) : attend_f32(&batch);
-    Py_END_ALLOW_THREADS
-    if (!done) return PyErr_NoMemory();
+    step.group = step.heads / step.kv_heads;
+    step.queries = (const void *)(uintptr_t)queries;
+    step.keys = (const void *)(uintptr_t)keys;
+    step.values = (const void *)(uintptr_t)values;
+    step.out = (void *)(uintptr_t)out;
+    step.starts = (const int32_t *)(uintptr_t)starts;
+    step.seen = (const int32_t *)(uintptr_t)seen;
+    step.first = (const int64_t *)(uintptr_t)first;
+    step.origins = (const int32_t *)(uintptr_t)origins;
+    step.table = (const int32_t *)(uintptr_t)table;
+    step.sinks = (const float *)(uintptr_t)sinks;
+    step.bias = (const float *)(uintptr_t)bias;
+    Py_BEGIN_ALLOW_THREADS done = attend_types[type](&step);
+    Py_END_ALLOW_THREADS if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;
 }
 
+static PyObject *write_kv(PyObject *self, PyObject *args) {
+    Write write;
+    unsigned long long keys, values, to_keys, to_values, slots;
+    int type;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)Kllll", &type, &keys, &values, &to_keys, &to_values, &write.key_stride, &write.value_stride,
+                          &write.key_page, &write.value_page, &slots, &write.tokens, &write.kv_heads, &write.size, &write.block_size))
+        return NULL;
+    write.keys = (const void *)(uintptr_t)keys;
+    write.values = (const void *)(uintptr_t)values;
+    write.to_keys = (void *)(uintptr_t)to_keys;
+    write.to_values = (void *)(uintptr_t)to_values;
+    write.slots = (const int64_t *)(uintptr_t)slots;
+    Py_BEGIN_ALLOW_THREADS write_types[type](&write);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *set_threads(PyObject *self, PyObject *args) {
+    int threads;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i", &threads)) return NULL;
+    atomic_store(&team.threads, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads);
+    Py_RETURN_NONE;
+}
+
+static PyObject *pack(PyObject *self, PyObject *args) {
+    Pack pack;
+    unsigned long long from, to;
+    int type;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "iKKll", &type, &from, &to, &pack.outputs, &pack.inputs)) return NULL;
+    pack.from = (const void *)(uintptr_t)from;
+    pack.to = (void *)(uintptr_t)to;
+    Py_BEGIN_ALLOW_THREADS share_out((pack.outputs + LANES - 1) / LANES, pack_types[type], &pack);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *linear(PyObject *self, PyObject *args) {
+    Linear l;
+    unsigned long long weights, bias, x, residual, out;
+    int type;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "(iKKllii)(KlKlKl)l", &type, &weights, &bias, &l.outputs, &l.inputs, &l.activation, &l.is_gated, &x,
+                          &l.x_stride, &residual, &l.residual_stride, &out, &l.out_stride, &l.rows))
+        return NULL;
+    l.weights = (const void *)(uintptr_t)weights;
+    l.bias = (const void *)(uintptr_t)bias;
+    l.x = (const void *)(uintptr_t)x;
+    l.residual = (const void *)(uintptr_t)residual;
+    l.out = (void *)(uintptr_t)out;
+    l.failed = 0;
+    Py_BEGIN_ALLOW_THREADS share_out_linear(&l, linear_types[type]);
+    Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *norm(PyObject *self, PyObject *args) {
+    Norm n;
+    unsigned long long x, residual, sum, out, weight, bias;
+    int type;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i(KKKK)(lll)(lll)(KKfi)", &type, &x, &residual, &sum, &out, &n.x_stride, &n.head_stride,
+                          &n.residual_stride, &n.tokens, &n.heads, &n.size, &weight, &bias, &n.eps, &n.is_wide))
+        return NULL;
+    n.x = (const void *)(uintptr_t)x;
+    n.residual = (const void *)(uintptr_t)residual;
+    n.sum = (void *)(uintptr_t)sum;
+    n.out = (void *)(uintptr_t)out;
+    n.weight = (const void *)(uintptr_t)weight;
+    n.bias = (const void *)(uintptr_t)bias;
+    n.out_stride = n.heads * n.size;
+    Py_BEGIN_ALLOW_THREADS share_out_rows(n.tokens * n.heads * n.size, n.tokens * n.heads, norm_types[type], &n);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *rotate(PyObject *self, PyObject *args) {
+    Rotate r;
+    unsigned long long x, cos, sin;
+    int type;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i(KKK)(lll)(lll)", &type, &x, &cos, &sin, &r.x_stride, &r.head_stride, &r.angle_stride, &r.tokens,
+                          &r.heads, &r.size))
+        return NULL;
+    r.x = (void *)(uintptr_t)x;
+    r.cos = (const void *)(uintptr_t)cos;
+    r.sin = (const void *)(uintptr_t)sin;
+    Py_BEGIN_ALLOW_THREADS share_out_rows(r.tokens * r.heads * r.size, r.tokens, rotate_types[type], &r);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+static PyObject *likeliest(PyObject *self, PyObject *args) {
+    Likeliest l;
+    unsigned long long scores, best, indices;
+    long rows;
+    int type;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i(KKK)lll", &type, &scores, &best, &indices, &l.stride, &rows, &l.size)) return NULL;
+    l.scores = (const void *)(uintptr_t)scores;
+    l.best = (void *)(uintptr_t)best;
+    l.indices = (int64_t *)(uintptr_t)indices;
+    Py_BEGIN_ALLOW_THREADS share_out_if(rows * l.size > 4 * FEW, rows, likeliest_types[type], &l);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+#include "run_layer.h"
+
 static PyMethodDef methods[] = {
-    {"supports", supports, METH_VARARGS, "supports(dtype) -> whether this processor has the instructions for it."},
+    {"supports", supports, METH_VARARGS,
+     "supports(isa) -> whether this processor has \"avx2\", \"avx512\", \"avx512_bf16\" or \"amx\", as the kernels use it."},
+    {"set_threads", set_threads, METH_VARARGS, "set_threads(number): the kernels' threads from now on, the caller among them."},
+    {"pack", pack, METH_VARARGS, "pack(type, weight, to, outputs, inputs): a weight as `linear` reads it; its outputs filled up to 16."},
+    {"linear", linear, METH_VARARGS,
+     "linear((type, weights, bias, outputs, inputs, activation, is_gated), (x, x_stride, residual, residual_stride, out, out_stride), "
+     "rows): "
+     "see product.h."},
+    {"norm", norm, METH_VARARGS,
+     "norm(type, (x, residual, sum, out), (x_stride, head_stride, residual_stride), (tokens, heads, size), (weight, bias, eps, is_wide)): "
+     "see ops.h."},
+    {"rotate", rotate, METH_VARARGS,
+     "rotate(type, (x, cos, sin), (x_stride, head_stride, angle_stride), (tokens, heads, size)): see ops.h."},
+    {"likeliest", likeliest, METH_VARARGS, "likeliest(type, (scores, best, indices), stride, rows, size): see ops.h."},
+    {"layer", layer, METH_VARARGS,
+     "layer((type, attention_type, element), (hidden, inner, heads, kv_heads, head_size), activation, four norms (weight, eps, is_wide): "
+     "input, "
+     "post, queries, keys, four products (weights, bias): qkv, out, gate_up, down) -> a layer for run_layer: see layer.h."},
+    {"run_layer", run_layer, METH_VARARGS,
+     "run_layer(layer, (x, residual, y, adds, tokens, workspace), (cos, sin, angle_stride, angle_size), (starts, seen, first, origins, "
+     "rows, "
+     "table, table_stride), (keys, values, key_page, value_page, slots, block_tiles), (scale, soft_cap, window), sight): see layer.h."},
     {"attend", attend, METH_VARARGS,
-     "attend(is_bf16, (queries, keys, values, out), their strides, starts, seen, sequences, heads, kv_heads, size, scale): see the sources."},
+     "attend(type, (queries, keys, values, out), (query, key, value, out strides), (starts, seen, first, origins, rows, table, "
+     "table_stride), block_tiles, "
+     "(heads, kv_heads, size, scale, soft_cap, window), sight, (sinks, bias, bias_keys)): see step.h."},
+    {"write_kv", write_kv, METH_VARARGS,
+     "write_kv(type, (keys, values, to_keys, to_values), their strides, slots, tokens, kv_heads, size, block_size): see step.h."},
     {NULL, NULL, 0, NULL},
 };
 
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", NULL, 0, methods, NULL, NULL, NULL, NULL};
 
-PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__kernels(void) {
+    if (!make_team()) return PyErr_NoMemory();
+    return PyModule_Create(&definition);
+}

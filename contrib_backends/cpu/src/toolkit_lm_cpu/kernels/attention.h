@@ -1,0 +1,549 @@
+/*
+ * Exact attention of a step's flat batch: softmax(scale q k^T) v, and the KV cache that it reads.
+ *
+ * Included once for each type of element, with these, which it undefines:
+ *   ELEMENT         the type
+ *   LANE, PAIR      what a lane of keys and values is in memory, and its number of elements: 1, or 2 that are multiplied and added together
+ *   WEIGHT          the type of weights before they meet values: as wide as a lane's elements are in registers
+ *   NAME(x)         x with the type's suffix
+ *   TARGET          the instructions that may be used
+ *   LOAD, DOT       sixteen lanes from memory, and their products with others, as in lanes.h
+ *   STORE, STORE_WEIGHTS
+ *   ROWS            rows of a product, at most
+ *   SUMS            sums, of sixteen lanes each, that fit into registers
+ *   TERMS           precision of the weights, as of exp2_lanes
+ *   CONVERT         where queries meet keys as floats, and are none: sixteen of them; lanes are then half as wide in memory
+ *   AMX             where products are made by its tiles
+ *
+ * Keys and values lie in tiles of 16 tokens, one for each KV head, so that both products read whole vectors:
+ *   keys   [D / PAIR][16] lanes: a lane is a token
+ *   values [16 / PAIR][D] lanes: a lane is an element
+ * In the cache a block holds its heads' tiles one after the other. Without a cache they are laid out so in a thread's own memory.
+ *
+ * The query heads that share a KV head, of one token or of several, are the rows of both products, up to ROWS at a time. Keys are taken
+ * SPAN at a time; spans are joined in order, by the logarithms of their sums. What a row gives depends on its own keys alone: neither on
+ * rows beside it, nor on the number of threads, nor on the chunk of the prompt that its token came with.
+ */
+
+typedef struct {
+    const void *queries[ROWS];         /* [D] each */
+    const float *bias[ROWS];           /* [keys] each, or NULL */
+    long from[ROWS], to[ROWS];         /* the keys that a row sees */
+    const LANE *keys[SPAN / TILE + 1]; /* tiles of the span */
+    const LANE *values[SPAN / TILE];
+    long begin;       /* the span's first key */
+    long first, last; /* of its keys, those that any row sees, from the span's first on */
+    float scores[ROWS * SPAN] __attribute__((aligned(64)));
+    WEIGHT weights[ROWS * SPAN] __attribute__((aligned(64)));
+    float sums[ROWS * MOST_SIZE] __attribute__((aligned(64))); /* [ROWS][D] weighted values, not divided yet */
+    Sum sum[ROWS];
+#ifdef CONVERT
+    float converted[ROWS * MOST_SIZE] __attribute__((aligned(64)));
+#endif
+#ifdef AMX
+    ELEMENT rows[ROWS * MOST_SIZE] __attribute__((aligned(64)));        /* the queries, side by side */
+    LANE edge[2][TILE / PAIR * MOST_SIZE] __attribute__((aligned(64))); /* the first and the last tile of values, as far as they are seen */
+#endif
+} NAME(Span);
+
+/* A tile of up to 16 tokens, whole: keys and values [count, D]. Past `count`, zeros. */
+TARGET static void NAME(write_tile)(const ELEMENT *keys, const ELEMENT *values, long key_stride, long value_stride, int count, long size,
+                                    LANE *to_keys, LANE *to_values) {
+    const long lanes = size / PAIR;
+#ifdef CONVERT
+    for (long d = 0; d < lanes; d++)
+        for (int t = 0; t < TILE; t++) to_keys[d * TILE + t] = t < count ? keys[t * key_stride + d] : 0;
+#else
+    for (long d = 0; d < lanes; d += LANES) {
+        const int columns = lanes - d < LANES ? (int)(lanes - d) : LANES;
+        transpose(keys + d * PAIR, key_stride * (long)sizeof *keys, count, (uint32_t *)to_keys + d * TILE, TILE, columns);
+    }
+#endif
+    for (int t = 0; t < TILE; t += PAIR)
+        for (long d = 0; d < size; d += LANES) {
+            const ELEMENT *at = values + t * value_stride + d;
+            LANE *to = to_values + t / PAIR * size + d;
+#if PAIR == 1
+            if (t < count)
+                memcpy(to, at, LANES * sizeof *to);
+            else
+                memset(to, 0, LANES * sizeof *to);
+#else
+            const Words low = t < count ? load_u16(at) : splat_word(0), high = t + 1 < count ? load_u16(at + value_stride) : splat_word(0);
+            store_32(to, or_words(low, left_16(high)));
+#endif
+        }
+}
+
+/* One token of a tile. */
+TARGET static void NAME(write_token)(const ELEMENT *key, const ELEMENT *value, int t, long size, LANE *to_keys, LANE *to_values) {
+    const LANE *lanes = (const LANE *)key;
+    for (long d = 0; d < size / PAIR; d++) to_keys[d * TILE + t] = lanes[d];
+#if PAIR == 1
+    memcpy(to_values + t * size, value, size * sizeof *value);
+#else
+    /* The other half of the lanes is another token's, which another thread may be writing. */
+    for (long d = 0; d < size; d += LANES) store_halves(to_values + t / 2 * size + d, value + d, t % 2);
+#endif
+}
+
+/* A segment of the tokens, of one KV head. */
+TARGET static void NAME(write_segment)(void *job, long item) {
+    const Write *w = job;
+    const long tile_lanes = TILE * w->size / PAIR, segment = item / w->kv_heads, head = item % w->kv_heads;
+    const long end = (segment + 1) * SEGMENT < w->tokens ? (segment + 1) * SEGMENT : w->tokens;
+    for (long i = segment * SEGMENT, next; i < end; i = next) {
+        const long slot = w->slots[i], within = slot % w->block_size;
+        next = i + 1;
+        if (slot < 0) continue;
+        const long at = (head * w->block_size + within) / TILE * tile_lanes;
+        const ELEMENT *key = (const ELEMENT *)w->keys + i * w->key_stride + head * w->size;
+        const ELEMENT *value = (const ELEMENT *)w->values + i * w->value_stride + head * w->size;
+        LANE *keys = (LANE *)((ELEMENT *)w->to_keys + slot / w->block_size * w->key_page) + at;
+        LANE *values = (LANE *)((ELEMENT *)w->to_values + slot / w->block_size * w->value_page) + at;
+        if (slot % TILE == 0)
+            while (next < end && next - i < TILE && w->slots[next] == slot + next - i) next++;
+        if (next - i == TILE) {
+            NAME(write_tile)(key, value, w->key_stride, w->value_stride, TILE, w->size, keys, values);
+        } else {
+            next = i + 1;
+            NAME(write_token)(key, value, (int)(slot % TILE), w->size, keys, values);
+        }
+    }
+}
+
+static void NAME(write)(Write *w) {
+    const long segments = (w->tokens + SEGMENT - 1) / SEGMENT;
+    share_out_if(w->tokens * w->kv_heads * w->size > LONG / 16, segments * w->kv_heads, NAME(write_segment), w);
+}
+
+/* Scores of sixteen keys, times log2(e): scaled, capped, biased, and those that are not seen taken out. */
+TARGET INLINE Floats NAME(shape)(const Step *step, Floats score, const float *bias, Mask seen) {
+    if (step->soft_cap > 0) {
+        const Floats part = mul_lanes(score, splat(step->scale / step->soft_cap));
+        score = mul_lanes(tanh_lanes(part), splat(step->soft_cap * LOG2_E));
+    } else {
+        score = mul_lanes(score, splat(step->scale * LOG2_E));
+    }
+    if (bias != NULL) score = fma_lanes(floats_masked(seen, bias), splat(LOG2_E), score);
+    return select_lanes(seen, score, splat(-INFINITY));
+}
+
+/* Scores to weights, of one row. */
+TARGET INLINE void NAME(weigh)(const Step *step, NAME(Span) *s, int r) {
+    const long begin = s->first / TILE * TILE, end = s->last, from = s->from[r] - s->begin, to = s->to[r] - s->begin;
+    const float *bias = s->bias[r] == NULL ? NULL : s->bias[r] + s->begin;
+    const int is_plain = bias == NULL && step->soft_cap <= 0;
+    float *scores = s->scores + r * SPAN;
+    Floats most = splat(-INFINITY), sum = splat(0);
+    for (long t = begin; t < end; t += TILE) {
+        Floats score = floats_f32(scores + t);
+        if (is_plain && from <= t && to >= t + TILE)
+            score = mul_lanes(score, splat(step->scale * LOG2_E));
+        else
+            score = NAME(shape)(step, score, bias == NULL ? NULL : bias + t, lanes_between(from - t, to - t));
+        most = max_lanes(most, score);
+        store_f32(scores + t, score);
+    }
+    const float top = reduce_max(most);
+    const Floats above = splat(top == -INFINITY ? 0.0f : top);
+    for (long t = begin; t < end; t += TILE) {
+        const Floats weights = exp2_lanes(sub_lanes(floats_f32(scores + t), above), TERMS);
+        sum = add_lanes(sum, weights);
+        STORE_WEIGHTS(s->weights + r * SPAN + t, weights);
+    }
+    const float total = reduce_add(sum);
+    s->sum[r] = (Sum){total == total ? top : total, total};
+}
+
+#ifndef AMX
+
+/* sums[r][b] += sum over i in [first, last) of lanes i of x[r], times y[b] at i * stride. */
+TARGET INLINE void NAME(product)(Floats sums[ROWS][4], const void *const *x, const LANE *const *y, long stride, long first, long last,
+                                 const int rows, const int blocks) {
+    for (long i = first; i < last; i++) {
+        Words lanes[4];
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) lanes[b] = LOAD(y[b] + i * stride);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const Words one = splat_word(((const int32_t *)x[r])[i]);
+#pragma GCC unroll 4
+            for (int b = 0; b < blocks; b++) sums[r][b] = DOT(sums[r][b], one, lanes[b]);
+        }
+    }
+}
+
+TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int rows, const int tiles) {
+    Floats sums[ROWS][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int b = 0; b < tiles; b++) sums[r][b] = splat(0);
+    NAME(product)(sums, s->queries, s->keys + tile, TILE, 0, size / PAIR, rows, tiles);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int b = 0; b < tiles; b++) store_f32(s->scores + r * SPAN + (tile + b) * TILE, sums[r][b]);
+}
+
+#if PAIR == 2
+TARGET INLINE void NAME(add_half)(Floats sums[ROWS][4], const void *const *x, const LANE *const *y, long stride, long i, uint32_t half,
+                                  const int rows, const int blocks) {
+    for (int b = 0; b < blocks; b++) {
+        const Words lanes = and_words(LOAD(y[b] + i * stride), splat_word((int32_t)half));
+        for (int r = 0; r < rows; r++) sums[r][b] = DOT(sums[r][b], splat_word(((const int32_t *)x[r])[i]), lanes);
+    }
+}
+#endif
+
+TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long element, const int rows, const int blocks) {
+    Floats sums[ROWS][4];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int b = 0; b < blocks; b++) sums[r][b] = splat(0);
+    for (long t = s->first / TILE * TILE; t < s->last; t += TILE) {
+        const LANE *values[4];
+        const void *weights[ROWS];
+        const long first = s->first > t ? s->first - t : 0, last = s->last - t < TILE ? s->last - t : TILE;
+        for (int b = 0; b < blocks; b++) values[b] = s->values[t / TILE] + element + b * TILE;
+        for (int r = 0; r < rows; r++) weights[r] = s->weights + r * SPAN + t;
+#if PAIR == 1
+        NAME(product)(sums, weights, values, size, first, last, rows, blocks);
+#else
+        /* Of a pair that is seen in part, the other half is whatever lies there. Lanes are added in order all the same. */
+        if (first % 2) NAME(add_half)(sums, weights, values, size, first / 2, 0xffff0000u, rows, blocks);
+        NAME(product)(sums, weights, values, size, (first + 1) / 2, last / 2, rows, blocks);
+        if (last % 2) NAME(add_half)(sums, weights, values, size, last / 2, 0x0000ffffu, rows, blocks);
+#endif
+    }
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) store_f32(s->sums + r * size + element + b * TILE, sums[r][b]);
+}
+
+/* The sums of `rows` rows, 1, 2, 4 or 8. */
+TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, const int rows) {
+    const long size = step->size, last = (s->last + TILE - 1) / TILE;
+    const int wide = rows * 4 <= SUMS ? 4 : rows * 2 <= SUMS ? 2 : 1;
+    long tile = s->first / TILE, d = 0;
+    for (; tile + wide <= last; tile += wide) NAME(score_tiles)(s, size, tile, rows, wide);
+    if (wide == 4 && tile + 2 <= last) NAME(score_tiles)(s, size, tile, rows, 2), tile += 2;
+    if (wide > 1 && tile < last) NAME(score_tiles)(s, size, tile, rows, 1);
+    for (int r = 0; r < rows; r++) NAME(weigh)(step, s, r);
+    for (; d + wide * TILE <= size; d += wide * TILE) NAME(combine_blocks)(s, size, d, rows, wide);
+    if (wide == 4 && d + 2 * TILE <= size) NAME(combine_blocks)(s, size, d, rows, 2), d += 2 * TILE;
+    if (wide > 1 && d < size) NAME(combine_blocks)(s, size, d, rows, 1);
+}
+
+/* The span that `s` describes, for its first `rows` rows. */
+TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) {
+    const int wide = rows > 4 ? 8 : rows > 2 ? 4 : rows;
+    for (int r = rows; r < wide; r++) {
+        s->queries[r] = s->queries[rows - 1], s->bias[r] = s->bias[rows - 1];
+        s->from[r] = s->from[rows - 1], s->to[r] = s->to[rows - 1];
+    }
+#if ROWS > 4
+    if (wide == 8)
+        NAME(attend_span)(step, s, 8);
+    else
+#endif
+        if (wide == 4)
+        NAME(attend_span)(step, s, 4);
+    else if (wide == 2)
+        NAME(attend_span)(step, s, 2);
+    else
+        NAME(attend_span)(step, s, 1);
+}
+
+#else
+
+/*
+ * Tiles 0 to 3 hold results, of rows 0 to 15 and 16 to 31; 4 queries and 6 keys, 5 weights and 7 values. All have sixteen rows, but for
+ * values: what rows that there are not give is not read.
+ */
+TARGET static void NAME(shape_tiles)(void) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shape
+        __attribute__((aligned(64))) = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 32, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 8}};
+    _tile_loadconfig(&shape);
+}
+
+/* Adds x [16 or 32 rows] by y0, and where it is `wide` by y1, in the tiles X and Y. */
+#define ADD_PRODUCTS(X, Y, x, x_stride, y0, y1, y_bytes)                                                                                   \
+    do {                                                                                                                                   \
+        _tile_loadd(X, x, (x_stride) * (long)sizeof(ELEMENT));                                                                             \
+        _tile_loadd(Y, y0, y_bytes);                                                                                                       \
+        _tile_dpbf16ps(0, X, Y);                                                                                                           \
+        if (wide) _tile_loadd(Y, y1, y_bytes);                                                                                             \
+        if (wide) _tile_dpbf16ps(2, X, Y);                                                                                                 \
+        if (tall) _tile_loadd(X, (x) + TILE * (x_stride), (x_stride) * (long)sizeof(ELEMENT));                                             \
+        if (tall && wide) _tile_dpbf16ps(3, X, Y);                                                                                         \
+        if (tall && wide) _tile_loadd(Y, y0, y_bytes);                                                                                     \
+        if (tall) _tile_dpbf16ps(1, X, Y);                                                                                                 \
+    } while (0)
+
+TARGET INLINE void NAME(clear)(const int tall, const int wide) {
+    _tile_zero(0);
+    if (tall) _tile_zero(1);
+    if (wide) _tile_zero(2);
+    if (tall && wide) _tile_zero(3);
+}
+
+TARGET INLINE void NAME(keep)(float *to, long stride, const int tall, const int wide) {
+    _tile_stored(0, to, stride * (long)sizeof *to);
+    if (tall) _tile_stored(1, to + TILE * stride, stride * (long)sizeof *to);
+    if (wide) _tile_stored(2, to + TILE, stride * (long)sizeof *to);
+    if (tall && wide) _tile_stored(3, to + TILE * stride + TILE, stride * (long)sizeof *to);
+}
+
+TARGET INLINE void NAME(score_tiles)(NAME(Span) *s, long size, long tile, const int tall, const int wide) {
+    NAME(clear)(tall, wide);
+    for (long d = 0; d < size; d += 2 * TILE)
+        ADD_PRODUCTS(4, 6, s->rows + d, size, s->keys[tile] + d / 2 * TILE, s->keys[tile + 1] + d / 2 * TILE, 64);
+    NAME(keep)(s->scores + tile * TILE, SPAN, tall, wide);
+}
+
+TARGET INLINE void NAME(combine_blocks)(NAME(Span) *s, long size, long d, long first, long last, const int tall) {
+    const int wide = 1;
+    NAME(clear)(tall, wide);
+    for (long t = first; t < last; t++)
+        ADD_PRODUCTS(5, 7, s->weights + t * TILE, SPAN, s->values[t] + d, s->values[t] + d + TILE, size * (long)sizeof(LANE));
+    NAME(keep)(s->sums + d, size, tall, wide);
+}
+
+/* The values of a tile that is seen in part, with zeros for the others, which may be anything. */
+TARGET static void NAME(cut)(NAME(Span) *s, long size, int edge, long tile) {
+    const long first = s->first - tile * TILE, last = s->last - tile * TILE;
+    if (first <= 0 && last >= TILE) return;
+    for (int pair = 0; pair < TILE / 2; pair++) {
+        const uint32_t low = 2 * pair >= first && 2 * pair < last ? 0xffffu : 0,
+                       high = 2 * pair + 1 >= first && 2 * pair + 1 < last ? 0xffff0000u : 0;
+        for (long d = 0; d < size; d += LANES) {
+            const Words lanes = load_32(s->values[tile] + pair * size + d);
+            store_32(s->edge[edge] + pair * size + d, and_words(lanes, splat_word((int32_t)(low | high))));
+        }
+    }
+    s->values[tile] = s->edge[edge];
+}
+
+/* The span that `s` describes, for its first `rows` rows. */
+TARGET INLINE void NAME(attend_span)(const Step *step, NAME(Span) *s, int rows, const int tall) {
+    const long size = step->size, first = s->first / TILE, last = (s->last + TILE - 1) / TILE;
+    long tile = first;
+    for (int r = 0; r < rows; r++) memcpy(s->rows + r * size, s->queries[r], (size_t)size * sizeof(ELEMENT));
+    for (; tile + 2 <= last; tile += 2) NAME(score_tiles)(s, size, tile, tall, 1);
+    if (tile < last) NAME(score_tiles)(s, size, tile, tall, 0);
+    for (int r = 0; r < rows; r++) NAME(weigh)(step, s, r);
+    NAME(cut)(s, size, 0, first);
+    if (last - 1 > first) NAME(cut)(s, size, 1, last - 1);
+    for (long d = 0; d < size; d += 2 * TILE) NAME(combine_blocks)(s, size, d, first, last, tall);
+}
+
+TARGET static void NAME(attend_rows)(const Step *step, NAME(Span) *s, int rows) {
+    if (rows > TILE)
+        NAME(attend_span)(step, s, rows, 1);
+    else
+        NAME(attend_span)(step, s, rows, 0);
+}
+
+#endif
+
+/* Joins a row's next span to those before it. */
+TARGET static void NAME(join)(Sum *all, float *sums, Sum next, const float *next_sums, long size) {
+    const float top = all->top > next.top ? all->top : next.top;
+    if (top == -INFINITY) return;
+    const Floats old = exp2_lanes(splat(all->top - top), 7), new = exp2_lanes(splat(next.top - top), 7);
+    for (long d = 0; d < size; d += LANES) {
+        const Floats more = mul_lanes(floats_f32(next_sums + d), new);
+        store_f32(sums + d, fma_lanes(floats_f32(sums + d), old, more));
+    }
+    all->total = all->total * first_lane(old) + next.total * first_lane(new);
+    all->top = top;
+}
+
+/* The output of a row of some work. */
+TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Sum all, const float *sums) {
+    const long ahead = step->group == 1 ? row : row / step->group, head = work->kv_head * step->group + row - ahead * step->group;
+    ELEMENT *out = (ELEMENT *)step->out + (step->starts[work->row] + work->token + ahead) * step->out_stride + head * step->size;
+    float share = 1;
+    if (step->sinks != NULL) {
+        const float sink = step->sinks[head] * LOG2_E, top = all.top > sink ? all.top : sink;
+        share = first_lane(exp2_lanes(splat(all.top - top), 7));
+        all.total = all.total * share + first_lane(exp2_lanes(splat(sink - top), 7));
+    }
+    const Floats inverse = splat(all.total == 0 ? 0 : share / all.total);
+    for (long d = 0; d < step->size; d += LANES) STORE(out + d, mul_lanes(floats_f32(sums + d), inverse));
+}
+
+/* Tiles of a sequence that is not cached: keys and values [tokens, D] of one KV head, `stride` elements from token to token. */
+TARGET static void NAME(lay_out)(const ELEMENT *keys, const ELEMENT *values, long key_stride, long value_stride, long tokens, long size,
+                                 LANE *key_tiles, LANE *value_tiles) {
+    for (long t = 0; t < tokens; t += TILE) {
+        const int count = tokens - t < TILE ? (int)(tokens - t) : TILE;
+        NAME(write_tile)(keys + t * key_stride, values + t * value_stride, key_stride, value_stride, count, size,
+                         key_tiles + t * size / PAIR, value_tiles + t * size / PAIR);
+    }
+}
+
+/* A token's query by one head becomes row r of the span. */
+TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *s, long token, long head, int r) {
+    const long at = step->starts[work->row] + token, size = step->size;
+    const ELEMENT *query = (const ELEMENT *)step->queries + at * step->query_stride + head * size;
+    s->queries[r] = query;
+#ifdef CONVERT
+    for (long d = 0; d < size; d += LANES) store_f32(s->converted + r * size + d, CONVERT(query + d));
+    s->queries[r] = s->converted + r * size;
+#endif
+    s->bias[r] = step->bias == NULL ? NULL : step->bias + (head * step->starts[step->rows] + at) * step->bias_keys;
+    visible(step, work->row, token, &s->from[r], &s->to[r]);
+}
+
+/* Where the span's keys and values are: in the cache, or laid out for this work. */
+static void NAME(locate)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys, const LANE *own_values) {
+    const long tile_lanes = TILE * step->size / PAIR;
+    for (long t = s->first / TILE; t * TILE < s->last; t++) {
+        const long tile = s->begin / TILE + t;
+        if (step->table == NULL) {
+            s->keys[t] = own_keys + tile * tile_lanes, s->values[t] = own_values + tile * tile_lanes;
+        } else {
+            const long block = step->table[work->row * step->table_stride + tile / step->block_tiles];
+            const long at = (work->kv_head * step->block_tiles + tile % step->block_tiles) * tile_lanes;
+            s->keys[t] = (const LANE *)((const ELEMENT *)step->keys + block * step->key_stride) + at;
+            s->values[t] = (const LANE *)((const ELEMENT *)step->values + block * step->value_stride) + at;
+        }
+    }
+}
+
+/* Rows [first, end) of some work and one span of their keys. 0: they see none of it. */
+TARGET static int NAME(attend_some)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys, const LANE *own_values,
+                                    long span, long first, long end) {
+    const int rows = (int)(end - first);
+    long from = LONG_MAX, to = 0, token = work->token + first / step->group, head = first % step->group;
+    for (int r = 0; r < rows; r++) {
+        NAME(choose)(step, work, s, token, work->kv_head * step->group + head, r);
+        if (++head == step->group) head = 0, token++;
+        if (s->from[r] < from) from = s->from[r];
+        if (s->to[r] > to) to = s->to[r];
+    }
+    s->begin = span * SPAN;
+    s->first = from > s->begin ? from - s->begin : 0;
+    s->last = to - s->begin < SPAN ? to - s->begin : SPAN;
+    if (s->first >= s->last) return 0;
+    NAME(locate)(step, work, s, own_keys, own_values);
+    NAME(attend_rows)(step, s, rows);
+    return 1;
+}
+
+/* Some work: its output, or where `sums` are asked for, what its rows have of its span. */
+TARGET static void NAME(attend_work)(const Step *step, const Work *work, NAME(Span) *s, const LANE *own_keys, const LANE *own_values,
+                                     Sum *all, float *sums) {
+    const long size = step->size, group = step->group, rows = work->tokens * group;
+    Sum many[MANY];
+    float many_sums[MANY * MOST_SIZE];
+    for (long begin = 0; begin < rows; begin += MANY) {
+        const long end = rows - begin < MANY ? rows : begin + MANY;
+        long first, last, other;
+        visible(step, work->row, work->token + begin / group, &first, &other);
+        visible(step, work->row, work->token + (end - 1) / group, &other, &last);
+        const long first_span = first / SPAN, end_span = (last + SPAN - 1) / SPAN;
+        if (all == NULL && end_span - first_span == 1) {
+            for (long row = begin; row < end; row += ROWS) {
+                const long next = end - row < ROWS ? end : row + ROWS;
+                const int seen = NAME(attend_some)(step, work, s, own_keys, own_values, first_span, row, next);
+                for (long r = row; r < next; r++) NAME(finish)(step, work, r, seen ? s->sum[r - row] : EMPTY, s->sums + (r - row) * size);
+            }
+            continue;
+        }
+        Sum *to = all == NULL ? many : all + begin;
+        float *to_sums = all == NULL ? many_sums : sums + begin * size;
+        for (long r = 0; r < end - begin; r++) to[r] = EMPTY;
+        memset(to_sums, 0, (size_t)((end - begin) * size) * sizeof *to_sums);
+        for (long span = first_span; span < end_span; span++) {
+            if (work->span >= 0 && span != work->span) continue;
+            for (long row = begin; row < end; row += ROWS) {
+                const long next = end - row < ROWS ? end : row + ROWS;
+                if (!NAME(attend_some)(step, work, s, own_keys, own_values, span, row, next)) continue;
+                for (long r = row; r < next; r++)
+                    NAME(join)(&to[r - begin], to_sums + (r - begin) * size, s->sum[r - row], s->sums + (r - row) * size, size);
+            }
+        }
+        for (long r = begin; all == NULL && r < end; r++) NAME(finish)(step, work, r, many[r - begin], many_sums + (r - begin) * size);
+    }
+}
+
+/* Some work of the plan. */
+TARGET static void NAME(attend_item)(void *job, long i) {
+    Attention *a = job;
+    const Step *step = a->step;
+    const Work *work = a->plan.work + i;
+    const size_t lanes = step->table == NULL ? (size_t)(a->plan.longest + TILE) * step->size / PAIR : 0;
+    NAME(Span) *span = own_memory((sizeof *span + 63) / 64 * 64 + 2 * lanes * sizeof(LANE));
+    if (span == NULL) {
+        a->failed = 1;
+        return;
+    }
+    LANE *tiles = (LANE *)((char *)span + (sizeof *span + 63) / 64 * 64);
+    if (lanes) {
+        const long start = step->origins[work->row];
+        NAME(lay_out)((const ELEMENT *)step->keys + start * step->key_stride + work->kv_head * step->size,
+                      (const ELEMENT *)step->values + start * step->value_stride + work->kv_head * step->size, step->key_stride,
+                      step->value_stride, step->seen[work->row], step->size, tiles, tiles + lanes);
+    }
+#ifdef AMX
+    NAME(shape_tiles)();
+#endif
+    const long at = i * a->plan.most_rows;
+    NAME(attend_work)(step, work, span, tiles, tiles + lanes, a->all == NULL ? NULL : a->all + at, a->sums + at * step->size);
+#ifdef AMX
+    _tile_release();
+#endif
+}
+
+/* The rows of some work whose spans were shared out. */
+TARGET static void NAME(join_item)(void *job, long item) {
+    const Attention *a = job;
+    const Step *step = a->step;
+    const long rows = a->plan.most_rows, i = item * a->plan.most_spans;
+    for (long r = 0; r < a->plan.work[i].tokens * step->group; r++) {
+        const long at = i * rows + r;
+        for (long j = at + rows; j < at + a->plan.most_spans * rows; j += rows)
+            NAME(join)(a->all + at, a->sums + at * step->size, a->all[j], a->sums + j * step->size, step->size);
+        NAME(finish)(step, a->plan.work + i, r, a->all[at], a->sums + at * step->size);
+    }
+}
+
+/* 0: there was no memory. */
+static int NAME(attend)(const Step *step) {
+    Attention a = {.step = step, .plan = make_plan(step)};
+    const size_t rows = (size_t)(a.plan.count * a.plan.most_rows);
+    a.all = a.plan.most_spans ? malloc(rows * (sizeof *a.all + (size_t)step->size * sizeof(float))) : NULL;
+    a.sums = (float *)(a.all + (a.all == NULL ? 0 : rows));
+    a.failed = a.plan.work == NULL || (a.plan.most_spans && a.all == NULL);
+    if (!a.failed) share_out_if(a.plan.is_long, a.plan.count, NAME(attend_item), &a);
+    if (!a.failed && a.all != NULL) share_out(a.plan.count / a.plan.most_spans, NAME(join_item), &a);
+    free(a.all);
+    free(a.plan.work);
+    return !a.failed;
+}
+
+#undef NAME
+#undef TARGET
+#undef ELEMENT
+#undef LANE
+#undef PAIR
+#undef WEIGHT
+#undef LOAD
+#undef DOT
+#undef STORE
+#undef STORE_WEIGHTS
+#undef ROWS
+#undef SUMS
+#undef TERMS
+#undef CONVERT
+#undef AMX
+#undef FLOATS
+#undef ADD_PRODUCTS

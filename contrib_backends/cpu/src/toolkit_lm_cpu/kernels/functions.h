@@ -1,0 +1,75 @@
+/* What is made of the instructions of lanes.h; included once for each of them. */
+
+BASE INLINE Floats floats_bf16(const void *from) { return as_floats(left_16(load_u16(from))); }
+
+/* sum + x y: of floats; and of pairs of bfloat16, whose halves are multiplied one after the other. */
+BASE INLINE Floats dot_f32(Floats sum, Words x, Words y) { return fma_lanes(as_floats(x), as_floats(y), sum); }
+
+BASE INLINE Floats dot_split(Floats sum, Words x, Words y) {
+    const Words high = splat_word((int32_t)0xffff0000u);
+    sum = dot_f32(sum, left_16(x), left_16(y));
+    return dot_f32(sum, and_words(x, high), and_words(y, high));
+}
+
+/* As bfloat16; to nearest, ties to even. */
+BASE INLINE void store_split(void *to, Floats x) {
+    const Words bits = as_words(x), odd = and_words(right_16(bits), splat_word(1));
+    const Words rounded = add_words(bits, add_words(odd, splat_word(0x7fff)));
+    const Words quiet = or_words(bits, splat_word(0x400000));
+    store_u16(to, right_16(as_words(select_lanes(unordered(x), as_floats(quiet), as_floats(rounded)))));
+}
+
+/* 2^x; 0 below the smallest normal number. 7 terms give float precision, 5 more than bfloat16's. The coefficients are log(2)^n / n!. */
+BASE INLINE Floats exp2_lanes(Floats x, const int terms) {
+    const Floats whole = round_lanes(x), part = sub_lanes(x, whole);
+    static const float coefficients[] = {1.0f,          6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f,
+                                         9.6181291e-3f, 1.3333558e-3f, 1.5403530e-4f, 1.5252734e-5f};
+    Floats y = splat(coefficients[terms]);
+    for (int n = terms - 1; n >= 0; n--) y = fma_lanes(y, part, splat(coefficients[n]));
+    return ldexp_lanes(not_less(x, splat(-126.0f)), y, whole);
+}
+
+/* tanh(x) = 1 - 2 / (e^2x + 1); where that cancels, by its series. */
+BASE INLINE Floats tanh_lanes(Floats x) {
+    const Floats one = splat(1.0f), square = mul_lanes(x, x);
+    const Floats power = exp2_lanes(min_lanes(mul_lanes(x, splat(2.88539008f)), splat(126.0f)), 7);
+    const Floats far = sub_lanes(one, div_lanes(splat(2.0f), add_lanes(power, one)));
+    Floats near = fma_lanes(square, splat(-17.0f / 315), splat(2.0f / 15));
+    near = fma_lanes(near, square, splat(-1.0f / 3));
+    near = fma_lanes(mul_lanes(near, square), x, x);
+    return select_lanes(unordered(x), x, select_lanes(less(square, splat(0.04f)), near, far));
+}
+
+/* erf by Abramowitz and Stegun 7.1.26; its error is below 2e-7. */
+BASE INLINE Floats erf_lanes(Floats x) {
+    static const float coefficients[] = {1.061405429f, -1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f};
+    const Floats one = splat(1.0f), zero = splat(0.0f);
+    const Floats t = div_lanes(one, fma_lanes(abs_lanes(x), splat(0.3275911f), one));
+    Floats y = splat(coefficients[0]);
+    for (int i = 1; i < 5; i++) y = fma_lanes(y, t, splat(coefficients[i]));
+    const Floats power = exp2_lanes(mul_lanes(mul_lanes(x, x), splat(-1.44269504f)), 7);
+    y = fnma_lanes(mul_lanes(y, t), power, one);
+    return select_lanes(less(x, zero), sub_lanes(zero, y), y);
+}
+
+BASE INLINE Floats activate(int activation, Floats x) {
+    const Floats one = splat(1.0f), half = mul_lanes(x, splat(0.5f));
+    switch (activation) {
+        case RELU:
+            /* In this order NaN stays. */
+            return max_lanes(splat(0.0f), x);
+        case SILU: {
+            /* 2^200 is infinite, and what is divided by that 0. */
+            const Floats exponent = min_lanes(mul_lanes(x, splat(-1.44269504f)), splat(200.0f));
+            return div_lanes(x, add_lanes(one, exp2_lanes(exponent, 7)));
+        }
+        case GELU:
+            return fma_lanes(half, erf_lanes(mul_lanes(x, splat(0.70710678f))), half);
+        case GELU_TANH: {
+            const Floats cube = mul_lanes(mul_lanes(x, x), mul_lanes(x, splat(0.044715f)));
+            return fma_lanes(half, tanh_lanes(mul_lanes(add_lanes(x, cube), splat(0.79788456f))), half);
+        }
+        default:
+            return x;
+    }
+}

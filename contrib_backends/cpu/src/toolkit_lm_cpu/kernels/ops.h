@@ -1,0 +1,41 @@
+/* What a layer does between products: norms and rotations. */
+
+#ifndef OPS_H
+#define OPS_H
+
+#include "product.h"
+
+#define SOME_ROWS 16 /* that a thread takes at a time */
+
+typedef struct {
+    const void *x;             /* [tokens, heads, size]; where there are no heads, one */
+    const void *residual;      /* as x, or NULL */
+    void *sum;                 /* as the residual, and maybe it: x + residual, where there is one */
+    void *out;                 /* [tokens, heads, size]; maybe x */
+    const void *weight, *bias; /* [size]; a bias makes it a norm of x less its mean */
+    long x_stride, head_stride, residual_stride;
+    long out_stride; /* from token to token; heads follow each other */
+    long tokens, heads, size;
+    float eps;
+    int is_wide; /* the weight is float */
+} Norm;
+
+typedef struct {
+    void *x;               /* [tokens, heads, head size] */
+    const void *cos, *sin; /* [tokens, size]; sin is negative where the other half is subtracted */
+    long x_stride, head_stride, angle_stride;
+    long tokens, heads, size;
+} Rotate;
+
+typedef struct {
+    const void *scores; /* [rows, size] */
+    void *best;         /* [rows] */
+    int64_t *indices;   /* [rows] */
+    long stride, size;
+} Likeliest;
+
+static void share_out_rows(long elements, long rows, Item item, void *job) {
+    share_out_if(elements > 4 * FEW, (rows + SOME_ROWS - 1) / SOME_ROWS, item, job);
+}
+
+#endif

@@ -1,0 +1,99 @@
+/* Included by module.c after the tables of types. */
+
+static void run_norm(const Layer *l, NormPart part, const void *x, const void *residual, void *sum, void *out, long tokens) {
+    Norm n = {
+        .x = x, .residual = residual, .sum = sum, .out = out, .weight = part.weight, .x_stride = l->hidden, .residual_stride = l->hidden};
+    n.out_stride = n.size = l->hidden, n.tokens = tokens, n.heads = 1, n.eps = part.eps, n.is_wide = part.is_wide;
+    share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
+}
+
+/* Of the heads of qkv [tokens, stride], in place. */
+static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, long heads, long tokens) {
+    Norm n = {.x = x, .out = x, .weight = part.weight, .x_stride = stride, .head_stride = l->head_size, .out_stride = stride};
+    n.tokens = tokens, n.heads = heads, n.size = l->head_size, n.eps = part.eps, n.is_wide = part.is_wide;
+    if (part.weight != NULL) share_out_rows(tokens * heads * n.size, tokens * heads, norm_types[l->type], &n);
+}
+
+static int run_linear(const Layer *l, LinearPart part, const void *x, long inputs, void *out, long outputs, long tokens, int is_gated) {
+    Linear p = {.x = x, .weights = part.weights, .bias = part.bias, .out = out, .x_stride = inputs, .out_stride = outputs};
+    p.rows = tokens, p.inputs = inputs, p.outputs = outputs, p.is_gated = is_gated, p.activation = is_gated ? l->activation : PLAIN;
+    share_out_linear(&p, linear_types[l->type]);
+    return !p.failed;
+}
+
+/* 0: there was no memory. `attention` lacks queries, keys and values that are not cached, and the output; `write` what is written. */
+static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, Write *write) {
+    const long q = l->heads * l->head_size, kv = l->kv_heads * l->head_size, wide = q + 2 * kv, tokens = s->tokens;
+    char *h = s->workspace, *qkv = h + tokens * l->hidden * l->element, *a = qkv + tokens * wide * l->element;
+    char *o = a + tokens * q * l->element, *inner = o + tokens * l->hidden * l->element;
+    const char *keys = qkv + q * l->element, *values = keys + kv * l->element;
+    run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens);
+    if (!run_linear(l, l->qkv, h, l->hidden, qkv, wide, tokens, 0)) return 0;
+    run_head_norm(l, l->queries, qkv, wide, l->heads, tokens);
+    run_head_norm(l, l->keys, (void *)keys, wide, l->kv_heads, tokens);
+    Rotate r = {.x = qkv, .cos = s->cos, .sin = s->sin, .x_stride = wide, .head_stride = l->head_size, .angle_stride = s->angle_stride};
+    r.tokens = tokens, r.heads = l->heads + l->kv_heads, r.size = s->angle_size;
+    share_out_rows(tokens * r.heads * l->head_size, tokens, rotate_types[l->type], &r);
+    attention->queries = qkv, attention->out = a, attention->query_stride = wide, attention->out_stride = q;
+    if (attention->table == NULL) {
+        attention->keys = keys, attention->values = values, attention->key_stride = attention->value_stride = wide;
+    } else {
+        write->keys = keys, write->values = values, write->key_stride = write->value_stride = wide;
+        write_types[l->attention_type](write);
+    }
+    if (!attend_types[l->attention_type](attention)) return 0;
+    if (!run_linear(l, l->out, a, q, o, l->hidden, tokens, 0)) return 0;
+    run_norm(l, l->post, o, s->residual, s->residual, h, tokens);
+    return run_linear(l, l->gate_up, h, l->hidden, inner, l->inner, tokens, 1) &&
+           run_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, 0);
+}
+
+static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, "layer")); }
+
+static PyObject *layer(PyObject *self, PyObject *args) {
+    Layer *l = calloc(1, sizeof *l);
+    unsigned long long w[12];
+    (void)self;
+    if (l == NULL) return PyErr_NoMemory();
+    if (!PyArg_ParseTuple(args, "(iil)(lllll)i(Kfi)(Kfi)(Kfi)(Kfi)(KK)(KK)(KK)(KK)", &l->type, &l->attention_type, &l->element, &l->hidden,
+                          &l->inner, &l->heads, &l->kv_heads, &l->head_size, &l->activation, &w[0], &l->input.eps, &l->input.is_wide, &w[1],
+                          &l->post.eps, &l->post.is_wide, &w[2], &l->queries.eps, &l->queries.is_wide, &w[3], &l->keys.eps,
+                          &l->keys.is_wide, &w[4], &w[5], &w[6], &w[7], &w[8], &w[9], &w[10], &w[11])) {
+        free(l);
+        return NULL;
+    }
+    const void **to[] = {&l->input.weight, &l->post.weight, &l->queries.weight,  &l->keys.weight,  &l->qkv.weights,  &l->qkv.bias,
+                         &l->out.weights,  &l->out.bias,    &l->gate_up.weights, &l->gate_up.bias, &l->down.weights, &l->down.bias};
+    for (int i = 0; i < 12; i++) *to[i] = (const void *)(uintptr_t)w[i];
+    return PyCapsule_New(l, "layer", free_layer);
+}
+
+static PyObject *run_layer(PyObject *self, PyObject *args) {
+    PyObject *capsule;
+    LayerStep s;
+    Step step = {0};
+    Write write = {0};
+    unsigned long long x, residual, y, workspace, cos, sin, starts, seen, first, origins, table, keys, values, slots;
+    int done;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O(KKKilK)(KKll)(KKKKlKl)(KKllKl)(ffl)i", &capsule, &x, &residual, &y, &s.adds, &s.tokens, &workspace, &cos,
+                          &sin, &s.angle_stride, &s.angle_size, &starts, &seen, &first, &origins, &step.rows, &table, &step.table_stride,
+                          &keys, &values, &step.key_stride, &step.value_stride, &slots, &step.block_tiles, &step.scale, &step.soft_cap,
+                          &step.window, &step.sight))
+        return NULL;
+    const Layer *l = PyCapsule_GetPointer(capsule, "layer");
+    if (l == NULL) return NULL;
+    s.x = (void *)(uintptr_t)x, s.residual = (void *)(uintptr_t)residual, s.y = (void *)(uintptr_t)y;
+    s.workspace = (void *)(uintptr_t)workspace, s.cos = (const void *)(uintptr_t)cos, s.sin = (const void *)(uintptr_t)sin;
+    step.starts = (const int32_t *)(uintptr_t)starts, step.seen = (const int32_t *)(uintptr_t)seen;
+    step.first = (const int64_t *)(uintptr_t)first, step.origins = (const int32_t *)(uintptr_t)origins;
+    step.table = (const int32_t *)(uintptr_t)table;
+    step.keys = (const void *)(uintptr_t)keys, step.values = (const void *)(uintptr_t)values;
+    step.heads = l->heads, step.kv_heads = l->kv_heads, step.size = l->head_size, step.group = l->heads / l->kv_heads;
+    write.to_keys = (void *)(uintptr_t)keys, write.to_values = (void *)(uintptr_t)values;
+    write.key_page = step.key_stride, write.value_page = step.value_stride, write.slots = (const int64_t *)(uintptr_t)slots;
+    write.tokens = s.tokens, write.kv_heads = l->kv_heads, write.size = l->head_size, write.block_size = step.block_tiles * TILE;
+    Py_BEGIN_ALLOW_THREADS done = run_layer_step(l, &s, &step, &write);
+    Py_END_ALLOW_THREADS if (!done) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}

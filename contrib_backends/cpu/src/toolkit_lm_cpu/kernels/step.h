@@ -1,0 +1,124 @@
+/* What a step asks of attention, and how it is cut into work for threads. */
+
+#ifndef STEP_H
+#define STEP_H
+
+#include <limits.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "team.h"
+
+#define TILE 16
+#define SPAN 256      /* keys; whole tiles */
+#define MANY 64       /* rows that share what is read of a span */
+#define SEGMENT 128   /* tokens that one thread writes at a time */
+#define MOST_SIZE 512 /* of a head */
+#define LONG 65536    /* multiplications, and more, that are worth other threads */
+#define LOG2_E 1.44269504f
+
+enum { SEE_ALL, SEE_PAST, SEE_AROUND };
+
+typedef struct {
+    const void *queries, *keys, *values; /* queries [T, heads, D]; keys and values of the cache, or [T, kv_heads, D] */
+    void *out;                           /* [T, heads, D] */
+    long query_stride, out_stride;       /* elements from token to token */
+    long key_stride, value_stride;       /* from block to block, or from token to token */
+    const int32_t *starts;               /* [rows + 1]: the tokens of each sequence */
+    const int32_t *seen;                 /* [rows]: its keys */
+    const int64_t *first;                /* [rows]: position of its first token in this step */
+    const int32_t *origins;              /* [rows]: the token of its first key, where nothing is cached */
+    long rows, heads, kv_heads, size;
+    long group;           /* heads that share a KV head */
+    const int32_t *table; /* [rows, table_stride] blocks; NULL: nothing is cached */
+    long table_stride, block_tiles;
+    float scale, soft_cap; /* soft_cap 0: none */
+    int sight;             /* SEE_ALL, SEE_PAST, or SEE_AROUND, which a window alone bounds */
+    long window;           /* 0: none */
+    const float *sinks;    /* [heads] or NULL */
+    const float *bias;     /* [heads, T, bias_keys] or NULL */
+    long bias_keys;
+} Step;
+
+/* What a row has of some of its keys, beside the weighted sum of their values. */
+typedef struct {
+    float top, total; /* the greatest score, times log2(e), and the sum of the weights */
+} Sum;
+
+static const Sum EMPTY = {-INFINITY, 0};
+
+typedef struct {
+    const void *keys, *values; /* [T, kv_heads, D] */
+    void *to_keys, *to_values; /* the cache */
+    long key_stride, value_stride, key_page, value_page;
+    const int64_t *slots; /* [T]; below 0: not stored */
+    long tokens, kv_heads, size, block_size;
+} Write;
+
+/* Tokens of one sequence, by the query heads of one KV head; of its keys all, or one span where these are shared out. */
+typedef struct {
+    long row, kv_head, token, tokens;
+    long span; /* -1: all */
+} Work;
+
+typedef struct {
+    Work *work;
+    long count;
+    long most_spans; /* 0: spans are not shared out; otherwise so many, of each work, follow each other */
+    long most_rows;  /* of a work */
+    long longest;    /* most keys of a sequence */
+    int is_long;
+} Plan;
+
+/* A step under way. */
+typedef struct {
+    const Step *step;
+    Plan plan;
+    Sum *all;    /* [works][most_rows] where spans are shared out, and their weighted sums */
+    float *sums; /* [works][most_rows][D] */
+    int failed;
+} Attention;
+
+/* The keys that a token sees. */
+static inline void visible(const Step *step, long row, long token, long *from, long *to) {
+    const long position = step->first[row] + token;
+    *from = 0, *to = step->seen[row];
+    if (step->sight == SEE_PAST && position + 1 < *to) *to = position + 1;
+    if (step->sight == SEE_AROUND && step->window && position + step->window < *to) *to = position + step->window;
+    if (step->sight != SEE_ALL && step->window && position - step->window + 1 > 0) *from = position - step->window + 1;
+    if (*from > *to) *from = *to;
+}
+
+static Plan make_plan(const Step *step) {
+    const long group = step->group;
+    long most_tokens = MANY / group > 1 ? MANY / group : 1, count = 0, products = 0;
+    Plan plan = {0};
+    for (long row = 0; row < step->rows; row++) {
+        const long tokens = step->starts[row + 1] - step->starts[row];
+        if (step->table == NULL && tokens > most_tokens) most_tokens = tokens;
+        if (step->seen[row] > plan.longest) plan.longest = step->seen[row];
+        products += tokens * step->seen[row] * step->heads * step->size;
+    }
+    for (long row = 0; row < step->rows; row++)
+        count += (step->starts[row + 1] - step->starts[row] + most_tokens - 1) / most_tokens * step->kv_heads;
+    plan.is_long = products > LONG;
+    plan.most_rows = most_tokens * group;
+    if (step->table != NULL && plan.is_long && plan.longest > SPAN && count < 4 * atomic_load(&team.threads))
+        plan.most_spans = (plan.longest + SPAN - 1) / SPAN;
+    const long spans = plan.most_spans ? plan.most_spans : 1;
+    plan.work = malloc(sizeof *plan.work * (size_t)(count * spans + 1));
+    if (plan.work == NULL) return plan;
+    for (long row = 0; row < step->rows; row++) {
+        const long tokens = step->starts[row + 1] - step->starts[row];
+        for (long token = 0; token < tokens; token += most_tokens)
+            for (long kv_head = 0; kv_head < step->kv_heads; kv_head++)
+                for (long span = 0; span < spans; span++)
+                    plan.work[plan.count++] = (Work){row, kv_head, token, tokens - token < most_tokens ? tokens - token : most_tokens,
+                                                     plan.most_spans ? span : -1};
+    }
+    return plan;
+}
+
+#endif

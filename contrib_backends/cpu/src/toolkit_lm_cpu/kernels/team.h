@@ -1,0 +1,155 @@
+/*
+ * The team: the threads that kernels share out their work to, the caller among them.
+ *
+ * A job is so many items. Threads claim them one by one, and who is not running claims none: so a thread that the system has taken off its
+ * core delays a job by one item at most, and a team of sleepers by nothing. Threads that find no work spin for a moment, and then sleep.
+ */
+
+#ifndef TEAM_H
+#define TEAM_H
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#define MOST_THREADS 1024
+#define SPIN_NANOSECONDS 50000
+
+typedef void (*Item)(void *job, long item);
+
+static struct {
+    _Atomic uint64_t turns; /* items of the job, and in the low half the next one. Both at once: an item claimed belongs to what is read */
+    _Atomic uint32_t left;  /* items that are not done; a futex */
+    _Atomic int is_awaited; /* the caller sleeps until nothing is left */
+    _Atomic uint32_t jobs;  /* so far; a futex */
+    _Atomic int sleepers;
+    Item item;
+    void *job;
+    _Atomic int threads; /* that may work, the caller among them */
+    int started;
+    pthread_mutex_t mutex;
+} team = {.threads = 1, .mutex = PTHREAD_MUTEX_INITIALIZER};
+
+static inline void futex(_Atomic uint32_t *word, int operation, uint32_t value) {
+    syscall(SYS_futex, word, operation, value, NULL, NULL, 0);
+}
+
+static inline int has_items(uint64_t turns) { return (uint32_t)turns < turns >> 32; }
+
+/* Does items of the job as long as there are any. */
+static void work(void) {
+    while (has_items(atomic_load_explicit(&team.turns, memory_order_relaxed))) {
+        const uint64_t turns = atomic_fetch_add(&team.turns, 1);
+        if (!has_items(turns)) return;
+        team.item(team.job, (long)(uint32_t)turns);
+        if (atomic_fetch_sub(&team.left, 1) == 1 && atomic_load(&team.is_awaited)) futex(&team.left, FUTEX_WAKE_PRIVATE, 1);
+    }
+}
+
+static inline long long nanoseconds(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+/* Whether `is_so` came true while the thread spun. */
+#define SPIN_UNTIL(is_so)                                                                                                                  \
+    ({                                                                                                                                     \
+        const long long end = nanoseconds() + SPIN_NANOSECONDS;                                                                            \
+        while (!(is_so) && nanoseconds() < end)                                                                                            \
+            for (int i = 0; i < 16 && !(is_so); i++) __builtin_ia32_pause();                                                               \
+        (is_so);                                                                                                                           \
+    })
+
+static void *member(void *number) {
+    const int me = (int)(intptr_t)number;
+    for (;;) {
+        const uint32_t jobs = atomic_load(&team.jobs);
+        if (me < atomic_load(&team.threads)) {
+            work();
+            if (SPIN_UNTIL(has_items(atomic_load_explicit(&team.turns, memory_order_relaxed)))) continue;
+        }
+        atomic_fetch_add(&team.sleepers, 1);
+        futex(&team.jobs, FUTEX_WAIT_PRIVATE, jobs);
+        atomic_fetch_sub(&team.sleepers, 1);
+    }
+    return NULL;
+}
+
+/* Threads do not survive a fork. */
+static void forget(void) {
+    atomic_store(&team.sleepers, 0);
+    atomic_store(&team.turns, 0);
+    team.started = 0;
+    pthread_mutex_init(&team.mutex, NULL);
+}
+
+static void start_threads(void) {
+    pthread_attr_t attributes;
+    sigset_t all, old;
+    if (team.started == 0) team.started = 1;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, 8 << 20);
+    /* Signals are the host's matter. */
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, &old);
+    for (pthread_t thread; team.started < atomic_load(&team.threads); team.started++)
+        if (pthread_create(&thread, &attributes, member, (void *)(intptr_t)team.started) != 0) break;
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    pthread_attr_destroy(&attributes);
+}
+
+/* Has the team do all items of a job; below 2^31 of them. Where another caller has the team, the thread does them alone. */
+static void share_out(long count, Item item, void *job) {
+    if (count == 1 || atomic_load(&team.threads) == 1 || pthread_mutex_trylock(&team.mutex) != 0) {
+        for (long i = 0; i < count; i++) item(job, i);
+        return;
+    }
+    if (team.started < atomic_load(&team.threads)) start_threads();
+    team.item = item, team.job = job;
+    atomic_store(&team.left, (uint32_t)count);
+    atomic_store(&team.is_awaited, 0);
+    atomic_store(&team.turns, (uint64_t)count << 32);
+    atomic_fetch_add(&team.jobs, 1);
+    if (atomic_load(&team.sleepers)) futex(&team.jobs, FUTEX_WAKE_PRIVATE, INT32_MAX);
+    work();
+    if (!SPIN_UNTIL(atomic_load(&team.left) == 0)) {
+        atomic_store(&team.is_awaited, 1);
+        for (uint32_t left; (left = atomic_load(&team.left)) != 0;) futex(&team.left, FUTEX_WAIT_PRIVATE, left);
+    }
+    pthread_mutex_unlock(&team.mutex);
+}
+
+/* The same, where the job `is_long`; what is short is done sooner than threads wake. */
+static void share_out_if(int is_long, long count, Item item, void *job) {
+    if (is_long)
+        share_out(count, item, job);
+    else
+        for (long i = 0; i < count; i++) item(job, i);
+}
+
+static pthread_key_t own_key;
+
+/* The calling thread's own memory, for the item that it does; what it held is lost. NULL: there is none. */
+static void *own_memory(size_t bytes) {
+    static __thread size_t size;
+    void *memory = pthread_getspecific(own_key);
+    if (bytes <= size) return memory;
+    free(memory);
+    size = (bytes + 4095) / 4096 * 4096;
+    memory = aligned_alloc(64, size);
+    if (memory == NULL || pthread_setspecific(own_key, memory) != 0) size = 0;
+    return memory;
+}
+
+/* Before anything else; 0: the system has no room. */
+static int make_team(void) { return pthread_key_create(&own_key, free) == 0 && pthread_atfork(NULL, NULL, forget) == 0; }
+
+#endif
