@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from toolkit_lm.attention import AttentionSpec, AttentionType
-from toolkit_lm_cpu import backend
+from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec
+from toolkit_lm_cpu import backend, library
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_devkit import AttentionStep
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,16 +30,11 @@ BATCHES = {
 }
 
 
-def able(dtype: str) -> pytest.MarkDecorator:
-    refusal = CpuBackend.refuses(msgspec.structs.replace(SPEC, dtype=dtype))
-    return pytest.mark.skipif(refusal is not None, reason=str(refusal))
-
-
 def make_step(lengths, **options) -> AttentionStep:
     return AttentionStep(CpuBackend, [(length, length) for length in lengths], type=AttentionType.ENCODER, cached=False, **options)
 
 
-@able("float32")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("head_size", [16, 32, 48, 128])
@@ -48,7 +43,7 @@ def test_is_attention(batch, heads, head_size) -> None:
     assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
 
 
-@able("bfloat16")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("head_size", [16, 48, 64])
 @pytest.mark.parametrize("sharpness", [1.0, 8.0])
@@ -62,11 +57,9 @@ def test_bfloat16_is_as_exact_as_torch(batch, head_size, sharpness) -> None:
     assert errors[0] <= 1.5 * errors[1]
 
 
-@able("float32")
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_huge_scores_do_not_overflow_and_tiny_weights_vanish(dtype) -> None:
-    if CpuBackend.refuses(msgspec.structs.replace(SPEC, dtype=str(dtype).removeprefix("torch."))):
-        pytest.skip("no kernel for this type")
     step = make_step([40], heads=(2, 2), head_size=16, dtype=dtype)
     step.layer.params = replace(step.layer.params, scale=1e4)
     found = step.run()
@@ -77,7 +70,7 @@ def test_huge_scores_do_not_overflow_and_tiny_weights_vanish(dtype) -> None:
     assert torch.equal(found, expected)
 
 
-@able("float32")
+@pytest.mark.usefixtures("isa")
 def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
     step = make_step([9, 20, 9], heads=(2, 2), head_size=16)
     whole = step.run()
@@ -89,7 +82,7 @@ def test_what_is_not_a_number_stays_so_and_stays_where_it_is() -> None:
     assert torch.equal(broken[29:], whole[29:])
 
 
-@able("float32")
+@pytest.mark.usefixtures("isa")
 def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
     together = make_step([30, 7, 64, 7], heads=(4, 2), head_size=32)
     whole, start = together.run(), 0
@@ -100,17 +93,17 @@ def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
         start += length
 
 
-@able("float32")
+@pytest.mark.skipif(library.refusal() is not None, reason=str(library.refusal()))
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"device": "cuda"}, "no kernel for device cuda"),
-        ({"type": AttentionType.DECODER}, "no kernel for decoder layers, only for encoder layers"),
-        ({"type": AttentionType.CROSS}, "no kernel for cross layers, only for encoder layers"),
-        ({"dtype": "float16"}, "no kernel for float16, only for float32, bfloat16"),
-        ({"head_size": 40}, "head_size 40 is not a multiple of 16"),
-        ({"window": 8, "bias": True}, "no kernel with window and bias"),
-        ({"soft_cap": 30.0}, "no kernel with soft_cap"),
+        ({"type": "sideways"}, "no attention of type 'sideways', only of decoder, encoder, cross"),
+        ({"dtype": "float64"}, "no kernel for float64, only for float32, float16, bfloat16"),
+        ({"head_size": 40}, "head_size 40 is not a multiple of 16 up to 512"),
+        ({"head_size": 528}, "head_size 528 is not a multiple of 16 up to 512"),
+        ({"kv_cache": FullSpec(block_size=24, num_kv_heads=4, head_size=32, dtype="float32")}, "block_size 24 is not a multiple of 16"),
+        ({"type": AttentionType.CROSS, "bias": True}, "bias relate positions of one sequence, and cross attention has two"),
     ],
 )
 def test_refusals(change, reason) -> None:
@@ -119,11 +112,12 @@ def test_refusals(change, reason) -> None:
 
 
 def test_without_kernels_it_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(backend, "_missing", "its kernels are not there (a reason)")
+    monkeypatch.setattr(library, "_missing", "its kernels are not there (a reason)")
+    monkeypatch.setattr(backend, "TYPES", library._types())
     assert CpuBackend.refuses(SPEC) == "its kernels are not there (a reason)"
 
 
-@able("float32")
+@pytest.mark.usefixtures("isa")
 def test_tokens_that_are_not_seen() -> None:
     rows = [(32, 4), (7, 7), (32, 19), (9, 1), (40, 33)]
     step = AttentionStep(CpuBackend, rows, type=AttentionType.ENCODER, cached=False, heads=(4, 2), head_size=32)

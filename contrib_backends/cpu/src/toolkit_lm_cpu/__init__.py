@@ -1,10 +1,15 @@
-"""The attention backend for processors with AVX-512: encoder layers, in kernels of its own."""
+"""Kernels for CPUs: an attention backend for layers of all types, and what other layers compute with."""
 
 from __future__ import annotations
 
-from toolkit_lm.plugin import AttentionBackendRegistry, hookimpl
+from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, hookimpl
 
 
 @hookimpl
 def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
     backends.add("cpu", "toolkit_lm_cpu.backend:CpuBackend", priority=10)
+
+
+@hookimpl
+def toolkit_register_kernels(kernels: KernelsRegistry) -> None:
+    kernels.add("cpu", "toolkit_lm_cpu.layers:CpuKernels", priority=10)

@@ -1,54 +1,130 @@
-"""CpuBackend: attention without a cache, for sequences whose tokens all see each other."""
+"""CpuBackend: attention of every kind, in kernels of its own."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, KVCacheSpec, LayerParams, PageTensor
+from toolkit_lm.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    BatchView,
+    FullSpec,
+    GroupSetup,
+    KVCacheSpec,
+    LayerParams,
+    PageTensor,
+)
 from torch import Tensor
 
-try:
-    # After torch: the kernels run in its threads.
-    from toolkit_lm_cpu import _kernels
-except ImportError as error:
-    _missing: str | None = f"its kernels are not there ({error}): they are compiled when toolkit-lm-cpu is installed"
-else:
-    _missing = None
+from toolkit_lm_cpu.library import TYPES, _kernels, product_type, refusal, use_threads
 
-_LANES = 16
+_TILE = 16
+"""Keys, and elements of a head, that a vector holds."""
+_MOST_SIZE = 512
+_MOST_BIASES = 2**22
+"""Most biases that are held at a time."""
+_DTYPES = ("float32", "float16", "bfloat16")
+SIGHT = {AttentionType.CROSS: 0, AttentionType.DECODER: 1, AttentionType.ENCODER: 2}
+"""What keys a token sees, as in step.h."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """One step, or some of its tokens, as the kernels take them."""
+
+    starts: np.ndarray
+    """[R + 1] int32: each row's tokens, of these."""
+    seen: np.ndarray
+    """[R] int32: keys of each row."""
+    first: np.ndarray
+    """[R] int64: position of each row's first token, of these."""
+    origins: np.ndarray
+    """[R] int32: where each row's keys begin, of the step's tokens; used where nothing is cached."""
+    table: Tensor | None
+    """[R, most blocks] int32."""
+    slots: Tensor | None
+    """[T] int64."""
+    arguments: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        table = (0, 0) if self.table is None else (self.table.data_ptr(), self.table.stride(0))
+        starts, seen, first, origins = self.starts.ctypes, self.seen.ctypes, self.first.ctypes, self.origins.ctypes
+        object.__setattr__(self, "arguments", (starts.data, seen.data, first.data, origins.data, len(self.seen), *table))
+
+    def part(self, begin: int, end: int) -> Metadata:
+        """The tokens begin : end. Rows that have none of them are empty."""
+        starts = self.starts.clip(begin, end)
+        first = self.first + starts[:-1] - self.starts[:-1].clip(max=end)
+        return Metadata(starts - np.int32(begin), self.seen, first, self.origins, self.table, None)
+
+    def positions(self) -> Tensor:
+        """[T] int64, of all tokens."""
+        return torch.from_numpy(np.arange(self.starts[-1]) - np.repeat(self.starts[:-1] - self.first, np.diff(self.starts)))
 
 
 class CpuBackend(AttentionBackend):
-    """Exact attention of encoders in float32 and bfloat16, in as many threads as torch has.
+    """Exact attention in as many threads as torch has. Nothing is padded. Scores, softmax and sums are in float32.
 
-    Nothing is padded, and sequences need not be of one length. Scores and softmax are in float32.
+    A page holds keys (num_kv_heads, block_size / 16, head_size / P, 16, P), where P is 2 in bfloat16 and else 1, and values
+    (num_kv_heads, block_size / P, head_size, P). What a token gives does not depend on what is computed beside it.
     """
 
     @classmethod
     def refuses(cls, spec: AttentionSpec) -> str | None:
         if spec.device != "cpu":
             return f"no kernel for device {spec.device}"
-        if spec.type is not AttentionType.ENCODER:
-            return f"no kernel for {spec.type} layers, only for encoder layers"
-        if _missing is not None:
-            return _missing
-        if spec.dtype not in ("float32", "bfloat16"):
-            return f"no kernel for {spec.dtype}, only for float32, bfloat16"
-        if not _kernels.supports(spec.dtype):
-            return f"this processor lacks the AVX-512 instructions for {spec.dtype}"
-        if spec.head_size % _LANES:
-            return f"head_size {spec.head_size} is not a multiple of {_LANES}"
-        asked = [name for name in ("window", "soft_cap", "sinks", "bias") if getattr(spec, name)]
-        return f"no kernel with {' and '.join(asked)}" if asked else None
+        if not TYPES:
+            return refusal()
+        if spec.dtype not in _DTYPES:
+            return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
+        if spec.type not in tuple(AttentionType):
+            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+        if spec.head_size % _TILE or spec.head_size > _MOST_SIZE:
+            return f"head_size {spec.head_size} is not a multiple of {_TILE} up to {_MOST_SIZE}"
+        if spec.kv_cache is not None:
+            if not isinstance(spec.kv_cache, FullSpec):
+                return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
+            if spec.kv_cache.block_size % _TILE:
+                return f"block_size {spec.kv_cache.block_size} is not a multiple of {_TILE}"
+        if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
+            return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        return None
 
     @classmethod
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
-        raise NotImplementedError("encoder layers have no cache")
+        assert isinstance(spec, FullSpec)
+        pair, heads, size = 2 if spec.dtype == "bfloat16" else 1, spec.num_kv_heads, spec.head_size
+        keys = (heads, spec.block_size // _TILE, size // pair, _TILE, pair)
+        return [PageTensor(keys, spec.dtype), PageTensor((heads, spec.block_size // pair, size, pair), spec.dtype)]
 
-    def build(self, batch: BatchView) -> BatchView:
-        return batch
+    def __init__(self, setup: GroupSetup) -> None:
+        super().__init__(setup)
+        layer = setup.layers[0]
+        use_threads()
+        self.kernel = product_type(getattr(torch, layer.dtype), layer.head_size)
+        """Its number in module.c."""
 
-    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: BatchView) -> None:
-        raise NotImplementedError("encoder layers have no cache")
+    def build(self, batch: BatchView) -> Metadata:
+        starts = batch.query_start
+        return Metadata(starts, batch.seq_lens, batch.starts, starts[:-1], batch.block_table, batch.slot_mapping)
+
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+        assert meta.slots is not None
+        k, v, (keys, values) = _side_by_side(k), _side_by_side(v), kv_cache
+        _kernels.write_kv(
+            self.kernel,
+            (k.data_ptr(), v.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            (k.stride(0), v.stride(0), keys.stride(0), values.stride(0)),
+            meta.slots.data_ptr(),
+            len(meta.slots),
+            layer.num_kv_heads,
+            layer.head_size,
+            keys.shape[2] * _TILE,
+        )
 
     def forward(
         self,
@@ -57,26 +133,48 @@ class CpuBackend(AttentionBackend):
         k: Tensor | None,
         v: Tensor | None,
         kv_cache: tuple[Tensor, ...] | None,
-        meta: BatchView,
+        meta: Metadata,
         out: Tensor,
     ) -> None:
-        assert k is not None and v is not None
-        q, k, v, to = (_side_by_side(x) for x in (q, k, v, out))
-        starts = meta.query_start
-        _kernels.attend(
-            q.dtype is torch.bfloat16,
-            (q.data_ptr(), k.data_ptr(), v.data_ptr(), to.data_ptr()),
-            (q.stride(0), k.stride(0), v.stride(0), to.stride(0)),
-            starts.ctypes.data,
-            meta.seq_lens.ctypes.data,
-            len(starts) - 1,
-            layer.num_heads,
-            layer.num_kv_heads,
-            layer.head_size,
-            layer.scale,
-        )
+        q, to = _side_by_side(q), _side_by_side(out)
+        if kv_cache is None:
+            assert k is not None and v is not None
+            keys, values = _side_by_side(k), _side_by_side(v)
+        else:
+            keys, values = kv_cache
+        if layer.bias is None:
+            self._attend(layer, q, keys, values, kv_cache is not None, meta, None, to)
+        else:
+            for begin, end, bias in _biases(layer, meta):
+                self._attend(layer, q[begin:end], keys, values, kv_cache is not None, meta.part(begin, end), bias, to[begin:end])
         if to is not out:
             out.copy_(to)
+
+    def _attend(
+        self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, cached: bool, meta: Metadata, bias: Tensor | None, out: Tensor
+    ) -> None:
+        sinks = None if layer.sinks is None else layer.sinks.float()
+        _kernels.attend(
+            self.kernel,
+            (q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
+            (q.stride(0), keys.stride(0), values.stride(0), out.stride(0)),
+            meta.arguments,
+            keys.shape[2] if cached else 0,
+            (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.scale, layer.soft_cap or 0.0, layer.window or 0),
+            SIGHT[layer.attention_type],
+            (0 if sinks is None else sinks.data_ptr(), *((0, 0) if bias is None else (bias.data_ptr(), bias.shape[2]))),
+        )
+
+
+def _biases(layer: LayerParams, meta: Metadata) -> Iterator[tuple[int, int, Tensor]]:
+    """(begin, end, biases [num_heads, end - begin, keys] of these tokens), for all of the step's."""
+    assert layer.bias is not None
+    positions, num_tokens = meta.positions(), int(meta.starts[-1])
+    keys = torch.arange(int(meta.seen.max(initial=0)))
+    step = max(1, _MOST_BIASES // (layer.num_heads * max(1, len(keys))))
+    for begin in range(0, num_tokens, step):
+        end = min(begin + step, num_tokens)
+        yield begin, end, layer.bias(positions[begin:end], keys).float().contiguous()
 
 
 def _side_by_side(x: Tensor) -> Tensor:

@@ -1,0 +1,179 @@
+"""CpuKernels: what the layers of a model compute with on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import FusedLayer, Kernels, LayerParts, LinearMethod, LinearSpec, UnquantizedMethod
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from toolkit_lm_cpu.arena import Arena
+from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
+from toolkit_lm_cpu.library import TYPES, _kernels, one_torch_thread, product_type, refusal, use_threads
+from toolkit_lm_cpu.panels import LANES, PanelLinear, linear, pack
+
+_FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
+    None: ("none", [], ""),
+    "gelu": ("gelu", [], "none"),
+    "gelu_python": ("gelu", [], "none"),
+    "relu": ("relu", [], ""),
+}
+"""What oneDNN computes of an activation while a product's result is in registers."""
+_SHORT = 256
+"""Tokens of a step whose work in torch is not worth other threads."""
+
+
+class OneDnnLinear(UnquantizedMethod):
+    """A weight that is repacked, once, into the blocks that oneDNN's kernels read.
+
+    A plain weight is repacked at every call, or read with strides: decoding one token takes up to twice as long.
+    """
+
+    packed: Tensor | None = None
+
+    def process(self, layer: nn.Module) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data)
+        del self.weight, layer.weight
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.packed is None:
+            return super().multiply(x, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, *_FUSED[None])
+        return out
+
+    def apply(
+        self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        if self.packed is None or gated or activation not in _FUSED:
+            return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
+        if residual is None:
+            out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, *_FUSED[activation])
+        else:
+            out = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.packed, bias, "add")
+        return out
+
+
+class CpuKernels(Kernels):
+    """Kernels of this distribution where the processor has AVX2; elsewhere plain torch, with the weights in oneDNN's order."""
+
+    @classmethod
+    def refuses(cls, vllm_config: VllmConfig) -> str | None:
+        device = vllm_config.device.device
+        return None if device == "cpu" else f"it has nothing for device {device}"
+
+    def __init__(self) -> None:
+        self._arena = Arena()
+        self._workspace = Workspace(self._arena)
+        self._packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
+        self._able = refusal() is None
+        if self._able:
+            use_threads()
+
+    def step(self, num_tokens: int) -> AbstractContextManager[None]:
+        return one_torch_thread() if self._able and num_tokens <= _SHORT and torch.get_num_threads() > 1 else nullcontext()
+
+    def linear_method(self, spec: LinearSpec) -> LinearMethod:
+        if spec.kind == "embedding":
+            return UnquantizedMethod()
+        if self._able and spec.dtype in TYPES and spec.shape[1] % (LANES if spec.dtype is torch.float16 else 2) == 0:
+            return PanelLinear(self._arena)
+        return OneDnnLinear() if _has_onednn(spec.dtype) else UnquantizedMethod()
+
+    def fuse(self, parts: LayerParts) -> FusedLayer | None:
+        return FusedDecoderLayer(parts, self._workspace) if fits(parts) else None
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The weight is packed when it is first used."""
+        (outputs, inputs), is_plain = weight.shape, x.dtype is weight.dtype is torch.float32 and x.dim() == 2 and weight.is_contiguous()
+        if not (self._able and is_plain and inputs % 2 == 0) or torch.compiler.is_compiling():
+            return super().linear(x, weight, bias)
+        packed = self._packed.get(weight)
+        if packed is None:
+            packed = self._packed[weight] = pack(weight, product_type(weight.dtype, inputs), self._arena)
+        return linear(product_type(weight.dtype, inputs), x, packed, outputs, bias, 0, False, None)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not self._takes(x, weight):
+            return super().rms_norm(x, weight, eps)
+        return _norm(x, weight, None, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not (self._takes(x, weight) and x.dim() == 2 and residual.stride(1) == 1):
+            return super().add_rms_norm(x, residual, weight, eps)
+        out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+        _kernels.norm(
+            TYPES[x.dtype],
+            (x.data_ptr(), residual.data_ptr(), total.data_ptr(), out.data_ptr()),
+            (x.stride(0), 0, residual.stride(0)),
+            (x.shape[0], 1, x.shape[1]),
+            (weight.data_ptr(), 0, eps, weight.dtype is not x.dtype),
+        )
+        return out, total
+
+    def layer_norm(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: tuple[int, ...], eps: float) -> Tensor:
+        if weight is None or bias is None or not (self._takes(x, weight) and weight.dtype is bias.dtype is x.dtype):
+            return super().layer_norm(x, weight, bias, shape, eps)
+        return _norm(x, weight, bias, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        size = cos.shape[-1]
+        fits = not interleaved and size % (2 * LANES) == 0 and cos.dtype is x.dtype and cos.stride() == sin.stride()
+        if not (self._able and fits and x.dtype in TYPES and x.stride(2) == cos.stride(2) == 1) or torch.compiler.is_compiling():
+            return super().rotate(x, cos, sin, interleaved)
+        _kernels.rotate(
+            TYPES[x.dtype],
+            (x.data_ptr(), cos.data_ptr(), sin.data_ptr()),
+            (x.stride(0), x.stride(1), cos.stride(0)),
+            (x.shape[0], x.shape[1], size),
+        )
+        return x
+
+    def likeliest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        if not self._able or scores.dtype not in TYPES or scores.stride(1) != 1:
+            return super().likeliest(scores)
+        best, indices = scores.new_empty(len(scores)), torch.empty(len(scores), dtype=torch.int64)
+        _kernels.likeliest(
+            TYPES[scores.dtype], (scores.data_ptr(), best.data_ptr(), indices.data_ptr()), scores.stride(0), len(scores), scores.shape[1]
+        )
+        return best, indices
+
+    def _takes(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the kernels can norm x [tokens, N] or [tokens, heads, N]."""
+        if not self._able or torch.compiler.is_compiling() or x.dtype not in TYPES or x.device.type != "cpu":
+            return False
+        wide = weight.dtype is torch.float32
+        return (
+            x.dim() in (2, 3) and x.stride(-1) == 1 and x.shape[-1] % LANES == 0 and (wide or weight.dtype is x.dtype) and weight.dim() == 1
+        )
+
+
+def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Of rows [tokens, N] or [tokens, heads, N]; with a bias less their mean."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    tokens, heads, strides = _rows(x)
+    _kernels.norm(
+        TYPES[x.dtype],
+        (x.data_ptr(), 0, 0, out.data_ptr()),
+        (*strides, 0),
+        (tokens, heads, x.shape[-1]),
+        (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), eps, weight.dtype is not x.dtype),
+    )
+    return out
+
+
+def _rows(x: Tensor) -> tuple[int, int, tuple[int, int]]:
+    """Tokens and heads of x [tokens, N] or [tokens, heads, N], and the strides from one to the next."""
+    return (x.shape[0], 1, (x.stride(0), 0)) if x.dim() == 2 else (x.shape[0], x.shape[1], (x.stride(0), x.stride(1)))
+
+
+def _has_onednn(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype is torch.float32:
+        return True
+    supported = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
+    return dtype in supported and bool(supported[dtype]())

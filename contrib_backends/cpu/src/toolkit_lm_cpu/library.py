@@ -1,0 +1,82 @@
+"""The compiled kernels, and the numbers that they know element types by."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from toolkit_lm.errors import ConfigError
+
+from toolkit_lm_cpu.quota import granted_cores
+
+try:
+    from toolkit_lm_cpu import _kernels as _kernels
+except ImportError as error:
+    _missing: str | None = f"its kernels are not there ({error}): a wheel has them, an installation from the sources compiles them"
+else:
+    _missing = None
+
+ISA_VARIABLE = "TOOLKIT_LM_CPU_ISA"
+AVX512_BF16, AMX = 6, 7
+AMX_INPUTS = 32
+"""What a sum's length must be a multiple of, for AMX."""
+KERNELS: Mapping[str, Mapping[torch.dtype, int]] = {
+    "avx2": {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2},
+    "avx512": {torch.float32: 3, torch.float16: 4, torch.bfloat16: 5},
+    "avx512_bf16": {torch.bfloat16: AVX512_BF16},
+    "amx": {torch.bfloat16: AMX},
+}
+"""By instructions, from the oldest on, and dtype: its number in module.c."""
+
+
+def refusal() -> str | None:
+    """Why this machine cannot run the kernels; None when it can."""
+    if _missing is not None:
+        return _missing
+    return None if _kernels.supports("avx2") else "this processor lacks AVX2, FMA or F16C"
+
+
+def _types() -> Mapping[torch.dtype, int]:
+    names = list(KERNELS)
+    most = os.environ.get(ISA_VARIABLE) or names[-1]
+    if most not in names:
+        raise ConfigError(f"environment variable {ISA_VARIABLE}: {most!r} is not one of {', '.join(names)}.")
+    if refusal() is not None:
+        return {}
+    found: dict[torch.dtype, int] = {}
+    for name in names[: names.index(most) + 1]:
+        if _kernels.supports(name):
+            found |= KERNELS[name]
+    return found
+
+
+TYPES = _types()
+"""By dtype, its number in module.c, with the best instructions that the processor has and the environment allows."""
+
+
+def use_threads() -> None:
+    """Gives the kernels as many threads as torch has, but no more than a control group lets run."""
+    granted = granted_cores()
+    _kernels.set_threads(min(torch.get_num_threads(), math.ceil(granted or torch.get_num_threads())))
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """For a while torch computes in the calling thread alone.
+
+    Its others go on spinning for milliseconds after their work, on the cores that the kernels' threads need.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def product_type(dtype: torch.dtype, inputs: int) -> int:
+    """The number of the best kernel for products with `inputs` terms."""
+    return AVX512_BF16 if TYPES[dtype] == AMX and inputs % AMX_INPUTS else TYPES[dtype]

@@ -1,0 +1,229 @@
+"""What layers compute with: against the exact result, and bit for bit whatever is computed beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import Kernels, LinearSpec, Part, ReplicatedLinear, RMSNorm, construction, gate, get_activation
+from toolkit_lm_cpu import library, panels
+from toolkit_lm_cpu.layers import CpuKernels, OneDnnLinear
+from toolkit_lm_cpu.library import _kernels, refusal
+from toolkit_lm_cpu.panels import ACTIVATIONS, PanelLinear
+from toolkit_lm_devkit import assert_bf16_error
+from torch import Tensor
+from torch.nn import functional as F
+
+pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+ERROR = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+"""Most difference to the exact result, by the greatest element of it. A sum of 4,112 floats in order may be off by so much."""
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    yield
+    library.use_threads()
+
+
+def make_linear(outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = True) -> tuple[ReplicatedLinear, Tensor]:
+    """A layer with random weights, and its weight."""
+    config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."))
+    with construction(kernels=CpuKernels()):
+        layer = ReplicatedLinear(inputs, outputs, bias=bias, vllm_config=config, prefix="layer")
+    weight = torch.randn(outputs, inputs).mul_(inputs**-0.5).to(dtype)
+    layer.weight.data.copy_(weight)
+    if bias:
+        layer.bias.data.normal_()
+    layer.requires_grad_(False)
+    layer.method.process(layer)
+    assert isinstance(layer.method, PanelLinear) and not hasattr(layer, "weight")
+    return layer, weight
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    return ((ours.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+@pytest.mark.parametrize("shape", [(48, 64), (100, 2080), (768, 768), (33, 16), (7, 4112)], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 8, 9, 17, 64, 65, 130])
+def test_products(dtype, shape, rows) -> None:
+    layer, weight = make_linear(*shape, dtype)
+    x, residual = torch.randn(rows, shape[1]).to(dtype), torch.randn(rows, shape[0]).to(dtype)
+    exact = F.linear(x.double(), weight.double(), layer.bias.double())
+    plain = layer(x)
+    assert (plain.shape, plain.dtype) == ((rows, shape[0]), dtype)
+    if rows:
+        assert error(plain, exact) < ERROR[dtype]
+        assert error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double()) < ERROR[dtype]
+        assert error(layer.method.apply(x, None), exact - layer.bias.double()) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("name", sorted(name for name in ACTIVATIONS if name))
+def test_activations(dtype, name) -> None:
+    layer, weight = make_linear(96, 64, dtype)
+    x = torch.randn(21, 64).mul_(3).to(dtype)
+    exact = F.linear(x.double(), weight.double(), layer.bias.double())
+    assert error(layer.method.apply(x, layer.bias, activation=name), get_activation(name)(exact)) < 2 * ERROR[dtype]
+    assert error(layer.method.apply(x, layer.bias, activation=name, gated=True), gate(exact, name)) < 2 * ERROR[dtype]
+
+
+def test_halves_that_are_no_whole_panels(dtype) -> None:
+    layer, weight = make_linear(40, 64, dtype)
+    x = torch.randn(5, 64).to(dtype)
+    exact = gate(F.linear(x.double(), weight.double(), layer.bias.double()), "silu")
+    assert error(layer.method.apply(x, layer.bias, activation="silu", gated=True), exact) < 3 * ERROR[dtype]
+
+
+def test_activations_at_the_ends_of_numbers() -> None:
+    layer, _ = make_linear(16, 16, torch.float32, bias=False)
+    layer.method.packed.copy_(torch.eye(16).flatten())
+    x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88, -88, 200, -200, 1e30, -1e30, 1e38, -1e38, torch.inf, -torch.inf, torch.nan, 1])
+    for name in ("relu", "silu", "gelu", "gelu_new"):
+        ours, plain = layer.method.apply(torch.diag(x), None, activation=name).diag(), get_activation(name)(x)
+        torch.testing.assert_close(ours[:12], plain[:12], rtol=1e-5, atol=1e-6, msg=name)
+        assert ours[14].isnan() and ours[15] == pytest.approx(plain[15].item(), abs=1e-6)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_row_does_not_depend_on_others(dtype) -> None:
+    """Neither on their number, nor on its place, nor on the number of threads."""
+    layer, _ = make_linear(1000, 2080, dtype)
+    x = torch.randn(200, 2080).to(dtype)
+    whole = layer.method.apply(x, layer.bias, activation="silu")
+    for number in (1, 3):
+        _kernels.set_threads(number)
+        assert torch.equal(layer.method.apply(x, layer.bias, activation="silu"), whole)
+        for begin, end in ((0, 1), (63, 66), (100, 109), (7, 200)):
+            assert torch.equal(layer.method.apply(x[begin:end], layer.bias, activation="silu"), whole[begin:end])
+
+
+def test_strided_rows(dtype) -> None:
+    layer, _ = make_linear(32, 64, dtype)
+    wide = torch.randn(9, 131).to(dtype)
+    for x in (wide[:, :64], wide[:, 3:67], wide[:, :128:2]):
+        assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_what_the_kernels_do_not_take_goes_another_way() -> None:
+    spec = LinearSpec(kind="linear", prefix="x", inputs=Part.whole(63), outputs=(Part.whole(8),), dtype=torch.bfloat16)
+    assert not isinstance(CpuKernels().linear_method(spec), PanelLinear)
+    layer, weight = make_linear(32, 64, torch.float32)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(
+        layer.method.apply(x, layer.bias, activation="quick_gelu"), get_activation("quick_gelu")(F.linear(x, weight, layer.bias))
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_onednn_where_there_is_no_avx2(monkeypatch, dtype) -> None:
+    kernels = CpuKernels()
+    monkeypatch.setattr(kernels, "_able", False)
+    config = VllmConfig.default(dtype=dtype)
+    with construction(kernels=kernels):
+        layer = ReplicatedLinear(64, 48, bias=True, vllm_config=config, prefix="layer")
+    assert isinstance(layer.method, OneDnnLinear)
+    layer.requires_grad_(False)
+    weight = layer.weight.data.normal_(std=0.1).clone()
+    layer.bias.data.normal_()
+    layer.method.process(layer)
+    x, residual = torch.randn(5, 64).to(weight.dtype), torch.randn(5, 48).to(weight.dtype)
+    exact = F.linear(x.double(), weight.double(), layer.bias.double())
+    for activation in (None, "gelu", "relu", "silu"):
+        expected = exact if activation is None else get_activation(activation)(exact)
+        assert error(layer.method.apply(x, layer.bias, activation=activation), expected) < 2 * ERROR[weight.dtype]
+    assert error(layer.method.apply(x, layer.bias, residual=residual), exact + residual.double()) < ERROR[weight.dtype]
+    assert error(layer.method.apply(x, layer.bias, activation="silu", gated=True), gate(exact, "silu")) < 3 * ERROR[weight.dtype]
+
+
+def test_it_is_for_the_cpu() -> None:
+    assert CpuKernels.refuses(VllmConfig.default()) is None
+    assert CpuKernels.refuses(VllmConfig.default().replace(device="cuda:1")) == "it has nothing for device cuda:1"
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (37, 768), (5, 3, 64), (0, 32)], ids=str)
+def test_norms(dtype, shape) -> None:
+    ours, plain = CpuKernels(), Kernels()
+    x, residual = torch.randn(shape).mul_(3).add_(0.5).to(dtype), torch.randn(shape).to(dtype)
+    weight, bias = torch.randn(shape[-1]).to(dtype), torch.randn(shape[-1]).to(dtype)
+
+    def check(given: Tensor, reference: Tensor, exact: Tensor) -> None:
+        if dtype is torch.float32:
+            torch.testing.assert_close(given.double(), exact, atol=1e-5, rtol=1e-5)
+        elif x.numel():
+            assert_bf16_error([given], [reference], [exact])
+
+    check(ours.rms_norm(x, weight, 1e-5), plain.rms_norm(x, weight, 1e-5), plain.rms_norm(x.double(), weight.double(), 1e-5))
+    wide = weight.float() + 1e-4
+    check(ours.rms_norm(x, wide, 1e-5), plain.rms_norm(x, wide, 1e-5), F.rms_norm(x.double(), wide.shape, wide.double(), 1e-5))
+    layer = x, weight, bias, weight.shape, 1e-5
+    check(ours.layer_norm(*layer), plain.layer_norm(*layer), F.layer_norm(x.double(), weight.shape, weight.double(), bias.double(), 1e-5))
+    if x.dim() == 2:
+        given, total = ours.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, x + residual)
+        check(given, plain.rms_norm(total, weight, 1e-5), plain.rms_norm(total.double(), weight.double(), 1e-5))
+
+
+def test_norms_of_strided_heads(dtype) -> None:
+    kernels, packed = CpuKernels(), torch.randn(11, 7 * 64).to(dtype)
+    heads, weight = packed[:, 64:320].view(11, 4, 64), torch.randn(64).to(dtype)
+    assert torch.equal(kernels.rms_norm(heads, weight, 1e-6), kernels.rms_norm(heads.contiguous(), weight, 1e-6))
+
+
+def test_norms_of_rows_that_no_vector_fits() -> None:
+    x, weight = torch.randn(3, 40), torch.randn(40)
+    assert torch.equal(CpuKernels().rms_norm(x, weight, 1e-5), Kernels().rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize(("size", "interleaved"), [(64, False), (32, False), (24, False), (64, True)])
+def test_rotations(dtype, size, interleaved) -> None:
+    packed = torch.randn(300, 6 * 64).to(dtype)
+    angles = torch.randn(300, 1, size // 2)
+    cos, sin = torch.cat((angles.cos(),) * 2, -1).to(dtype), torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
+    given, reference, exact = (packed.clone()[:, : 5 * 64].view(300, 5, 64) for _ in range(3))
+    assert CpuKernels().rotate(given, cos, sin, interleaved) is given
+    Kernels().rotate(reference, cos, sin, interleaved)
+    exact = Kernels().rotate(exact.double(), cos.double(), sin.double(), interleaved)
+    assert torch.equal(given[..., size:], reference[..., size:])
+    if dtype is torch.float32:
+        torch.testing.assert_close(given.double(), exact, atol=1e-6, rtol=1e-6)
+    else:
+        assert_bf16_error([given], [reference], [exact])
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 33, 1000])
+def test_the_likeliest(dtype, size) -> None:
+    scores = torch.randn(40, size).to(dtype)
+    scores[1] = -torch.inf
+    scores[2] = 1
+    scores[3, size // 2 :] = torch.inf
+    scores[4, size - 1] = torch.nan
+    scores[5] = torch.nan
+    best, found = CpuKernels().likeliest(scores)
+    expected, _ = scores.max(-1)
+    assert best.dtype is dtype and torch.equal(best.nan_to_num(7), expected.nan_to_num(7))
+    same = (scores == expected.unsqueeze(1)) | (scores.isnan() & expected.isnan().unsqueeze(1))
+    assert found.tolist() == same.int().argmax(-1).tolist()
+
+
+def test_norm_layers_use_the_kernels_that_they_are_made_with(monkeypatch) -> None:
+    used = []
+    monkeypatch.setattr(CpuKernels, "rms_norm", lambda self, x, weight, eps: used.append(eps) or x)
+    with construction(kernels=CpuKernels()):
+        norm = RMSNorm(8, eps=0.25, vllm_config=VllmConfig.default())
+    norm(torch.zeros(1, 8))
+    assert used == [0.25] and panels.LANES == 16
+
+
+@pytest.mark.parametrize("shape", [(1, 192), (3, 384), (192, 192), (5, 63)], ids=str)
+def test_products_of_heads(shape) -> None:
+    kernels, weight, bias = CpuKernels(), torch.randn(shape), torch.randn(shape[0])
+    x = torch.randn(70, shape[1])
+    whole = kernels.linear(x, weight, bias)
+    torch.testing.assert_close(whole, F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(kernels.linear(x, weight, None), F.linear(x, weight), rtol=1e-5, atol=1e-4)
+    if shape[1] % 2 == 0:
+        assert all(torch.equal(kernels.linear(x[i : i + 1], weight, bias), whole[i : i + 1]) for i in range(70))
+    other = torch.randn(shape)
+    torch.testing.assert_close(kernels.linear(x, other, None), F.linear(x, other), rtol=1e-5, atol=1e-4)

@@ -1,0 +1,108 @@
+"""Decoders and cross attention out of the cache: long contexts, every kernel, and results that do not depend on what is beside them."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from toolkit_lm.attention import AttentionType
+from toolkit_lm_cpu import backend
+from toolkit_lm_cpu.backend import CpuBackend
+from toolkit_lm_cpu.library import refusal
+from toolkit_lm_devkit import AttentionStep, assert_bf16_error
+
+pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
+
+LONG = [(1, 700), (3, 257), (9, 513), (20, 300), (1, 256)]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def make_step(rows, dtype, **fields) -> AttentionStep:
+    return AttentionStep(CpuBackend, rows, dtype=dtype, **{"heads": (4, 2), "head_size": 32, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"heads": (3, 3), "head_size": 64},
+        {"heads": (6, 1), "block_size": 32},
+        {"window": 300},
+        {"window": 33, "soft_cap": 5.0},
+        {"sinks": True},
+        {"bias": "alibi"},
+        {"type": AttentionType.CROSS},
+    ],
+    ids=str,
+)
+def test_contexts_of_several_spans(dtype, fields) -> None:
+    step = make_step(LONG, dtype, **fields)
+    ours, exact = step.run(), torch.from_numpy(step.naive())
+    assert ours.isfinite().all()
+    if dtype is torch.float32:
+        assert (ours - exact).abs().max() <= 1e-5
+    else:
+        assert_bf16_error([ours], [step.eager()], [exact])
+
+
+def test_biases_in_pieces(monkeypatch) -> None:
+    """As many as fit; a piece begins and ends within rows."""
+    step = make_step([(30, 40), (1, 9), (17, 17)], torch.float32, bias="table")
+    whole = step.run()
+    for most in (4 * 40 * 7, 1):
+        monkeypatch.setattr(backend, "_MOST_BIASES", most)
+        assert torch.equal(step.run(), whole)
+
+
+def test_soft_caps_of_small_and_large_scores() -> None:
+    for scale in (1e-4, 1e-2, 1.0, 100.0):
+        step = make_step([(5, 40)], torch.float32, soft_cap=20.0)
+        object.__setattr__(step.layer.params, "scale", scale)
+        assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
+
+
+def alone(whole: AttentionStep, row: int, queries: int | None = None, *, before: int = 0) -> AttentionStep:
+    """A row of a step by itself: of its queries all, or `queries` of them, but for the last `before`."""
+    count, keys = whole.rows[row]
+    queries = count if queries is None else queries
+    step = make_step([(queries, keys - before)], whole.dtype, heads=whole.heads, head_size=whole.head_size, window=whole.window)
+    end = count - before
+    step.q[0], step.k[0], step.v[0] = whole.q[row][end - queries : end], whole.k[row][: keys - before], whole.v[row][: keys - before]
+    return step
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_row_is_the_same_whatever_is_beside_it(dtype, window) -> None:
+    whole = make_step(LONG, dtype, window=window)
+    out, start = whole.run(), 0
+    for row, (queries, _) in enumerate(LONG):
+        assert torch.equal(alone(whole, row).run(), out[start : start + queries])
+        start += queries
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_token_is_the_same_in_every_chunk(dtype, window) -> None:
+    """So that a prompt in chunks, a cached prefix, and tokens that are computed again give what they gave."""
+    whole = make_step([(300, 600)], dtype, heads=(4, 2), window=window)
+    out = whole.run()
+    for chunk in (1, 5, 64):
+        for before in (0, 17, 236):
+            found = alone(whole, 0, chunk, before=before).run()
+            assert torch.equal(found, out[300 - before - chunk : 300 - before]), (chunk, before)
+
+
+def test_the_number_of_threads_changes_nothing(dtype, threads) -> None:
+    """Few rows share out the spans of their keys."""
+    found = []
+    for count in (1, 2, 16):
+        torch.set_num_threads(count)
+        step = make_step([(1, 1500), (2, 900)], dtype, head_size=64)
+        found.append(step.run())
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
