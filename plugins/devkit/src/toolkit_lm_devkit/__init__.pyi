@@ -22,6 +22,7 @@ from .forward import (
     logits_of as logits_of,
     pooled as pooled,
 )
+from .kernels import KernelsConformance as KernelsConformance
 from .kv_kind import KVKindConformance as KVKindConformance
 from .linear_method import LinearMethodConformance as LinearMethodConformance
 from .logits_processor import LogitsProcessorConformance as LogitsProcessorConformance

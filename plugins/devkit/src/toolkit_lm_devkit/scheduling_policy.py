@@ -88,7 +88,7 @@ class SchedulingPolicyConformance(Conformance):
             assert made.gives_way(request, running[position:]) in (None, *running[position:]), "who gives way does not run"
         waiting = self.request(99)
         waiting.sort_key = (*made.key(waiting), waiting.arrival_time, waiting.number)
-        made.begin_step(running, [waiting])
+        assert list(made.begin_step(running, [waiting])) in ([], [waiting]), "who may be admitted does not wait"
         assert made.gives_way(waiting, running) in (None, *running), "who gives way does not run"
         assert made.overtakes(waiting, waiting) in (True, False)
 

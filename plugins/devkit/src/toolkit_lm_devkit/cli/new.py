@@ -28,6 +28,7 @@ class Kind(StrEnum):
     EXECUTOR = "executor"
     RENDERER = "renderer"
     QUANTIZATION = "quantization"
+    KERNELS = "kernels"
     CHECKPOINT_LOADER = "checkpoint-loader"
     LOGITS_PROCESSOR = "logits-processor"
     SCHEDULING_POLICY = "scheduling-policy"
@@ -51,6 +52,7 @@ _ABOUT = {
     Kind.EXECUTOR: _About("An executor", _RUNS_LLAMA),
     Kind.RENDERER: _About("A renderer"),
     Kind.QUANTIZATION: _About("A quantization"),
+    Kind.KERNELS: _About("Kernels of layers"),
     Kind.CHECKPOINT_LOADER: _About("A checkpoint loader"),
     Kind.LOGITS_PROCESSOR: _About("A logits processor"),
     Kind.SCHEDULING_POLICY: _About("A scheduling policy"),
