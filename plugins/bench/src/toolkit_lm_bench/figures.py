@@ -1,0 +1,128 @@
+"""What is computed from the times of requests. Names and definitions are those of `vllm bench serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import ceil, floor
+from statistics import fmean, pstdev
+from typing import Any
+
+METRICS = {
+    "ttft": "time to first token",
+    "tpot": "time per output token, without the first",
+    "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request. Times are seconds."""
+
+    ttft: float = 0.0
+    """From sending to the first token."""
+    gaps: Sequence[float] = ()
+    """Between two events with text."""
+    e2el: float = 0.0
+    """From sending to the last event with text."""
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    is_counted: bool = False
+    """True where the server told no usage: events with text are counted as tokens."""
+    text: str = ""
+    error: str | None = None
+    """Why it failed. Its times and numbers then say nothing."""
+
+    @property
+    def tpot(self) -> float | None:
+        """None for an answer of one token."""
+        return (self.e2el - self.ttft) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 else None
+
+    def meets(self, slo: Mapping[str, float]) -> bool:
+        """`slo`: metric -> the most milliseconds. A metric that the request does not have is met."""
+        had = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2el}
+        return self.error is None and all(1000 * (had[name] or 0.0) <= most for name, most in slo.items())
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of one metric, in milliseconds."""
+
+    mean: float
+    std: float
+    percentiles: dict[float, float]
+    """By number, such as 99."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run of a load."""
+
+    duration: float
+    """Seconds from the first request to the end of the last."""
+    completed: int
+    failed: int
+    total_input_tokens: int
+    total_output_tokens: int
+    request_throughput: float
+    """Completed requests per second."""
+    output_throughput: float
+    """Output tokens per second."""
+    total_token_throughput: float
+    """Tokens of prompts and answers per second."""
+    request_goodput: float | None
+    """Requests per second that met the SLO. None: there is none."""
+    counted: int
+    """Requests whose tokens are counted events, for want of usage."""
+    first_error: str | None
+    distributions: dict[str, Distribution] = field(default_factory=dict)
+    """By metric. One that no request has is missing."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Flat, with the keys of `vllm bench serve`: p99_ttft_ms."""
+        row = asdict(self)
+        del row["distributions"]
+        for name, one in self.distributions.items():
+            row |= {f"mean_{name}_ms": one.mean, f"std_{name}_ms": one.std}
+            row |= {f"p{number:g}_{name}_ms": value for number, value in one.percentiles.items()}
+        return row
+
+
+def make_figures(samples: Sequence[Sample], duration: float, percentiles: Iterable[float], slo: Mapping[str, float]) -> Figures:
+    """`duration`: seconds. `slo`: metric -> the most milliseconds."""
+    good = [one for one in samples if one.error is None]
+    num_inputs, num_outputs = sum(one.num_prompt_tokens for one in good), sum(one.num_output_tokens for one in good)
+    times = {
+        "ttft": [one.ttft for one in good],
+        "tpot": [one.tpot for one in good if one.tpot is not None],
+        "itl": [gap for one in good for gap in one.gaps],
+        "e2el": [one.e2el for one in good],
+    }
+    numbers = list(percentiles)
+    return Figures(
+        duration=duration,
+        completed=len(good),
+        failed=len(samples) - len(good),
+        total_input_tokens=num_inputs,
+        total_output_tokens=num_outputs,
+        request_throughput=len(good) / duration,
+        output_throughput=num_outputs / duration,
+        total_token_throughput=(num_inputs + num_outputs) / duration,
+        request_goodput=sum(one.meets(slo) for one in good) / duration if slo else None,
+        counted=sum(one.is_counted for one in good),
+        first_error=next((one.error for one in samples if one.error is not None), None),
+        distributions={name: _distribution(seconds, numbers) for name, seconds in times.items() if seconds},
+    )
+
+
+def percentile(ordered: Sequence[float], number: float) -> float:
+    """Of values in ascending order, with linear interpolation between two, as numpy does it. `number`: from 0 to 100."""
+    place = (len(ordered) - 1) * number / 100
+    low, high = ordered[floor(place)], ordered[ceil(place)]
+    return low + (high - low) * (place - floor(place))
+
+
+def _distribution(seconds: Sequence[float], numbers: Sequence[float]) -> Distribution:
+    ordered = sorted(1000 * one for one in seconds)
+    return Distribution(fmean(ordered), pstdev(ordered), {number: percentile(ordered, number) for number in numbers})
