@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -66,9 +67,7 @@ SERVERS = {
 
 @contextlib.contextmanager
 def serve(name: str, model: str, dtype: str, log: Path) -> Iterator[Run]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, *SERVERS[name], model, "--dtype", dtype, "--port", str(port)], stdout=out, stderr=subprocess.STDOUT
@@ -81,7 +80,13 @@ def serve(name: str, model: str, dtype: str, log: Path) -> Iterator[Run]:
         process.wait(60)
 
 
-def wait_healthy(port: int, process: subprocess.Popen[bytes]) -> None:
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def wait_healthy(port: int, process: subprocess.Popen[Any]) -> None:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and process.poll() is None:
         for path in ("/ready", "/health"):

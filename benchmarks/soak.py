@@ -16,6 +16,7 @@ With --attackers N the server has its default bounds, and the clients send good 
 from an address of their own, costly requests of every kind, half-open connections, slow readers, and streams that they abort. Then it is a
 violation too when
     - the p99 of small requests is more than three times the one without attackers
+    - /health or /metrics takes longer than 0.1 seconds (in runs of 3 minutes and more)
     - file descriptors, threads or memory of front or engine are not those from before, some seconds after the attackers have gone
 Memory has until three fifths of the time to settle.
 """

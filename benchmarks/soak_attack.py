@@ -18,6 +18,8 @@ SERVER = {"dtype": "float32", "max-model-len": MAX_MODEL_LEN}
 """All bounds are the defaults: they are what is attacked."""
 MOST_SLOWDOWN = 3
 """Of the p99 of small requests."""
+MOST_PROBE_SECONDS, PROBED_SECONDS = 0.1, 180
+"""That /health and /metrics may take, and the shortest run that says so: on a busy machine one of a few answers may be late."""
 WARM_UP, ALONE = 0.1, 0.2
 """The parts of the time before the baseline, and in which nobody attacks."""
 MOST_GROWTH = 2**28
@@ -67,7 +69,7 @@ class AttackedLoad:
             ended = await asyncio.gather(*tasks, return_exceptions=True)
         self.violations += [f"an attacker failed: {one!r}" for one in ended if not isinstance(one, asyncio.CancelledError)]
         self.left = await self._settled(self.baseline)
-        self._check()
+        self._check(seconds)
 
     async def _honest(self, num_clients: int, seconds: float, expected: str) -> Honest:
         found, _ = await asyncio.gather(ask_small(self._server.port, seconds, expected), self._load.run_good(num_clients, seconds))
@@ -91,8 +93,11 @@ class AttackedLoad:
             found += [f"{name}: {growth / 2**20:+.0f} MiB, most {MOST_GROWTH / 2**20:.0f}"] * (growth > MOST_GROWTH)
         return found
 
-    def _check(self) -> None:
+    def _check(self, seconds: float) -> None:
         for when, honest in (("alone", self.alone), ("attacked", self.attacked)):
+            for path, longest in (("/health", max(honest.health)), ("/metrics", max(honest.metrics))):
+                if longest > MOST_PROBE_SECONDS and seconds >= PROBED_SECONDS:
+                    self.violations.append(f"{when}: {path} took {longest:.3f} s, more than {MOST_PROBE_SECONDS} s")
             self.violations += [f"{when}: {number} x the small request gave {answer!r}" for answer, number in honest.wrong.items()]
         (_, alone), (_, attacked) = self.alone.percentiles(), self.attacked.percentiles()
         if attacked > MOST_SLOWDOWN * alone:
