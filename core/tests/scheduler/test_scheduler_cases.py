@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import time
+import weakref
 
 import pytest
 from fake_engine import NAN, POISON, FakeCore, Groups, kv_cache, next_token
@@ -105,6 +108,48 @@ def test_a_deadline_ends_what_waits_and_what_runs(max_in_flight):
     outputs = finish_all(core)
     assert outputs["runs"][-1].finish_reason == "timeout"
     assert [token for o in outputs["next"] for token in o.token_ids] == continuation(prompt, 20)
+
+
+def test_the_end_of_a_request_is_linear_in_its_sequences():
+    def operations(num_sequences: int) -> int:
+        """Of the interpreter."""
+        core, count = make_core(1400, max_num_seqs=256, max_num_batched_tokens=2048, max_n=256), 0
+        core.add_request(request("r", PROMPT, n=num_sequences))
+        core.step()
+
+        def trace(frame, event, argument):
+            nonlocal count
+            frame.f_trace_opcodes = True
+            count += event == "opcode"
+            return trace
+
+        sys.settrace(trace)
+        try:
+            core.finish("r")
+        finally:
+            sys.settrace(None)
+        assert not core.has_unfinished
+        return count
+
+    assert operations(256) < 5 * operations(64)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_has_ended_is_freed_at_once(n):
+    """Without the garbage collector, which would stop the engine to look for it."""
+    core = make_core(100)
+    core.add_request(request("r", PROMPT, max_tokens=4, n=n))
+    core.add_request(request("aborted", PROMPT, max_tokens=4, n=n))
+    core.step()
+    ended = [weakref.ref(one) for one in core.scheduler.roster.requests.values()]
+    gc.disable()
+    try:
+        core.finish("aborted")
+        while core.has_unfinished:
+            core.step()
+        assert [one() for one in ended] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_fails_for_an_aborted_request_is_nobodys_fault():

@@ -29,8 +29,9 @@ class SchedulingPolicy:
         """Sort key of a request that arrives, asked once: the smallest is served first, and of equals the first that came."""
         return ()
 
-    def begin_step(self, running: Collection[Request], waiting: Collection[Request]) -> None:
-        """A step is planned. `running`: who runs; `waiting`: who may be admitted. Both in the order of keys."""
+    def begin_step(self, running: Collection[Request], waiting: Collection[Request]) -> Collection[Request]:
+        """A step is planned. `running`: who runs; `waiting`: who waits. Both in the order of keys. Returns who of these may be admitted."""
+        return waiting
 
     def grant(self, request: Request, budget: int) -> int:
         """Most tokens of a request that this step computes, of at most `budget`. Asked once a step, in the order of keys."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Collection
-from itertools import count
+from itertools import count, islice
 
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.events import LoadEvent
 from toolkit_lm.messages import Candidates, EngineOutput, EngineRequest, StepPlan, StepResult, TokenLogprobs
-from toolkit_lm.params import FinishReason
+from toolkit_lm.params import FinishReason, leave_too_little
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
 from toolkit_lm.scheduler.block_manager import BlockManager
@@ -24,7 +24,7 @@ from toolkit_lm.scheduler.request_blocks import RequestBlocks
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
 
 _MOST_OVERTAKEN = 16
-"""Requests that wait are looked at beyond the first that has no room."""
+"""Requests that wait are tried beyond the first that has no room."""
 
 
 class Scheduler:
@@ -83,10 +83,8 @@ class Scheduler:
         """Ends a request, or one sequence of it, from outside: an abort, a stop text. Unknown or finished ones are no error."""
         request = self.roster.requests.get(request_id)
         if request is not None:
-            for seq in request.unfinished:
-                # The beams of a search end together.
-                if index is None or seq.index == index or request.search:
-                    self._finish_sequence(seq, reason)
+            # The beams of a search end together.
+            self._finish(request, [seq for seq in request.unfinished if index in (None, seq.index) or request.search], reason)
 
     def fail(self, request_id: str, error: str) -> list[EngineOutput]:
         """Ends a request with an error. What its blocks hold is in doubt, so that no other will find it."""
@@ -113,8 +111,7 @@ class Scheduler:
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
-            waiting = self.roster.waiting[: self.max_num_seqs]
-            self.policy.begin_step(self.roster.running, waiting)
+            waiting = self.policy.begin_step(self.roster.running, self.roster.waiting[: self.max_num_seqs])
             if waiting:
                 waiting = self._make_room(plan, waiting)
             budget, preempted = self._schedule_running(plan, self.max_num_batched_tokens)
@@ -140,7 +137,7 @@ class Scheduler:
             if row.seq_id in result.errors:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
-                self._finish_sequence(seq, "stop")
+                self._finish(request, [seq], "stop")
                 outputs.append(seq.output("stop", [], [], [], result.pooled[row.seq_id]))
             elif row.samples and request.search:
                 outputs += self._take_candidates(seq, request.search, result.candidates[row.seq_id])
@@ -169,11 +166,12 @@ class Scheduler:
 
     # Planning
 
-    def _make_room(self, plan: StepPlan, waiting: list[Request]) -> list[Request]:
+    def _make_room(self, plan: StepPlan, waiting: Collection[Request]) -> Collection[Request]:
         """Preempts who gives way to one that waits. Returns who may be admitted: that one, or all of `waiting`."""
-        for request in waiting[:_MOST_OVERTAKEN] if self.roster.running else ():
-            victim = self.policy.gives_way(request, self.roster.running)
-            if victim is None or request.awaits_tokens or self.request_blocks.find_room(request, self.max_num_batched_tokens) is not None:
+        running = self.roster.running
+        found = ((one, victim) for one in waiting if running and (victim := self.policy.gives_way(one, running)) is not None)
+        for request, victim in islice(found, _MOST_OVERTAKEN):
+            if request.awaits_tokens or self.request_blocks.find_room(request, self.max_num_batched_tokens) is not None:
                 continue
             victim.gave_way, victim.sort_key = True, (*request.sort_key, 0)
             self._preempt(plan, victim)
@@ -200,15 +198,15 @@ class Scheduler:
                 position += 1
         return budget, preempted
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int, waiting: list[Request]) -> None:
+    def _schedule_waiting(self, plan: StepPlan, budget: int, waiting: Collection[Request]) -> None:
         held_up: list[Request] = []
         num_behind = 0
         for request in waiting:
-            num_behind += bool(held_up)
-            if budget == 0 or num_behind > _MOST_OVERTAKEN:
+            if budget == 0 or num_behind == _MOST_OVERTAKEN:
                 break
             if not all(self.policy.overtakes(request, other) for other in held_up):
                 continue
+            num_behind += bool(held_up)
             tokens = self.policy.grant(request, budget)
             if (num_cached := self.request_blocks.find_room(request, tokens)) is None:
                 held_up.append(request)
@@ -260,7 +258,7 @@ class Scheduler:
         if request.first_token_time is None:
             self.events.first_token(request)
         if reason is not None:
-            self._finish_sequence(seq, reason)
+            self._finish(request, [seq], reason)
         if self.quarantine.quarantined:
             self._release_from_quarantine(request)
         return seq.output(reason, tokens, logprobs[: len(tokens)], prompt_logprobs)
@@ -292,9 +290,8 @@ class Scheduler:
     def _end_search(self, request: Request, outputs: list[EngineOutput]) -> list[EngineOutput]:
         found, n = len(outputs), request.params.n
         if found < n:
-            return self._end(request, "error", f"the request's sampling parameters leave {found} sequences, and n is {n}")
-        for seq in request.unfinished:
-            self._finish_sequence(seq, outputs[0].finish_reason or "stop")
+            return self._end(request, "error", leave_too_little(request.params, f"{found} sequences, and n is {n}"))
+        self._finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         return outputs
 
     def _time_out(self, now: float) -> None:
@@ -307,20 +304,22 @@ class Scheduler:
     def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> list[EngineOutput]:
         """Ends all that is unfinished of a request."""
         ended = request.unfinished
-        for seq in ended:
-            self._finish_sequence(seq, reason)
+        self._finish(request, ended, reason)
         indices = range(request.params.n) if request.search else [seq.index for seq in ended]
         return [EngineOutput(request_id=request.request_id, index=index, finish_reason=reason, error=error) for index in indices]
 
-    def _finish_sequence(self, seq: Sequence, reason: FinishReason) -> None:
-        seq.finish_reason = reason
-        self._release(seq)
-        request = seq.request
-        request.unfinished = [other for other in request.unfinished if other is not seq]
+    def _finish(self, request: Request, ended: Collection[Sequence], reason: FinishReason) -> None:
+        """Ends some of a request's unfinished sequences."""
+        for seq in ended:
+            seq.finish_reason = reason
+            self._release(seq)
+        request.unfinished = [seq for seq in request.unfinished if seq.finish_reason is None]
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
             self.events.add("aborted" if reason in ("abort", "timeout") else "finished", request, reason)
+            # They know it too: nobody need look for a cycle to free them.
+            request.sequences = []
 
     def _release(self, seq: Sequence) -> None:
         seq.num_placeholders = 0

@@ -20,8 +20,12 @@ _MANY = 10_000
 """Clients that are remembered."""
 _GUESS, _FEWEST, _MOST = 16, 4, 2048
 """Rows of a step that cost as much as a step itself, and their bounds."""
-_LOOKED_AT = 64
-"""Requests that wait, of which a step is shared."""
+_RISE = 1.05
+"""By so much the cheapest step is forgotten with each dearer one: rows that cost more, as with log probabilities, soon count so."""
+_SLOWER = 1.5
+"""How much longer a shared step may take than if all clients wanted as little as the one that wants least."""
+_LOOKED_AT = 16
+"""Requests of a client that wait, and may be admitted in a step."""
 _KEPT_FREE = 32
 """One place of so many is for clients who run nothing yet."""
 
@@ -34,8 +38,8 @@ class FairPolicy(SchedulingPolicy):
       begins with the requests that are served now: nobody saves up turns.
     - **Places**: a client leaves some free. Where there is none, or no block, the client that runs most sequences has its last request
       preempted, once in its life, for one that would run fewer.
-    - **A step** is shared by max-min fairness. It takes at most about twice the time that it would if all clients wanted as little as the
-      one that wants least. A prompt that cannot be cut is computed once its client's shares have come to its length.
+    - **A step** is shared by max-min fairness. It takes at most about 1.5 times as long as if all clients wanted as little as the one
+      that wants least. A prompt that cannot be cut is computed once its client's shares have come to its length.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -65,17 +69,33 @@ class FairPolicy(SchedulingPolicy):
         self._clocks[client] = start + request.num_prompt_tokens + request.max_output_tokens * request.params.num_sequences
         return (start,)
 
-    def begin_step(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+    def begin_step(self, running: Sequence[Request], waiting: Sequence[Request]) -> Sequence[Request]:
         if running:
             self._now = max(self._now, running[-1].sort_key[0])
         self._held = _rows_by_client(running)
         self._running = {request.number for request in running}
         saved, self._left, self._saved = self._saved, None, {}
-        waiting = waiting[:_LOOKED_AT]
+        waiting = self._with_places(waiting)
         # Where a step has computed nothing, the next one is not shared: somebody must get on.
         idle, self._computes = not self._computes, False
         if not idle and len({*self._held, *map(_client, waiting)}) > 1:
             self._share(running, waiting, saved)
+        return waiting
+
+    def _with_places(self, waiting: Sequence[Request]) -> list[Request]:
+        """Those that their clients have places for. Only the first ones of each client are looked at: there may be thousands."""
+        seen: Counter[str] = Counter()
+        found = []
+        for request in waiting:
+            client = _client(request)
+            seen[client] += 1
+            if seen[client] <= _LOOKED_AT and self._has_place(request, client):
+                found.append(request)
+        return found
+
+    def _has_place(self, request: Request, client: str) -> bool:
+        held = self._held[client]
+        return not held or held + request.num_rows <= self._num_places
 
     def _share(self, running: Sequence[Request], waiting: Sequence[Request], saved: dict[str, int]) -> None:
         """Splits a step between clients, the one that wants least first."""
@@ -83,7 +103,7 @@ class FairPolicy(SchedulingPolicy):
         for request in (*running, *waiting):
             wanted[_client(request)] += _wanted(request)
         clients = sorted(wanted, key=wanted.__getitem__)
-        left = 2 * len(clients) * wanted[clients[0]] + self._cost.num_tokens_of_base
+        left = int(_SLOWER * len(clients) * wanted[clients[0]] + (_SLOWER - 1) * self._cost.num_tokens_of_base)
         if wanted.total() <= left:
             return
         self._left = {}
@@ -95,7 +115,7 @@ class FairPolicy(SchedulingPolicy):
     def grant(self, request: Request, budget: int) -> int:
         client = _client(request)
         waits = request.number not in self._running
-        if waits and self._held[client] and self._held[client] + request.num_rows > self._num_places:
+        if waits and not self._has_place(request, client):
             return 0
         granted = budget if self._left is None else self._take(request, client, budget)
         self._computes = self._computes or granted > 0
@@ -147,7 +167,7 @@ class StepCost:
         size = rows.bit_length()
         before = self._cheapest.get(size, (rows, math.inf))
         # What was cheap long ago may be so no more.
-        self._cheapest[size] = (rows, seconds) if seconds <= 1.02 * before[1] else (before[0], 1.02 * before[1])
+        self._cheapest[size] = (rows, seconds) if seconds <= _RISE * before[1] else (before[0], _RISE * before[1])
 
     @property
     def num_tokens_of_base(self) -> int:
