@@ -215,6 +215,16 @@ _OFF = {"temperature": 0, "top_k": -1}
 _LOGIT_BIAS = SAMPLING_PARAMS["logit_bias"].spec
 
 
+LEAVE_TOO_LITTLE = "the request's sampling parameters leave"
+"""How the error begins of a request whose parameters rule out what was to be drawn."""
+
+
+def leave_too_little(params: SamplingParams, left: str) -> str:
+    """That error. It names the parameters that may be the reason."""
+    given = [name for name in ("use_beam_search", "allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
+    return f"{LEAVE_TOO_LITTLE} {left} ({', '.join([*given, *(params.extra_args or {})])})"
+
+
 def shipped_with(name: str) -> str:
     """The end of an error about a parameter that nobody states: the plugin that brings it, where that is known."""
     return "It comes with toolkit-lm-sampling-extra." if name.startswith(_SAMPLING_EXTRA) else ""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.sampling import sample
+from toolkit_lm.sampling.bad_words import BadWords
 from toolkit_lm.sampling.masks import mask
 from toolkit_lm.sampling.penalties import penalize
 
@@ -63,6 +64,20 @@ def test_bad_words_are_those_of_transformers(make_rows, make_logits, sequences):
     for i, tokens in enumerate(sequences):
         theirs = NoBadWordsLogitsProcessor(bad_words_ids=words, eos_token_id=[])(torch.tensor([tokens]), logits[i : i + 1].clone())
         assert torch.equal(ours[i], theirs[0])
+
+
+def test_only_words_that_could_be_complete_are_compared():
+    class Word(list):
+        num_read = 0
+
+        def __getitem__(self, index):
+            Word.num_read += isinstance(index, slice)
+            return super().__getitem__(index)
+
+    words = BadWords([Word([1] * 200 + [number, 5]) for number in range(300)])
+    assert words.forbidden(np.array([1] * 250 + [7], np.int32)).tolist() == [5]
+    assert words.forbidden(np.array([7], np.int32)).tolist() == []
+    assert Word.num_read == 2
 
 
 def test_bad_words_do_not_begin_in_the_prompt(make_rows, make_logits):

@@ -105,6 +105,14 @@ class Short(Only):
         return values[:, :-1]
 
 
+class Nan(Only):
+    def apply(self, values, rows):
+        return values * torch.nan
+
+    def after_draw(self, row, token_id, prob):
+        """Nothing was drawn."""
+
+
 class Silent(Only):
     stage = None
 
@@ -122,7 +130,7 @@ class Last(Flat):
         return (torch.arange(64) == 40).float().expand(len(rows), -1)
 
 
-CLASSES = (Only, Flat, Counting, Short, Silent, Last, Doubling)
+CLASSES = (Only, Flat, Counting, Short, Nan, Silent, Last, Doubling)
 
 
 class Brings:
@@ -230,7 +238,14 @@ def test_a_result_of_another_shape_is_an_error(make_rows, make_logits, make_tabl
 def test_one_that_leaves_no_token_fails_alone(make_rows, make_logits, make_table):
     params = [SamplingParams(allowed_token_ids=[3]), SamplingParams()]
     sampled = sample(make_logits(2), rows_of(make_rows, [{"doubling": {"token": 0}}] * 2, make_table(), params))
-    assert list(sampled.errors) == [0] and "leave no token" in sampled.errors[0]
+    assert sampled.errors == {0: "the request's sampling parameters leave no token that could be drawn (allowed_token_ids)"}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_one_that_gives_no_numbers_is_told_from_parameters_that_leave_no_token(make_rows, make_logits, make_table, temperature):
+    params = [SamplingParams(allowed_token_ids=[3], temperature=temperature), SamplingParams(temperature=temperature)]
+    sampled = sample(make_logits(2), rows_of(make_rows, [{"nan": {"token": 1}}, {}], make_table(), params))
+    assert sampled.errors == {0: "a logits processor's logits are not finite"}
 
 
 def test_one_that_does_not_say_where_it_works(make_rows, make_logits, make_table):

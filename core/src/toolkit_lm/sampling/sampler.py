@@ -16,6 +16,7 @@ A row's result is a function of its logits, parameters, tokens and seed (and its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.messages import SamplerState, TokenLogprobs
+from toolkit_lm.params import SamplingParams, leave_too_little
 from toolkit_lm.sampling.batch import SamplingBatch
 from toolkit_lm.sampling.filters import distribution
 from toolkit_lm.sampling.logprobs import token_logprobs
@@ -33,6 +35,10 @@ from toolkit_lm.sampling.uniform import uniform
 
 # Below this a temperature divides float32 logits into infinities, and the draw is the likeliest token anyway.
 _MIN_TEMPERATURE = 1e-5
+
+
+def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.max(scores, dim=-1)
 
 
 class Sampled(NamedTuple):
@@ -47,8 +53,8 @@ class Sampled(NamedTuple):
     """By row, what its logits processors keep for the next draw."""
 
 
-def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
-    """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are."""
+def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tuple[Tensor, Tensor]] = _likeliest) -> Sampled:
+    """Draws a token for each row of logits [R, V], any float dtype. The logits are left as they are. `likeliest` is as that of Kernels."""
     # Where no sequence uses any, a step costs nothing more.
     processors = rows.processors if rows.processors is not None and rows.processors.names else None
     scores = logits
@@ -57,7 +63,7 @@ def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
     if len(edited):
         index = _to(edited, logits)
         scores = logits.float().index_copy(0, index, _edit(logits[index].float(), rows.select(edited), processors))
-    best, token_ids = scores.max(dim=-1)
+    best, token_ids = likeliest(scores)
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
     probs: dict[int, float] = {}
@@ -69,16 +75,16 @@ def sample(logits: Tensor, rows: SamplingBatch) -> Sampled:
         failed[index] |= none_left
         if drawn is not None:
             probs = dict(zip(random.tolist(), drawn.tolist(), strict=True))
-    errors: dict[int, str] = {}
-    for row in failed.nonzero()[:, 0].tolist():
-        errors[row] = _why_none(logits[row])
+    without = failed.nonzero()[:, 0].tolist()
+    errors = {row: _why_none(logits[row], best[row], rows.rules[row].given[0]) for row in without} if without else {}
     states: dict[int, SamplerState] = {}
     drawn_ids = token_ids.tolist()
     if processors is not None:
         keys = rows.key.tolist()
         states = processors.after_draw(keys, rows.processor_row, drawn_ids, probs)
         errors |= {row: processors.errors[key] for row, key in enumerate(keys) if key in processors.errors}
-    return Sampled(drawn_ids, _logprobs(logits, token_ids, rows.logprobs), errors, states)
+    logprobs = _logprobs(logits, token_ids, rows.logprobs) if rows.logprobs.max() >= 0 else []
+    return Sampled(drawn_ids, logprobs, errors, states)
 
 
 def _edit(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> Tensor:
@@ -103,15 +109,13 @@ def _draw(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
     return token_ids[:, 0], drawn, ~(cumulative[:, -1] > 0)
 
 
-def _why_none(logits: Tensor) -> str:
-    if torch.isfinite(logits.max()):
-        return "the request's sampling parameters leave no token that could be drawn"
-    return "the model's logits are not finite"
+def _why_none(logits: Tensor, best: Tensor, params: SamplingParams) -> str:
+    """`best`: the highest of the row's logits, once they are edited."""
+    whose = "the model's" if not torch.isfinite(logits.max()) else "a logits processor's" if best.isnan() else ""
+    return f"{whose} logits are not finite" if whose else leave_too_little(params, "no token that could be drawn")
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[TokenLogprobs | None]:
-    if wanted.max() < 0:
-        return []
     asking = np.flatnonzero(wanted >= 0)
     rows: list[TokenLogprobs | None] = [None] * len(wanted)
     index = _to(asking, logits)

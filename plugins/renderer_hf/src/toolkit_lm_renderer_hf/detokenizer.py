@@ -65,9 +65,10 @@ class Detokenizer:
 
     def _bytes(self, token: str, first: bool) -> bytes:
         if self._byte_level:
-            if all(char in _BYTE_OF_CHAR for char in token):
-                return bytes(_BYTE_OF_CHAR[char] for char in token)
-            return token.encode()
+            try:
+                return bytes(map(_BYTE_OF_CHAR.__getitem__, token))
+            except KeyError:
+                return token.encode()
         # A space is the one byte that a decoder may drop at the start, so it takes the way of other tokens.
         if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(token)) and match[1] != "20":
             return bytes.fromhex(match[1])

@@ -30,7 +30,7 @@ class Typical(LogitsProcessor):
         p = torch.tensor([self._ps[row.key] for row in rows], device=values.device)[:, None]
         surprise = -values.log()
         # A token of probability 0 adds nothing to the entropy.
-        entropy = (values * surprise).nan_to_num(0.0).sum(dim=-1, keepdim=True)
+        entropy = (values * surprise).nan_to_num(0.0).cumsum(dim=-1)[:, -1:]
         distance = (surprise - entropy).abs()
         nearest, order = distance.sort(dim=-1, stable=True)
         total = values.gather(-1, order).cumsum(dim=-1, dtype=torch.float64)
