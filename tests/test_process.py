@@ -506,7 +506,7 @@ class TestRestart:
 
 
 @pytest.mark.parametrize("asked", [None, "64"])
-def test_it_keeps_few_kernels(monkeypatch, asked):
+def test_it_keeps_few_kernels_and_its_threads_sleep_soon(monkeypatch, asked):
     """Who sets the variable has the last word."""
     if asked is not None:
         monkeypatch.setenv("LRU_CACHE_CAPACITY", asked)
@@ -516,6 +516,7 @@ def test_it_keeps_few_kernels(monkeypatch, asked):
     finally:
         process.end()
     assert (environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"], environ["LRU_CACHE_CAPACITY"]) == ("256", asked or "256")
+    assert environ["GOMP_SPINCOUNT"] == "4000"
 
 
 class TestStall:

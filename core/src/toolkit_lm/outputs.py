@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from toolkit_lm.params import FinishReason
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(slots=True)
-class Logprob:
-    """The log probability of one candidate at one position."""
+class Logprob(Struct, gc=False):
+    """The log probability of one candidate at one position. The garbage collector need not look at it: an answer may have millions."""
 
     logprob: float
     rank: int

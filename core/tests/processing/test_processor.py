@@ -94,6 +94,17 @@ def test_a_conversation_has_no_text():
     assert (prepared.message.prompt_token_ids, prepared.prompt) == ([97, 98, 99], None)
 
 
+@pytest.mark.parametrize("method", ["prepare_batch", "prepare_chat_batch"])
+def test_prompts_that_share_parameters_have_them_worked_on_once(method):
+    processor, names = make_processor(), ["0", "1", "2"]
+    prompts = names if method == "prepare_batch" else [[{"role": "user", "content": name}] for name in names]
+    prepared = getattr(processor, method)(names, prompts, SamplingParams(bad_words=["ab"], extra_args={"loud_times": 1}))
+    # The word, also after a space, what the plugin asks for, and three prompts.
+    assert processor.renderer.num_calls == 2 + 1 + 3
+    assert [(one.message.request_id, one.message.prompt_token_ids) for one in prepared] == [(name, [ord(name)]) for name in names]
+    assert all(one.message.inputs.bad_words == [[97, 98]] for one in prepared)
+
+
 @pytest.mark.parametrize(("params", "read"), [({"truncate_prompt_tokens": 2}, "cd"), ({"truncate_prompt_tokens": -1}, "abcd")])
 def test_the_text_is_that_of_the_prompt_that_is_read(params, read):
     prepared = make_processor().prepare("r", "abcd", SamplingParams(max_tokens=4, **params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import fields
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
-from toolkit_lm.processing.request_state import RequestState
+from toolkit_lm.processing import request_state
+from toolkit_lm.processing.request_state import RequestState, SequenceState
 from toolkit_lm.renderer import DecodeStream
 
 LETTERS = "ab c"
@@ -92,6 +94,14 @@ def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
     assert state.take() is None
 
 
+def test_log_probabilities_are_nothing_to_the_garbage_collector():
+    """It would stop everybody while it looks through millions of them."""
+    state = make_state(max_tokens=3, logprobs=2)
+    state.apply(step(0, [0], logprobs=[TokenLogprobs([0, 0, 3], [-0.5, -0.5, -1.0], 1)]))
+    [table] = state.take().outputs[0].logprobs
+    assert len(table) == 2 and not any(map(gc.is_tracked, (table, *table.values())))
+
+
 def test_each_kind_gives_what_it_says():
     states = {kind: make_state(kind, max_tokens=3, logprobs=0) for kind in RequestOutputKind}
     seen = {kind: [] for kind in RequestOutputKind}
@@ -131,6 +141,18 @@ def test_a_request_that_waits_holds_no_decode_stream():
     assert state.renderer.num_streams == 0
     state.apply(step(1, [0]))
     assert state.renderer.num_streams == 1
+
+
+def test_sequences_are_made_with_their_first_output(monkeypatch):
+    made = []
+    monkeypatch.setattr(request_state, "SequenceState", lambda index, *how: made.append(index) or SequenceState(index, *how))
+    state = make_state(n=128)
+    assert not made
+    state.apply(step(7, [0]))
+    state.apply(step(2, [0]))
+    assert made == [7, 2] and [one.index for one in state.delta().outputs] == [2, 7]
+    state.end("abort")
+    assert [one.index for one in state.snapshot().outputs] == list(range(128)) and state.finished
 
 
 def test_an_end_from_outside_shows_what_was_held_back():

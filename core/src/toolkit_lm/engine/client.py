@@ -62,7 +62,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Queues requests, which the front has checked, before the next step: all of them, or none where it raises RequestError."""
+        """Queues requests, which the front has checked: all of them, or none where it raises RequestError."""
 
     @abstractmethod
     def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:

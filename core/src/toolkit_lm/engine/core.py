@@ -158,23 +158,23 @@ class EngineCore:
             # All that it computed has ended meanwhile, perhaps long ago.
             return
         self._outputs += self.scheduler.update(step.plan, result)
-        self._failures = 0
         now = time.monotonic()
         # It began when the one before had ended.
         duration = now - max(step.start, self.progress_time)
         num_tokens = step.plan.num_tokens
         self.scheduler.preemption.observe(num_tokens, duration)
-        self.scheduler.policy.observe(step.plan, duration)
         if self.listening:
             self._events.append(StepEvent(time=now, duration=duration, num_tokens=num_tokens))
+        self.scheduler.policy.observe(step.plan, duration)
+        self._failures = 0
 
     def _recover(self, error: Exception) -> None:
         """After a failed step: finds the request that it is to blame for, or lets the engine die."""
-        logger.error("a step failed", exc_info=error)
+        what = self._failure_of(error)
+        logger.error("a step failed: %s", what, exc_info=error)
         alone = bool(self.scheduler.quarantine.quarantined)
         requests = self.scheduler.roster.requests_in(self._in_flight[0].plan) if self._in_flight else []
         self._reset_after_failure()
-        what = self._failure_of(error)
         if alone and requests:
             (culprit,) = requests
             self._outputs += self.scheduler.fail(culprit, what)

@@ -134,15 +134,14 @@ class AsyncLLM:
         ids = [self._new_id() for _ in conversations]
 
         def prepare() -> list[PreparedRequest]:
-            chats = zip(ids, conversations, strict=True)
-            return [self.processor.prepare_chat(rid, messages, params, options, **render_options) for rid, messages in chats]
+            return self.processor.prepare_chat_batch(ids, conversations, params, options, **render_options)
 
         return self._outputs(ids, prepare, params)
 
     def generate_many(
         self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-        """As `generate`, for many prompts at once, which reach the engine before its next step.
+        """As `generate`, for many prompts at once, which reach the engine together. Of thousands, each step admits some.
 
         Outputs that come together are given together, each with its prompt's number. A bad prompt is an error for all of them, before any
         is computed. Closing the iterator aborts them all.
@@ -150,7 +149,7 @@ class AsyncLLM:
         ids = [self._new_id() for _ in prompts]
 
         def prepare() -> list[PreparedRequest]:
-            return [self.processor.prepare(rid, prompt, params, options) for rid, prompt in zip(ids, prompts, strict=True)]
+            return self.processor.prepare_batch(ids, prompts, params, options)
 
         return self._outputs(ids, prepare, params)
 
@@ -196,7 +195,7 @@ class AsyncLLM:
         instruction: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[PoolingRequestOutput]:
-        """As `encode`, for many prompts at once, which reach the engine before its next step: cheaper than so many calls of `encode`.
+        """As `encode`, for many prompts at once, which reach the engine together: cheaper than so many calls of `encode`.
 
         `params` is for all of them, or one for each.
 

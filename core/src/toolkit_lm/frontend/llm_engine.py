@@ -138,7 +138,7 @@ class LLMEngine:
         return state
 
     def submit_batch(self, prepared: Sequence[PreparedRequest]) -> list[AnyState]:
-        """Queues prepared requests before the next step: all of them, or none where it raises, as `submit` does."""
+        """Queues prepared requests: all of them, or none where it raises, as `submit` does."""
         self._check_open()
         states: dict[str, AnyState] = {}
         for message, prompt in prepared:

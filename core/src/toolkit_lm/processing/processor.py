@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from toolkit_lm.config import VllmConfig
@@ -74,13 +74,22 @@ class Processor:
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, options: RequestOptions | None = None
     ) -> PreparedRequest:
         """Of a text, or token ids."""
-        try:
-            token_ids = self.renderer.render_prompt(prompt)
-        except Exception as error:
-            self.plugins.boundary.check(error)
-            raise
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt")
-        return self._generation(request_id, token_ids, text, params or SamplingParams(), options or {})
+        [prepared] = self.prepare_batch([request_id], [prompt], params, options)
+        return prepared
+
+    def prepare_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+    ) -> list[PreparedRequest]:
+        """As `prepare`, of prompts that share parameters: these are worked on once."""
+        rendered = (
+            (self._render(self.renderer.render_prompt, prompt), prompt if isinstance(prompt, str) else prompt.get("prompt"))
+            for prompt in prompts
+        )
+        return self._generation(request_ids, rendered, params or SamplingParams(), options or {})
 
     def prepare_chat(
         self,
@@ -91,17 +100,50 @@ class Processor:
         **render_options: Any,
     ) -> PreparedRequest:
         """Of a conversation, through the chat template. `render_options` are Renderer.render_conversation's."""
+        [prepared] = self.prepare_chat_batch([request_id], [messages], params, options, **render_options)
+        return prepared
+
+    def prepare_chat_batch(
+        self,
+        request_ids: Sequence[str],
+        conversations: Sequence[Conversation],
+        params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
+        **render_options: Any,
+    ) -> list[PreparedRequest]:
+        """As `prepare_chat`, of conversations that share parameters: these are worked on once."""
+        rendered = ((self._render(self.renderer.render_conversation, one, **render_options), None) for one in conversations)
+        return self._generation(request_ids, rendered, params or SamplingParams(), options or {})
+
+    def _render(self, render: Callable[..., list[int]], given: Any, **render_options: Any) -> list[int]:
         try:
-            token_ids = self.renderer.render_conversation(messages, **render_options)
+            return render(given, **render_options)
         except Exception as error:
             self.plugins.boundary.check(error)
             raise
-        return self._generation(request_id, token_ids, None, params or SamplingParams(), options or {})
 
     def _generation(
-        self, request_id: str, token_ids: list[int], text: str | None, params: SamplingParams, options: RequestOptions
-    ) -> PreparedRequest:
+        self, request_ids: Sequence[str], rendered: Iterable[tuple[list[int], str | None]], params: SamplingParams, options: RequestOptions
+    ) -> list[PreparedRequest]:
         check_bounds(params, self.config.limits)
+        inputs = SequenceInputs()
+        if params.bad_words or params.extra_args:
+            inputs = SequenceInputs(
+                bad_words=tokenize_bad_words(params, self.renderer),
+                logits_processors=prepare_processors(params.extra_args or {}, self.plugins.logits_processors, self.renderer),
+            )
+        check_tokens_of_params(params, inputs.bad_words, self._vocab_size)
+        return [self._prepared(one, *its, params, inputs, options) for one, its in zip(request_ids, rendered, strict=True)]
+
+    def _prepared(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        text: str | None,
+        params: SamplingParams,
+        inputs: SequenceInputs,
+        options: RequestOptions,
+    ) -> PreparedRequest:
         check_token_ids(token_ids, self._vocab_size)
         if params.truncate_prompt_tokens is not None:
             cut = cut_prompt(token_ids, params, self._max_model_len)
@@ -109,12 +151,7 @@ class Processor:
                 text = self.renderer.decode(cut)
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
-        if params.bad_words or params.extra_args:
-            message.inputs = SequenceInputs(
-                bad_words=tokenize_bad_words(params, self.renderer),
-                logits_processors=prepare_processors(params.extra_args or {}, self.plugins.logits_processors, self.renderer),
-            )
-        check_tokens_of_params(params, message.inputs.bad_words, self._vocab_size)
+        message.inputs = inputs
         # Log probabilities of the prompt come from its hidden states, which no cache holds.
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)

@@ -22,7 +22,9 @@ class SequenceState:
     def __init__(self, index: int, has_logprobs: bool, sums_logprobs: bool) -> None:
         self.index = index
         self.text: SequenceText | None = None
-        """Made with the first tokens; None without detokenization."""
+        """Made with the first tokens, gone with the last: what has ended may wait for thousands of others. None without detokenization."""
+        self.pieces: list[str] = []
+        """Of the text that is shown."""
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
         self.cumulative_logprob = 0.0 if sums_logprobs else None
@@ -34,16 +36,14 @@ class SequenceState:
 
     def whole(self) -> CompletionOutput:
         """All of it, in objects of its own."""
-        pieces = [] if self.text is None else self.text.shown
-        return self._output("".join(pieces), list(self.token_ids), None if self.logprobs is None else list(self.logprobs))
+        return self._output("".join(self.pieces), list(self.token_ids), None if self.logprobs is None else list(self.logprobs))
 
     def new(self) -> CompletionOutput | None:
         """What has come since the last call; None when nothing has."""
-        pieces = [] if self.text is None else self.text.shown
-        before, self._taken = self._taken, (len(pieces), len(self.token_ids), self.finish_reason is not None)
+        before, self._taken = self._taken, (len(self.pieces), len(self.token_ids), self.finish_reason is not None)
         if before == self._taken:
             return None
-        text, tokens = "".join(pieces[before[0] :]), self.token_ids[before[1] :]
+        text, tokens = "".join(self.pieces[before[0] :]), self.token_ids[before[1] :]
         return self._output(text, tokens, None if self.logprobs is None else self.logprobs[before[1] :])
 
     def _output(self, text: str, token_ids: list[int], logprobs: list[dict[int, Logprob]] | None) -> CompletionOutput:
@@ -69,11 +69,9 @@ class RequestState:
         self._ranks = params.ranks
         self._stops = StopTexts([params.stop] if isinstance(params.stop, str) else params.stop) if params.stop else None
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None if params.prompt_logprobs is None else [None]
-        self._sequences = [
-            SequenceState(index, params.logprobs is not None, params.logprobs is not None or self._ranks)
-            for index in range(params.num_outputs)
-        ]
-        self._num_unfinished = len(self._sequences)
+        self._begun: dict[int, SequenceState] = {}
+        """By index. The others have no output yet: to make those of many prompts takes long."""
+        self._num_unfinished = params.num_outputs
         self._has_news = False
 
     def apply(self, output: EngineOutput) -> bool:
@@ -81,7 +79,7 @@ class RequestState:
         if len(output.token_ids) > 1 and output.score is None and self._params.stop:
             return any(self.apply(one) for one in _token_by_token(output))
         self._has_news = True
-        sequence, params = self._sequences[output.index], self._params
+        sequence, params = self._sequence(output.index), self._params
         self.num_cached_tokens = output.num_cached_tokens
         self.error = output.error or self.error
         if sequence.finish_reason is not None:
@@ -103,11 +101,21 @@ class RequestState:
             self._end(sequence)
         return reason is not None and output.finish_reason is None
 
+    def _sequence(self, index: int) -> SequenceState:
+        if index not in self._begun:
+            has_logprobs = self._params.logprobs is not None
+            self._begun[index] = SequenceState(index, has_logprobs, has_logprobs or self._ranks)
+        return self._begun[index]
+
+    def _sequences(self) -> list[SequenceState]:
+        return [self._sequence(index) for index in range(self._params.num_outputs)]
+
     def _add_text(self, sequence: SequenceState, output: EngineOutput) -> str | None:
         """Returns the stop text that ends the sequence, None where there is none."""
         text = sequence.text
         if text is None:
             text = sequence.text = SequenceText(self._params, self.renderer, self.request.prompt_token_ids, self._stops)
+            sequence.pieces = text.shown
         # A token that ends the sequence is no part of its text, unless asked for.
         ended_by_token = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         new = output.token_ids[:-1] if ended_by_token else output.token_ids
@@ -120,7 +128,7 @@ class RequestState:
         """Ends what is not finished, from outside: "abort", or "error" with what went wrong."""
         self._has_news = True
         self.error = error or self.error
-        for sequence in self._sequences:
+        for sequence in self._sequences():
             if sequence.finish_reason is None:
                 sequence.finish_reason = reason
                 if sequence.text is not None:
@@ -144,7 +152,7 @@ class RequestState:
             # Which of them will be the best is not known.
             outputs = [CompletionOutput(index, "", []) for index in range(self._params.n)]
         else:
-            outputs = [sequence.whole() for sequence in self._sequences]
+            outputs = [sequence.whole() for sequence in self._sequences()]
             outputs = _best(outputs, self._params.n) if len(outputs) > self._params.n else outputs
         return self._output(outputs, None if self._prompt_logprobs is None else list(self._prompt_logprobs))
 
@@ -152,7 +160,7 @@ class RequestState:
         """What has come since the last call; None when nothing has. Its cost does not depend on what came before."""
         if self._ranks:
             return self.snapshot() if self.finished else None
-        outputs = [new for sequence in self._sequences if (new := sequence.new()) is not None]
+        outputs = [new for _, sequence in sorted(self._begun.items()) if (new := sequence.new()) is not None]
         return self._output(outputs, self._prompt_logprobs) if outputs else None
 
     def _output(self, outputs: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None) -> RequestOutput:
@@ -168,6 +176,7 @@ class RequestState:
         )
 
     def _end(self, sequence: SequenceState) -> None:
+        sequence.text = None
         self._num_unfinished -= 1
         self.finished = self._num_unfinished == 0
 

@@ -28,7 +28,7 @@ _LOOK = 1.0
 """Seconds between two looks at whether the process lives, should a fork of it hold its lifeline open."""
 _LAST_WORDS = 200
 """Milliseconds to wait for a dead process's last report, which may be on its way still."""
-_ENGINE_REGISTRIES = ("models", "attention_backends", "executors", "kv_kinds", "logits_processors", "pooling", "scheduling_policies")
+_ENGINE_REGISTRIES = "models attention_backends executors kernels kv_kinds logits_processors pooling scheduling_policies".split()  # noqa: SIM905
 _ENGINE_HOOKS = tuple(f"toolkit_register_{what}" for what in _ENGINE_REGISTRIES)
 
 
@@ -88,7 +88,7 @@ class ProcessClient(EngineClient):
         self.check_process()
         self._check()
         try:
-            message = wire.encode(wire.Add(list(requests)))
+            message = wire.encode(wire.add(requests))
         except Exception as error:
             # Such as a logits processor's argument that is no plain value.
             raise RequestError(f"the request cannot be sent to the engine process: {type(error).__name__}: {error}") from error

@@ -18,8 +18,10 @@ _MOST_BYTES = 107 if sys.platform == "linux" else 103
 """Of the path of a unix socket."""
 _GRACE = 0.5
 """Seconds that an engine process gets to end by itself, once its lifeline is cut."""
-_KERNELS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256"}
-"""How many kernels oneDNN and torch keep, of a megabyte each: every number of tokens needs several. Their default is 1,024."""
+_ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256", "GOMP_SPINCOUNT": "4000"}
+"""How many kernels oneDNN and torch keep, of a megabyte each: every number of tokens needs several. Their default is 1,024. And how long
+OpenMP's threads wait for each other without sleeping: by default, milliseconds, in which they keep the cores from the front and, where it
+works, from each other."""
 
 
 class EngineProcess:
@@ -62,7 +64,7 @@ class EngineProcess:
         try:
             # Without a shell, and without a word of a client's.
             return subprocess.Popen(  # nosec B603
-                command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**_KERNELS, **os.environ}
+                command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**_ENVIRON, **os.environ}
             )
         except OSError as error:
             raise EngineDeadError(f"no engine process can be started from {sys.executable!r}: {error}") from error

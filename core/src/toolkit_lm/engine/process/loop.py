@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -19,6 +21,8 @@ from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_device
 
+_SEQUENCES_AT_ONCE = 256
+"""Sequences that are added before a step. More would keep those that run waiting."""
 _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
 
@@ -64,6 +68,8 @@ class _Loop:
         self._num_handled = 1
         """Commands; the first was Start."""
         self._refusals: list[EngineOutput] = []
+        self._arriving: deque[deque[EngineRequest]] = deque()
+        """Of each call, those that are not added yet. Calls take turns, so that a small one need not wait for a large one."""
 
     def run(self) -> None:
         """Until the engine fails: raises why."""
@@ -73,7 +79,7 @@ class _Loop:
             outputs = self._core.step() if self._core.has_unfinished else self._core.poll_outputs()
             outputs.outputs += self._refusals
             self._refusals = []
-            if (num_handled, progress) == (self._num_handled, self._core.progress_time):
+            if not outputs.outputs and (num_handled, progress) == (self._num_handled, self._core.progress_time):
                 # A sign of life would be a lie.
                 continue
             # Large arrays among it are not copied.
@@ -81,22 +87,34 @@ class _Loop:
 
     def _take_commands(self) -> None:
         """All that have come; where there is nothing else to do, waits for one."""
-        if not self._core.has_unfinished:
+        if not self._core.has_unfinished and not self._arriving:
             self._handle(self._socket.recv())
         with suppress(zmq.Again):
             while True:
                 self._handle(self._socket.recv(zmq.NOBLOCK))
+        self._add_some(_SEQUENCES_AT_ONCE)
 
     def _handle(self, message: bytes) -> None:
         self._num_handled += 1
         command = wire.decode_command(message)
         if isinstance(command, wire.Add):
-            for request in command.requests:
-                self._add(request)
-        elif isinstance(command, wire.Finish):
+            self._arriving.append(deque(wire.added(command)))
+            return
+        # It may be about them.
+        self._add_some(sys.maxsize)
+        if isinstance(command, wire.Finish):
             self._core.finish(command.request_id, command.reason, command.index)
         elif isinstance(command, wire.ResetPrefixCache):
             self._core.reset_prefix_cache()
+
+    def _add_some(self, num_sequences: int) -> None:
+        while self._arriving and num_sequences > 0:
+            call = self._arriving.popleft()
+            if call:
+                request = call.popleft()
+                self._arriving.append(call)
+                self._add(request)
+                num_sequences -= request.params.num_sequences
 
     def _add(self, request: EngineRequest) -> None:
         try:

@@ -42,6 +42,10 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
 
     gc.freeze()
     gc.enable()
+    # Nor are the many sequences of a request: all objects are looked at once there are ten million more.
+    gc.set_threshold(1_000, 10, 1_000)
+    # Planning and computing hand over to each other in every step.
+    sys.setswitchinterval(0.0005)
 
     def connected() -> None:
         # The socket lives on without its name, which may be another's from now on.

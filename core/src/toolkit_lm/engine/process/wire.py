@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import zmq
 from msgspec import Struct
+from msgspec.structs import replace
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
-from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules
-from toolkit_lm.params import FinishReason
+from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules, SequenceInputs
+from toolkit_lm.params import FinishReason, SamplingParams
 from toolkit_lm.plugin import Fingerprint
 
 # Front to engine
@@ -26,10 +29,19 @@ class Start(Struct, tag="start"):
     """Somebody wants the events."""
 
 
+class Shared(Struct):
+    """What requests of one call may have in common. It may be far larger than the rest of them."""
+
+    params: SamplingParams
+    inputs: SequenceInputs
+
+
 class Add(Struct, tag="add"):
-    """Queue requests, all of them before the next step."""
+    """Queue requests."""
 
     requests: list[EngineRequest]
+    shared: Shared | None = None
+    """What all of them have, in place of their own."""
 
 
 class Finish(Struct, tag="finish"):
@@ -84,6 +96,25 @@ class Failed(Struct, tag="failed"):
 
 
 Report = Phase | Ready | Outputs | Failed
+
+_NOTHING = Shared(SamplingParams(), SequenceInputs())
+
+
+def add(requests: Sequence[EngineRequest]) -> Add:
+    """The command whose decoded requests share what these share."""
+    if len({(id(one.params), id(one.inputs)) for one in requests}) != 1:
+        return Add(list(requests))
+    bare = [replace(one, params=_NOTHING.params, inputs=_NOTHING.inputs) for one in requests]
+    return Add(bare, Shared(requests[0].params, requests[0].inputs))
+
+
+def added(command: Add) -> list[EngineRequest]:
+    """The requests of a decoded command."""
+    if command.shared is not None:
+        for one in command.requests:
+            one.params, one.inputs = command.shared.params, command.shared.inputs
+    return command.requests
+
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

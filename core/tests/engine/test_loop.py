@@ -1,0 +1,106 @@
+"""The loop of the engine process: the order in which commands and steps are taken."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+from toolkit_lm.engine.process import loop, wire
+from toolkit_lm.messages import EngineOutputs, EngineRequest
+from toolkit_lm.params import SamplingParams
+
+
+class Core:
+    """Writes down what it is told."""
+
+    progress_time = 0.0
+    has_unfinished = True
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def add_request(self, request):
+        self.told.append(request.request_id)
+
+    def finish(self, request_id, reason, index):
+        self.told.append(f"finish {request_id}")
+
+
+class Socket:
+    def __init__(self, *commands) -> None:
+        self.messages = [wire.encode(one) for one in commands]
+
+    def recv(self, flags=0):
+        if not self.messages:
+            raise zmq.Again
+        return self.messages.pop(0)
+
+
+def call(name: str, count: int, n: int = 128) -> wire.Add:
+    params = SamplingParams(n=n)
+    return wire.add([EngineRequest(request_id=f"{name}{i}", prompt_token_ids=[1], params=params) for i in range(count)])
+
+
+def take(core: Core, engine_loop: loop._Loop) -> list[str]:
+    core.told = []
+    engine_loop._take_commands()
+    return core.told
+
+
+def test_a_step_comes_before_all_of_many_sequences_are_added(monkeypatch):
+    monkeypatch.setattr(loop, "_SEQUENCES_AT_ONCE", 256)
+    core, socket = Core(), Socket(call("a", 5))
+    engine_loop = loop._Loop(core, socket)
+    assert take(core, engine_loop) == ["a0", "a1"]
+    # A small call takes its turn.
+    socket.messages.append(wire.encode(call("b", 1, n=1)))
+    assert take(core, engine_loop) == ["a2", "b0", "a3"]
+    assert take(core, engine_loop) == ["a4"]
+    assert take(core, engine_loop) == []
+
+
+def test_a_command_comes_after_what_was_sent_before_it(monkeypatch):
+    monkeypatch.setattr(loop, "_SEQUENCES_AT_ONCE", 128)
+    core = Core()
+    engine_loop = loop._Loop(core, Socket(call("a", 3), wire.Finish("a2", "abort", None), call("b", 1)))
+    assert take(core, engine_loop) == ["a0", "a1", "a2", "finish a2", "b0"]
+
+
+def test_refusals_of_a_later_step_are_sent(monkeypatch):
+    """Though neither a command came nor the engine got on."""
+    monkeypatch.setattr(loop, "_SEQUENCES_AT_ONCE", 1)
+
+    class Refusing(Core):
+        has_unfinished = False
+
+        def add_request(self, request):
+            raise ValueError(request.request_id)
+
+        def poll_outputs(self):
+            return EngineOutputs(time=0.0)
+
+    class FullError(Exception):
+        pass
+
+    class Recording(Socket):
+        def __init__(self, *commands) -> None:
+            super().__init__(*commands)
+            self.refused: list[str] = []
+
+        def send(self, message, copy):
+            self.refused += [one.request_id for one in wire.decode_report(message).outputs.outputs]
+            if len(self.refused) == 3:
+                raise FullError
+
+    socket = Recording(call("a", 3, n=1))
+    with pytest.raises(FullError):
+        loop._Loop(Refusing(), socket).run()
+    assert socket.refused == ["a0", "a1", "a2"]
+
+
+def test_an_idle_engine_goes_on_adding(monkeypatch):
+    """It does not wait for a command while there is something to add."""
+    monkeypatch.setattr(loop, "_SEQUENCES_AT_ONCE", 1)
+    core = Core()
+    core.has_unfinished = False
+    engine_loop = loop._Loop(core, Socket(call("a", 2)))
+    assert take(core, engine_loop) + take(core, engine_loop) == ["a0", "a1"]
