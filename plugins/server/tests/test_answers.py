@@ -7,6 +7,7 @@ import time
 
 import pytest
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
+from toolkit_lm_server import completions
 from toolkit_lm_server.app import create_app
 
 pytestmark = pytest.mark.anyio
@@ -52,3 +53,13 @@ async def test_a_large_answer_leaves_time_to_others(engine, client_of, path, bod
     tokens = reply["choices"][19]["logprobs"]["content" if path == CHAT else "tokens"]
     assert len(tokens) == 1000
     assert not blocked
+
+
+async def test_log_probabilities_of_a_prompt_are_made_once(engine, client_of, monkeypatch):
+    """They may be far more than those of its choices."""
+    made, make = [], completions.prompt_logprobs
+    monkeypatch.setattr(completions, "prompt_logprobs", lambda given: made.append(given) or make(given))
+    async with client_of(create_app(engine)) as client:
+        reply = (await client.post(COMPLETE, json={"prompt": ["ab", "cde"], "n": 3, "prompt_logprobs": 2})).json()
+    assert len(made) == 2
+    assert [len(choice["prompt_logprobs"]) for choice in reply["choices"]] == [2, 2, 2, 3, 3, 3]

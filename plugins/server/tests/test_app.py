@@ -319,8 +319,31 @@ async def test_of_many_errors_the_first_is_enough(client, field):
 async def test_unknown_field_message(client):
     response = await client.post(COMPLETE, json={"prompt": "a", "foo": 1})
     assert response.json()["error"]["message"] == "Unrecognized request argument supplied: foo"
+    assert response.json()["error"]["param"] == "foo"
     message = (await client.post(COMPLETE, json={"prompt": "a", "dry_base": 1})).json()["error"]["message"]
     assert message == "Unrecognized request argument supplied: dry_base. It comes with toolkit-lm-sampling-extra."
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "param", "message"),
+    [
+        (COMPLETE, {"prompt": "a", "max_token": 1}, "max_token", "max_token. Did you mean 'max_tokens'?"),
+        (CHAT, {**HI, "temprature": 1}, "temprature", "temprature. Did you mean 'temperature'?"),
+        ("/tokenize", {"prompt": "a", "add_special_token": True}, None, "add_special_token. Did you mean 'add_special_tokens'?"),
+        ("/rerank", {"query": "a", "document": ["b"]}, None, "document. Did you mean 'documents'?"),
+        (COMPLETE, {"prompt": "a", "best of": 2}, None, "best of. Did you mean 'best_of'?"),
+        (
+            COMPLETE,
+            {"prompt": "a", "stream": True, "stream_options": {"include_use": True}},
+            "stream_options",
+            "stream_options.include_use. Did you mean 'include_usage'?",
+        ),
+    ],
+)
+async def test_an_unknown_field_is_told_with_the_nearest_one(client, path, given, param, message):
+    error = (await client.post(path, json=given)).json()["error"]
+    assert error["message"] == f"Unrecognized request argument supplied: {message}"
+    assert param is None or error["param"] == param
 
 
 class LoudParams(ProcessorParams):

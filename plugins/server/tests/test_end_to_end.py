@@ -452,6 +452,19 @@ sys.meta_path.insert(0, Slow())"""
         server.process.kill()
 
 
+def test_the_garbage_collector_lets_what_stays_alone(checkpoint):
+    prelude = "import atexit, gc, sys; atexit.register(lambda: print(gc.get_freeze_count(), gc.get_threshold()[2], file=sys.stderr))"
+    server = Server(str(checkpoint), *FLAGS, "--port", "0", prelude=prelude)
+    try:
+        server.url()
+        server.process.send_signal(signal.SIGTERM)
+        code, errors = server.end()
+    finally:
+        server.process.kill()
+    num_frozen, rarely = map(int, errors.splitlines()[-1].split())
+    assert code == 0 and num_frozen > 10_000 and rarely == 1_000
+
+
 def test_a_port_in_use_is_one_message_before_the_model_is_loaded():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -21,6 +21,11 @@ async def answer(make: Callable[[], dict[str, Any]], *, is_large: bool = True) -
     return Response(body, media_type="application/json")
 
 
+def encoded(value: Any) -> msgspec.Raw:
+    """A value that an answer has several times."""
+    return msgspec.Raw(_encode(value))
+
+
 def _encoded(make: Callable[[], dict[str, Any]]) -> bytes:
     return b"{%b}" % b",".join([b"%b:%b" % (_encode(name), _value(value)) for name, value in make().items()])
 

@@ -36,7 +36,7 @@ class Chat:
             on_error.push_async_callback(outputs.aclose)
             generation = Generation(await anext(outputs), outputs, 1, params.n)
             on_error.pop_all()
-        await generation.check_time()
+        await generation.check_first()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = await generation.choices()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 
-from toolkit_lm_server.answers import answer
+from toolkit_lm_server.answers import answer, encoded
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
@@ -41,7 +41,7 @@ class Completions:
             on_error.push_async_callback(outputs.aclose)
             generation = Generation(await anext(outputs), outputs, len(prompts), params.n)
             on_error.pop_all()
-        await generation.check_time()
+        await generation.check_first()
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = await generation.choices()
@@ -50,8 +50,16 @@ class Completions:
 
     def _whole(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> dict[str, Any]:
         """The answer that is not a stream."""
-        found = (self._whole_choice(body, generation, one) for one in choices)
-        return {**self._head(generation), "choices": found, "usage": generation.usage()}
+        return {**self._head(generation), "choices": self._whole_choices(body, generation, choices), "usage": generation.usage()}
+
+    def _whole_choices(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
+        """With the log probabilities of a prompt, which may be many, made once for its choices."""
+        known, made = None, {}
+        for one in choices:
+            prompt = generation.prompt(one.index)
+            if body.prompt_logprobs is not None and prompt is not known:
+                known, made = prompt, {"prompt_logprobs": encoded(prompt_logprobs(prompt.prompt_logprobs))}
+            yield self._whole_choice(body, generation, one) | made
 
     def _whole_choice(self, body: CompletionBody, generation: Generation, one: Piece) -> dict[str, Any]:
         echo: dict[str, Any] = self._echo(body, generation, one.index) if body.echo else {"text": ""}
@@ -59,8 +67,6 @@ class Completions:
         if body.echo:
             choice["text"] = echo["text"] + choice["text"]
             choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
-        if body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(generation.prompt(one.index).prompt_logprobs)
         return choice
 
     async def _chunks(self, body: CompletionBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:

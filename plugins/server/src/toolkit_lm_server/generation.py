@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
+from toolkit_lm.params import LEAVE_TOO_LITTLE
 
 from toolkit_lm_server.errors import ApiError
 
@@ -57,13 +58,18 @@ class Generation:
         self._num_characters = [0] * (num_prompts * n)
         self._num_tokens = 0
 
-    async def check_time(self) -> None:
-        """Raises ApiError (504) where the time was over before there was any token; a partial answer is an answer."""
+    async def check_first(self) -> None:
+        """Raises ApiError where a sequence failed at once (400, 500), or the time was over before there was any token (504).
+
+        A partial answer is an answer.
+        """
         choices = [choice for _, output in self._first for choice in output.outputs]
         # What is not there yet may still get a token.
-        if len(choices) == self._num_prompts * self._n and all(_is_late(choice) for choice in choices):
+        late = len(choices) == self._num_prompts * self._n and all(_is_late(choice) for choice in choices)
+        failures = [_failure(output) for _, output in self._first if _has_failed(output)]
+        if late or failures:
             await self.aclose()
-            raise _too_late()
+            raise failures[0] if failures else _too_late()
 
     async def aclose(self) -> None:
         """Aborts what is not finished."""
@@ -74,7 +80,7 @@ class Generation:
         return self._latest[choice // self._n]
 
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
-        """What is new, as it comes. Raises ApiError (500) when the model fails on a sequence."""
+        """What is new, as it comes. Raises ApiError when a sequence fails: 400 where the request's parameters are why, else 500."""
         yield self._pieces(self._first)
         async for found in self._rest:
             yield self._pieces(found)
@@ -101,8 +107,8 @@ class Generation:
         pieces = []
         for number, output in found:
             self._latest[number] = output
-            if any(one.finish_reason == "error" for one in output.outputs):
-                raise ApiError(500, f"The model failed on this request: {output.error}.", code="model_error")
+            if _has_failed(output):
+                raise _failure(output)
             pieces += [self._piece(number * self._n + one.index, one) for one in output.outputs]
         return pieces
 
@@ -116,6 +122,17 @@ class Generation:
 def are_large(choices: Sequence[Piece]) -> bool:
     """Whether an answer with these choices takes long to make."""
     return sum(len(one.text) + sum(map(len, one.logprobs)) for one in choices) > _LARGE
+
+
+def _has_failed(output: RequestOutput) -> bool:
+    return any(one.finish_reason == "error" for one in output.outputs)
+
+
+def _failure(output: RequestOutput) -> ApiError:
+    error = output.error or ""
+    if error.startswith(LEAVE_TOO_LITTLE):
+        return ApiError(400, f"{error[0].upper()}{error[1:]}.", code="no_token_left")
+    return ApiError(500, f"The model failed on this request: {error}.", code="model_error")
 
 
 def _is_late(one: CompletionOutput | Piece) -> bool:

@@ -22,11 +22,12 @@ from toolkit_lm.frontend.health import Health
 
 from toolkit_lm_server.app import create_app, create_early_app
 from toolkit_lm_server.connections import HttpServer
+from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Readiness
-from toolkit_lm_server.threads import CLOSING, close, in_thread
+from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -39,6 +40,8 @@ _POLL = 0.05
 """Seconds between two looks at what has come about."""
 _DEAD = 1.0
 """Seconds for which requests are told that the engine has died, before the server ends."""
+_SWITCH = 0.0005
+"""Seconds that a thread may compute while another wants to. A request passes through several: each would wait as long for a busy one."""
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?")
 """Of a client; a link-local one names an interface."""
 
@@ -100,8 +103,10 @@ class Lifecycle:
 
     async def run(self) -> None:
         """Raises what kept the engine from starting, and EngineDeadError when it has died."""
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(SharedThreads())
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop, number)
+            loop.add_signal_handler(number, self._stop, number)
         if self._making.done():
             # What is wrong at once is said without a server's words around it.
             self._making.result()
@@ -124,9 +129,12 @@ class Lifecycle:
             engine = await self._unless_stopped(asyncio.wrap_future(self._making))
             await self._open(engine, lifespan)
             await self._unless_stopped(engine.wait_ready())
+            garbage = Garbage()
+            sys.setswitchinterval(_SWITCH)
             print(f"Serving {engine.served_model_name} at {url_of(self._listener)}", flush=True)
             while engine.health().status != "dead":
                 self._check_stopped()
+                garbage.tend()
                 await asyncio.wait([self._serving], timeout=_POLL)
             await asyncio.sleep(_DEAD)
         except _StoppedError:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from toolkit_lm.config import Option
-from toolkit_lm.errors import PluginError, RequestError
+from toolkit_lm.errors import PluginError, RequestError, nearest
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams, shipped_with
 from toolkit_lm.plugin import LogitsProcessorRegistry
@@ -65,6 +65,14 @@ Items = Annotated[list[Item], _FailFast()]
 """A list of which the first wrong item is told. A body has room for millions of them, and each error costs time and memory."""
 
 
+def _unknown(name: str, known: Iterable[str], inside: str = "", hint: str = "") -> PydanticCustomError:
+    """The error of a field that there is not, with a hint at what may be meant."""
+    name = printable(name)
+    hint = hint or nearest(name, known, 1, otherwise="")
+    told = {"param": f"{inside}{name}", "hint": f". {hint}" if hint else ""}
+    return PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}{hint}", told)
+
+
 class Body(BaseModel):
     """A JSON object. Values are taken as they are: "1" is no number, and true is no integer."""
 
@@ -94,9 +102,7 @@ class Body(BaseModel):
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
             elif name not in _NEUTRAL and name not in _NOTES:
                 # The first is enough, as with lists.
-                where = f". {shipped}" if (shipped := shipped_with(name)) else ""
-                told = {"param": printable(name), "where": where}
-                raise PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}{where}", told)
+                raise _unknown(name, cls.model_fields, hint=shipped_with(name))
         return kept
 
 
@@ -110,9 +116,7 @@ class StreamOptions(BaseModel):
     def _check_names(cls, data: Any) -> Any:
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
-                raise PydanticCustomError(
-                    "unknown", "Unrecognized request argument supplied: stream_options.{param}", {"param": printable(name)}
-                )
+                raise _unknown(name, cls.model_fields, "stream_options.")
         return data
 
 
@@ -177,6 +181,9 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
         given = {name: value for name in _FIELDS if name != "max_tokens" and (value := getattr(self, name)) is not None}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         extra = {name: value for name in self.plugin_fields if (value := getattr(self, name)) is not None}
+        if self.use_beam_search and extra:
+            name = next(iter(extra))
+            raise RequestError(f"{name} has no effect with use_beam_search, which draws no tokens: leave one of them out.", name)
         params = SamplingParams(**{**given, "logit_bias": self._logit_bias(), "extra_args": extra or None, "output_kind": kind, **more})
         if params.ranks and self.stream:
             name = "use_beam_search" if params.use_beam_search else "best_of"

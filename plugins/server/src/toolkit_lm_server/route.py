@@ -22,6 +22,7 @@ from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_er
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import CLIENT, ServerOptions
+from toolkit_lm_server.threads import WHOSE, in_shared_thread
 
 REQUEST_ID = "x-request-id"
 _KEY = "toolkit_lm.request_id"
@@ -203,9 +204,11 @@ class ServerRoute(APIRoute):
     readiness: Readiness | None
     metrics: Metrics | None
 
-    def __init__(self, *arguments: Any, responses: dict[int | str, dict[str, Any]] | None = None, **options: Any) -> None:
-        """As APIRoute, with the answers that each route may give."""
-        super().__init__(*arguments, responses={**self._described(), **(responses or {})}, **options)
+    def __init__(
+        self, path: str, endpoint: Callable[..., Any], *, responses: dict[int | str, dict[str, Any]] | None = None, **options: Any
+    ) -> None:
+        """As APIRoute, with the answers that each route may give. No client takes all of the threads that its handler may need."""
+        super().__init__(path, in_shared_thread(endpoint), responses={**self._described(), **(responses or {})}, **options)
 
     @classmethod
     def _described(cls) -> dict[int | str, dict[str, Any]]:
@@ -222,6 +225,7 @@ class ServerRoute(APIRoute):
             try:
                 account = None if self.keys is None else self.keys.find(request.headers.get("authorization", ""))
                 request.scope[_ACCOUNT] = account
+                WHOSE.set(client_of(request))
                 if self.readiness is not None:
                     self.readiness.check()
                     if account is not None:

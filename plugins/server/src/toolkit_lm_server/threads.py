@@ -1,11 +1,19 @@
-"""Work of the server in threads: daemons, so that work that hangs cannot keep the process alive."""
+"""Work of the server in threads: of its own, which are daemons, so that work that hangs cannot keep the process alive, and of clients."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import math
+import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -13,7 +21,89 @@ if TYPE_CHECKING:
 CLOSING = 5
 """Seconds that the last answers, and then the engine, get at the end."""
 
+WHOSE = ContextVar("WHOSE", default="")
+"""The client whose request is worked on."""
+
+_CGROUPS, _OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
 Result = TypeVar("Result")
+
+
+class SharedThreads(ThreadPoolExecutor):
+    """Threads that clients share. Each keeps half of the cores busy at most, and where threads are too few, clients take turns."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        super().__init__(num_threads, thread_name_prefix="toolkit_lm-shared")
+        self._most = max(min(self._max_workers, usable_cores()) // 2, 1)
+        self._waiting: defaultdict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = defaultdict(deque)
+        """By client."""
+        self._turns: Counter[str] = Counter()
+        """By client: threads that it has, or waits for."""
+        self._lock = threading.Lock()
+
+    def submit(self, function: Callable[..., Result], /, *args: Any, **options: Any) -> Future[Result]:
+        client, future = WHOSE.get(), Future[Result]()
+        with self._lock:
+            self._waiting[client].append((future, partial(function, *args, **options)))
+            if self._turns[client] < self._most:
+                super().submit(self._turn, client)
+                self._turns[client] += 1
+        return future
+
+    def _turn(self, client: str) -> None:
+        """Does the first work of a client that waits, and asks for another turn, after those that others have asked for."""
+        with self._lock:
+            if not self._waiting[client]:
+                self._turns[client] -= 1
+                if not self._turns[client]:
+                    del self._turns[client], self._waiting[client]
+                return
+            future, work = self._waiting[client].popleft()
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+        # What failed holds this frame.
+        del future, work
+        super().submit(self._turn, client)
+
+
+def usable_cores(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+    """Cores that this process may run on, or as many as a control group around it grants, where these are fewer."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        return min(cores, math.ceil(min(_quotas(root, own), default=cores)))
+    except OSError:
+        return cores
+
+
+def _quotas(root: Path, own: Path) -> Iterator[float]:
+    """What the groups grant that state a quota, in either layout."""
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        inner = Path(path.lstrip("/"))
+        for group in (root / controllers / one for one in (inner, *inner.parents)):
+            files = [file for file in (group / "cpu.max", group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us") if file.is_file()]
+            quota, period = [*" ".join(file.read_text() for file in files).split(), "", ""][:2]
+            if quota.isdigit() and period.isdigit():
+                yield int(quota) / int(period)
+
+
+def in_shared_thread(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """A route's handler that would run in one of FastAPI's own threads runs in one of those that clients share. Others stay as they are."""
+    if not inspect.isroutine(handler) or any(
+        kind(handler) for kind in (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    ):
+        return handler
+
+    @wraps(handler)
+    async def run(*arguments: Any, **options: Any) -> Any:
+        return await asyncio.to_thread(handler, *arguments, **options)
+
+    return run
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:
