@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from toolkit_lm import __version__
+from toolkit_lm_cli.generate import _read
 
 COMMAND = [sys.executable, "-c", "from toolkit_lm_cli import main; main()"]
 
@@ -63,8 +64,10 @@ def test_plugins_list_and_show(toolkit):
     assert shown.code == 0
     for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
         assert part in shown.out
-    assert "toolkit_register_executors, toolkit_register_kv_kinds, toolkit_register_loaders" in shown.out, "lines are whole in a pipe"
+    assert "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_loaders" in shown.out, "lines are whole in a pipe"
     assert "toolkit_lm.attention.spec:FullSpec" in toolkit("plugins", "show", "core").out
+    for name in ("toolkit-lm-cli", "Toolkit_LM.cli"):
+        assert "toolkit_lm_cli.generate:generate" in toolkit("plugins", "show", name).out
     done = toolkit("plugins", "show", "decodr")
     assert (done.code, done.out) == (1, "")
     assert "there is no plugin 'decodr'. Did you mean 'decoder'" in done.err
@@ -81,3 +84,11 @@ def test_a_closed_pipe_is_quiet():
         process.stdout.close()
         assert process.wait(timeout=60) == 1
         assert process.stderr.read() == b""
+
+
+def test_prompts_are_lines_that_end_at_a_newline_and_are_not_blank(tmp_path, toolkit):
+    """JSON may hold other separators as they are."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('{"prompt": "a\u2028b\x85"}\r\n\n \n{"prompt": "c"}\n'.encode())
+    assert _read(file) == ['{"prompt": "a\u2028b\x85"}', '{"prompt": "c"}']
+    assert "Blank lines are left out" in " ".join(toolkit("generate", "--help").out.split())

@@ -35,6 +35,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     table.add_row("weights", f"{resolved.load.load_format}, quantization: {resolved.load.quantization}")
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
     table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
+    table.add_row("kernels", "\n".join(_verdicts(found.kernels, found.kernels_considered)))
     # Layers that were decided alike are shown together.
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer in found.layers:

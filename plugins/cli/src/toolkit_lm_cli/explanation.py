@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import construct
+from toolkit_lm.model import construct, select_kernels
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import choose_executor, choose_model, choose_renderer, resolve_configured, resolve_device
 from toolkit_lm.runner import load_model_class, select_backends
@@ -45,6 +45,9 @@ class Explanation:
     executor: str
     executors: list[tuple[str, str | None]]
     """Each executor that was considered, with its reason to refuse (None: able)."""
+    kernels: str
+    kernels_considered: list[tuple[str, str | None]]
+    """All kernels that were considered, with their reasons to refuse (None: able)."""
     layers: list[LayerChoice]
 
 
@@ -61,6 +64,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     with plugins.boundary:
         # Without storage: only the layers' shapes count.
         model = construct(load_model_class(resolved, plugins), resolved, torch.device("meta"), plugins)
+    kernels, kernels_considered = select_kernels(resolved, plugins)
     selections = select_backends(model, torch.device(resolved.device.device), resolved, plugins.attention_backends)
     return Explanation(
         config=resolved,
@@ -74,5 +78,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         renderers=renderers,
         executor=resolved.parallel.executor,
         executors=choose_executor(open_config, plugins)[1],
+        kernels=kernels,
+        kernels_considered=kernels_considered,
         layers=[LayerChoice(layer, found.name, found.candidates) for layer, found in selections.items()],
     )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec import structs
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
@@ -30,7 +30,10 @@ def generate(
     config: VllmConfig,
     plugins: Plugins,
     flags: SamplingFlags,
-    prompts: Annotated[Path, typer.Option(metavar="FILE", help="Prompts: .txt with one per line, or .jsonl with an object per line.")],
+    prompts: Annotated[
+        Path,
+        typer.Option(metavar="FILE", help="Prompts: .txt with one per line, or .jsonl with an object per line. Blank lines are left out."),
+    ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Outputs: a .jsonl file, in the order of the prompts.")],
 ) -> None:
     """Complete a file of prompts, offline, as one batch.
@@ -130,7 +133,7 @@ def _output(one: CompletionOutput) -> dict[str, Any]:
     row = {"text": one.text, "num_tokens": len(one.token_ids), "finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
     if one.logprobs is not None:
         row["token_ids"] = one.token_ids
-        row["logprobs"] = [{token: asdict(entry) for token, entry in entries.items()} for entries in one.logprobs]
+        row["logprobs"] = [{token: structs.asdict(entry) for token, entry in entries.items()} for entries in one.logprobs]
     return row
 
 
@@ -147,7 +150,7 @@ def _read(path: Path) -> list[str | dict[str, Any]]:
     if path.suffix not in (".txt", ".jsonl"):
         raise ConfigError(f"option 'prompts': {str(path)!r} must end in .txt or .jsonl.")
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"option 'prompts': {str(path)!r} cannot be read: {error}") from error
     return [{"prompt": line} for line in lines] if path.suffix == ".txt" else list(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Annotated, Any
 
 import typer
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from toolkit_lm.config import PluginsConfig
+from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import PluginInfo, Plugins, Registry
 from toolkit_lm.plugin.registries import by_hook
 
@@ -36,10 +38,13 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
 
 @engine_command(PluginsConfig)
 def show_plugin(
-    name: Annotated[str, typer.Argument(help="Name of the plugin.")], config: PluginsConfig, plugins: Plugins, json_output: AsJson = False
+    name: Annotated[str, typer.Argument(help="Name of the plugin, or of its distribution.")],
+    config: PluginsConfig,
+    plugins: Plugins,
+    json_output: AsJson = False,
 ) -> None:
     """Show all that is known of one plugin: the entries that it registers, its options, and the traceback of its failure."""
-    row = _row(plugins, plugins.info(name))
+    row = _row(plugins, _info(plugins, name))
     if json_output:
         typer.echo(json.dumps(row, indent=2))
         return
@@ -48,6 +53,17 @@ def show_plugin(
         if value not in (None, [], {}):
             table.add_row(key, escape(_text(value)))
     _print(table)
+
+
+def _info(plugins: Plugins, name: str) -> PluginInfo:
+    """Raises PluginError for a name that is neither a plugin's nor that of a distribution with one plugin."""
+    distribution = re.sub(r"[-_.]+", "-", name).lower()
+    its = [info.name for info in plugins.infos if info.distribution == distribution]
+    if name in its or not its:
+        return plugins.info(name)
+    if len(its) > 1:
+        raise PluginError(f"{name} has {len(its)} plugins. Name one of them: {', '.join(sorted(its))}.")
+    return plugins.info(its[0])
 
 
 def _new_table(columns: int) -> Table:
