@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,7 @@ from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.config import options_of
 from toolkit_lm.errors import page as page_address
 from toolkit_lm.plugin import API_VERSION, Plugins
+from toolkit_lm_bench.options import DatasetOptions, FigureOptions, LoadOptions, SamplingOptions as BenchSamplingOptions, TargetOptions
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_cli.sampling import sampling_flags
@@ -100,6 +102,17 @@ def test_curl_examples_run(page, url):
             done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, done.stderr
             assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in blocks(DOCS / "benchmarks.md") if b.text.startswith("toolkit bench ")], ids=lambda b: b.text[:22]
+)
+def test_bench_examples_run(block, request, tmp_path):
+    for line in block.text.replace(ADDRESS, request.getfixturevalue("url")).splitlines():
+        words = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", *shlex.split(line)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
 
 
 def test_yaml_examples_are_config_files(tmp_path):
@@ -214,8 +227,12 @@ def test_the_flags_in_the_guides_exist():
     )
     known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out"}
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
-    # Those of `toolkit bench startup`, and of the scripts in benchmarks/.
-    known |= {"--runs", "--ways", "--states", "--minutes", "--attackers", "--python"}
+    # Those of `toolkit bench`, and of the scripts in benchmarks/.
+    sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)
+    known |= {flag for section in sections for o in options_of(section) for flag in (o.flag, f"--no-{o.flag[2:]}")}
+    known |= {"--runs", "--ways", "--states", "--repeats", "--batch-size", "--request-rate", "--concurrency", "--output", "--plot"}
+    known |= {"--concurrencies", "--request-rates", "--minutes", "--attackers", "--python", "--instructions"}
+    known |= {"--folder", "--peer", "--preload", "--prepare", "--shapes", "--only", "--seconds"}
     for page in [*GUIDES, *DOCS.glob("hooks/*.md")]:
         lines = [line for line in read(page).splitlines() if not line.lstrip().startswith(("pip ", "curl "))]
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines))) <= known, name(page)
