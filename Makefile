@@ -5,7 +5,9 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-all lint audit bench docs clean
+DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
+
+.PHONY: demo test test-all lint audit bench docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -33,6 +35,12 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Needs no network.
+wheels: $(STAMP)
+	rm -f dist/toolkit_lm*.whl
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-index --wheel-dir dist $(DISTRIBUTIONS)
+	@ls dist
 
 $(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.toml $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml contrib_backends/*/compile.py contrib_backends/*/src/*/kernels/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

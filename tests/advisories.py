@@ -35,6 +35,7 @@ class Advisory(NamedTuple):
 
 
 ADVISORIES = (
+    Advisory("aiohttp", "3.14.3", "CVE-2026-69244"),
     Advisory("fastapi", "0.109.1", "CVE-2024-24762"),
     Advisory("h11", "0.16.0", "CVE-2025-43859"),
     Advisory("jinja2", "3.1.6", "CVE-2025-27516"),

@@ -94,10 +94,11 @@ def test_a_long_conversation_begins_anew(where, request):
 
 
 def test_explain_names_every_choice():
-    shown = json.loads(toolkit("explain", "tiny", "--json").stdout)
+    shown = json.loads(toolkit("explain", "tiny", "--attention-backend", "sdpa", "--json").stdout)
     assert shown["architecture"] == "LlamaForCausalLM" and shown["renderer"] == "hf"
     assert shown["plugin"] == "decoder" and shown["runner"] == "generate"
     assert {layer["backend"] for layer in shown["layers"]} == {"sdpa"}
+    assert shown["kernels"] == "cpu" and shown["kernels_considered"] == [["cpu", None], ["torch", None]]
     assert "sdpa" in toolkit("explain", "tiny").stdout
 
 

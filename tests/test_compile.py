@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import hidden_states, load_checkpoint
 
 
-def test_a_llama_compiles_without_a_graph_break(make_llama):
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_a_llama_compiles_without_a_graph_break(make_llama, kernels):
     folder, _ = make_llama("compiled")
-    model = load_checkpoint(LlamaForCausalLM, folder)
+    model = load_checkpoint(LlamaForCausalLM, folder, kernels=kernels)
     sequences = [torch.arange(3, 12), torch.arange(20, 25)]
     expected = hidden_states([model], sequences)
     graphs = []
@@ -23,7 +25,8 @@ def test_a_llama_compiles_without_a_graph_break(make_llama):
     ours = hidden_states([compiled], sequences)
     torch.compiler.reset()
     for one, other in zip(ours, expected, strict=True):
-        assert torch.equal(one, other)
+        # Norms and rotations are plain torch in a graph, whatever the kernels.
+        assert torch.equal(one, other) if kernels == "torch" else torch.allclose(one, other, atol=1e-5)
     [graph] = graphs
     calls = [node for node in graph.graph.nodes if "toolkit_lm.attention" in str(node.target)]
     assert len(calls) == model.vllm_config.hf_config["num_hidden_layers"]

@@ -58,6 +58,29 @@ def test_weights_that_are_no_numbers_are_refused(folder):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("budget", [16, 2048])
+def test_a_token_whose_embedding_is_no_number_fails_the_requests_that_use_it(make_llama, tmp_path, value, budget):
+    """The others get what they get alone, also from blocks that held its keys and values."""
+    folder = shutil.copytree(make_llama("untied", tie_word_embeddings=False)[0], tmp_path / "copy")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][100] = value
+    save_file(weights, folder / "model.safetensors")
+    params = SamplingParams(max_tokens=9, ignore_eos=True, temperature=0)
+    good = [[5 + number] * (3 + number % 7) for number in range(12)]
+    bad = [[100], [5, 100, 6], [100, *[7] * 20], [*[7] * 20, 100]] * 3
+    with LLM(str(folder), **SMALL | {"num_kv_blocks": 24, "max_model_len": 64, "max_num_seqs": 4}, max_num_batched_tokens=budget) as llm:
+
+        def outputs(*token_ids: list[int]):
+            return llm.generate([{"prompt_token_ids": one} for one in token_ids], params, use_tqdm=False)
+
+        alone = [output.outputs[0].token_ids for output in outputs(*good)]
+        for _ in range(2):
+            mixed = outputs(*(one for pair in zip(good, bad, strict=True) for one in pair))
+            assert [output.outputs[0].token_ids for output in mixed[::2]] == alone
+            assert {output.error for output in mixed[1::2]} == {"the model's logits are not finite"}
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(
     ("task", "culprit"),
     [("embed", "model.layers.1.mlp.down_proj.weight"), ("classify", "score.weight"), ("classify", "model.embed_tokens.weight")],

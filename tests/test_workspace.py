@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
+import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from toolkit_lm_cpu import library
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(p.parent for pattern in ("core", "plugins/*", "contrib_*/*") for p in ROOT.glob(f"{pattern}/pyproject.toml"))
@@ -85,6 +90,23 @@ def test_wheels_say_whose_they_are(wheels):
         assert metadata["Author"] and metadata["Summary"], path.name
         assert {url.partition(",")[0] for url in metadata.get_all("Project-URL")} >= {"Homepage", "Documentation", "Changelog", "Issues"}
         assert "Typing :: Typed" in metadata.get_all("Classifier"), path.name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(library._missing is not None, reason="needs what compiles the kernels")
+def test_the_wheel_of_the_kernels_needs_no_compiler(wheels, tmp_path):
+    """Torch is that of this environment; the .pth file does not bring what is editable here."""
+    (wheel,) = wheels.glob("toolkit_lm_cpu-*.whl")
+    assert re.search(r"-cp311-abi3-(manylinux_2_\d+|linux)_x86_64\.whl$", wheel.name)
+    venv.create(tmp_path)
+    python, (packages,) = tmp_path / "bin" / "python", tmp_path.glob("lib/python*/site-packages")
+    (packages / "outer.pth").write_text(sysconfig.get_path("purelib"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
+    environ = {**os.environ, "CC": "/nonexistent"}
+    run(*pip, "install", "--no-deps", "--no-index", wheel, *wheels.glob("toolkit_lm_core-*.whl"), env=environ)
+    script = "from toolkit_lm_cpu import _kernels, library; print(_kernels.__file__, library.refusal())"
+    found = run(python, "-c", script, env=environ, cwd=tmp_path)
+    assert found == f"{packages / 'toolkit_lm_cpu' / '_kernels.abi3.so'} {library.refusal()}\n"
 
 
 @pytest.mark.slow
