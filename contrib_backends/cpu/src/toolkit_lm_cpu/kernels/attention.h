@@ -269,6 +269,7 @@ TARGET static void NAME(shape_tiles)(void) {
         uint8_t rows[16];
     } shape
         __attribute__((aligned(64))) = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 32, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 8}};
+    TILES_READ();
     _tile_loadconfig(&shape);
 }
 
@@ -287,6 +288,7 @@ TARGET static void NAME(shape_tiles)(void) {
     } while (0)
 
 TARGET INLINE void NAME(clear)(const int tall, const int wide) {
+    TILES_READ();
     _tile_zero(0);
     if (tall) _tile_zero(1);
     if (wide) _tile_zero(2);

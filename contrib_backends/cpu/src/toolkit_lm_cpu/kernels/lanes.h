@@ -21,6 +21,8 @@
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16")))
 #define AVX512_AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,avx512bf16,amx-tile,amx-bf16")))
+/* GCC is not told what the instructions for tiles read: what was written before is in memory from here on. */
+#define TILES_READ() __asm__ volatile("" ::: "memory")
 
 #define Floats ISA(Floats) /* sixteen floats */
 #define Words ISA(Words)   /* sixteen times 32 bits */

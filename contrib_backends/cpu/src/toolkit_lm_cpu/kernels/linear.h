@@ -130,6 +130,7 @@ TARGET INLINE void NAME(shape_product)(int rows) {
     } shape
         __attribute__((aligned(64))) = {.palette = 1, .bytes = {64, 64, 64, 64, 64, 64, 64, 64}, .rows = {16, 16, 16, 16, 16, 16, 16, 16}};
     shape.rows[0] = shape.rows[1] = shape.rows[2] = shape.rows[6] = (uint8_t)rows;
+    TILES_READ();
     _tile_loadconfig(&shape);
 }
 
@@ -166,6 +167,7 @@ TARGET INLINE void NAME(shape_product)(int rows) {
 /* As the product of rows above: up to sixteen rows, or where it is `tall` thirty-two. */
 TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weights, long panel, long lanes, float *sums, int is_first,
                               const char *ahead, long lines, const int panels, const int tall) {
+    TILES_READ();
     MOVE_SUMS(0, 1, 2, sums);
     if (tall) MOVE_SUMS(3, 4, 5, sums + TILE * PANELS * LANES);
     for (long k = 0; k < lanes; k += LANES) {
