@@ -220,10 +220,11 @@ def test_a_busy_process_is_there_for_busy_work_alone(race, systems, monkeypatch)
 
 def test_the_busy_process_ends(race):
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    before = children.read_text()
+    before = set(children.read_text().split())
     with race.busy_neighbour():
-        assert children.read_text() != before
-    assert children.read_text() == before
+        assert set(children.read_text().split()) - before
+    # What other tests started may have ended meanwhile.
+    assert set(children.read_text().split()) <= before
 
 
 def test_the_table(race):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import suppress
 
 import pytest
 from toolkit_lm.errors import ConfigError
@@ -102,6 +103,10 @@ def raw():
                     asked = connection.recv(65536)
                     connection.sendall(MODELS if asked.startswith(b"GET") else answer)
                     connection.shutdown(socket.SHUT_WR)
+                    # A socket that is closed with something unread takes back what it has sent.
+                    with suppress(ConnectionError):
+                        while connection.recv(65536):
+                            pass
 
         threading.Thread(target=serve).start()
         return f"http://127.0.0.1:{listener.getsockname()[1]}", num_connections
