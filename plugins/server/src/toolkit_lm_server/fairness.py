@@ -22,7 +22,7 @@ _GUESS, _FEWEST, _MOST = 16, 4, 2048
 """Rows of a step that cost as much as a step itself, and their bounds."""
 _RISE = 1.05
 """By so much the cheapest step is forgotten with each dearer one: rows that cost more, as with log probabilities, soon count so."""
-_SLOWER = 1.5
+_SLOWER = 1.25
 """How much longer a shared step may take than if all clients wanted as little as the one that wants least."""
 _LOOKED_AT = 16
 """Requests of a client that wait, and may be admitted in a step."""
@@ -38,7 +38,7 @@ class FairPolicy(SchedulingPolicy):
       begins with the requests that are served now: nobody saves up turns.
     - **Places**: a client leaves some free. Where there is none, or no block, the client that runs most sequences has its last request
       preempted, once in its life, for one that would run fewer.
-    - **A step** is shared by max-min fairness. It takes at most about 1.5 times as long as if all clients wanted as little as the one
+    - **A step** is shared by max-min fairness. It takes at most about 1.25 times as long as if all clients wanted as little as the one
       that wants least. A prompt that cannot be cut is computed once its client's shares have come to its length.
     """
 
