@@ -34,8 +34,13 @@ def test_it_waits_until_little_is_there(made):
     assert made.calls[2:] == [], "it has just looked"
     made.clock.now += 1
     made.garbage.tend()
-    made.garbage.tend()
     assert made.calls[2:] == ["collect"]
+    made.clock.now += 9
+    made.garbage.tend()
+    assert made.calls[2:] == ["collect"], "it rests"
+    made.clock.now += 1
+    made.garbage.tend()
+    assert made.calls[2:] == ["collect"] * 2
 
 
 def test_cycles_go(monkeypatch):

@@ -9,6 +9,8 @@ _THRESHOLDS = (1_000, 10, 1_000)
 """New objects are looked at as often as by default, but all of them once there are ten million more."""
 _INTERVAL = 1.0
 """Seconds from one look at how many there are to the next."""
+_REST = 10.0
+"""Seconds from one collection to the next look. Whoever asks meanwhile waits for it, so that one a second would be felt by one in fifty."""
 _FEW = 30_000
 """Objects that are looked through in 20 ms. A call of 32,000 sequences has ten times as many while it lasts."""
 
@@ -29,3 +31,4 @@ class Garbage:
             self._next = now + _INTERVAL
             if len(gc.get_objects(2)) <= _FEW:
                 gc.collect()
+                self._next = now + _REST
