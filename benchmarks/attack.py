@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import tempfile
 from collections import Counter
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from attackers import BODIES, COMPLETIONS, HALF_A_HEAD, SMALL, Honest, ask_small, flood, idle
+from attackers import BODIES, COMPLETIONS, HALF_A_HEAD, SMALL, Honest, ask_small, attacking, idle
 from http_client import fetch
 from server_process import ServerProcess
 
@@ -38,36 +37,35 @@ class Attack:
         await ask_small(port, 2, None)
         self.alone = await ask_small(port, self.seconds, self.expected)
         self.first = self._resident()
-        self.show("nobody", self.alone, Counter(), [self.first])
-        for name, (path, body) in BODIES.items():
-            data, statuses = json.dumps(body).encode(), Counter[int | str]()
-            tasks = [asyncio.create_task(flood(port, path, data, statuses)) for _ in range(self.num_attackers)]
-            await self._watched(name, statuses)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        self.show("nobody", self.alone, [self.first])
+        for name in BODIES:
+            async with attacking(port, 0, self.num_attackers, [name]) as outcomes:
+                watched = await self._watched()
+            self.show(name, *watched, outcomes[name])
             await asyncio.sleep(2)
         for name, sent in (("idle connections", b""), ("half a head", HALF_A_HEAD)):
             async with AsyncExitStack() as stack:
                 await idle(port, 900, stack, sent)
-                await self._watched(name, Counter())
+                watched = await self._watched()
+            self.show(name, *watched)
         await self._settled()
 
-    async def _watched(self, name: str, statuses: Counter[int | str]) -> None:
+    async def _watched(self) -> tuple[Honest, list[list[int]]]:
+        """What an honest client meets, and the bytes of front and engine meanwhile."""
         honest = asyncio.create_task(ask_small(self.server.port, self.seconds, self.expected))
         resident = []
         while not honest.done():
             resident.append(self._resident())
             await asyncio.wait([honest], timeout=0.1)
-        self.show(name, honest.result(), statuses, resident)
+        return honest.result(), resident
 
-    def show(self, name: str, honest: Honest, statuses: Counter[int | str], resident: list[list[int]]) -> None:
+    def show(self, name: str, honest: Honest, resident: list[list[int]], outcomes: Counter[str] | None = None) -> None:
         (p50, p99), (alone50, alone99) = honest.percentiles(), self.alone.percentiles()
         growth = [max(sizes) - first for *sizes, first in zip(*resident, self.first, strict=True)]
         print(
             f"{name:<24} p50 {1000 * p50:6.0f} ms ({p50 / alone50:4.1f}x)  p99 {1000 * p99:6.0f} ms ({p99 / alone99:4.1f}x)  "
             f"/health {1000 * max(honest.health):5.0f} ms  memory {' '.join(f'{size / 2**20:+6.0f}' for size in growth)} MiB  "
-            f"{len(honest.seconds)} asked  {dict(statuses)}",
+            f"{len(honest.seconds)} asked  {dict(outcomes or {})}",
             flush=True,
         )
         if honest.wrong:

@@ -1,12 +1,21 @@
-"""Costly clients, from an address of their own, and an honest one that times what it feels of them."""
+"""Costly clients, from an address of their own, and an honest one that times what it feels of them.
+
+usage: python benchmarks/attackers.py PORT [--seed 0] [--attackers 8] [--kinds KIND ...]
+
+Attacks a server until standard input ends. Then writes what the attackers got, as JSON: by kind, how often which outcome.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from statistics import median, quantiles
 from typing import Any, NamedTuple
@@ -33,8 +42,11 @@ BODIES: dict[str, tuple[str, Any]] = {
 HALF_A_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127"
 STREAM = json.dumps({"prompt": ["a"] * 4, "n": 4, "max_tokens": 200, "ignore_eos": True, "logprobs": 5, "stream": True}).encode()
 CONNECTION_KINDS = ("half-open connections", "slow readers", "aborted streams")
+KINDS = (*BODIES, *CONNECTION_KINDS)
 BROKEN_OFF = (OSError, ValueError, IndexError, asyncio.IncompleteReadError)
 """What a client meets when the server hangs up."""
+Outcomes = dict[str, Counter[str]]
+"""By kind of attack: how often which status came, or what else."""
 
 
 class Honest(NamedTuple):
@@ -68,18 +80,11 @@ async def ask_small(port: int, seconds: float, expected: str | None) -> Honest:
     return found
 
 
-async def flood(port: int, path: str, body: bytes, statuses: Counter[int | str]) -> None:
-    """Sends one request after another until it is cancelled."""
-    while True:
-        await send(port, path, body, statuses)
-        await asyncio.sleep(0)
-
-
-async def send(port: int, path: str, body: bytes, statuses: Counter[int | str]) -> None:
+async def send(port: int, path: str, body: bytes, outcomes: Counter[str]) -> None:
     try:
-        statuses[(await fetch(port, "POST", path, body, source=ATTACKER)).status] += 1
+        outcomes[str((await fetch(port, "POST", path, body, source=ATTACKER)).status)] += 1
     except BROKEN_OFF:
-        statuses["broken off"] += 1
+        outcomes["broken off"] += 1
 
 
 async def idle(port: int, count: int, stack: AsyncExitStack, sent: bytes) -> None:
@@ -124,10 +129,9 @@ async def abort_stream(port: int, rng: Random) -> None:
 class Attackers:
     """Clients that send everything costly, in random order."""
 
-    def __init__(self, port: int, seed: int) -> None:
+    def __init__(self, port: int, seed: int, kinds: Sequence[str] = KINDS) -> None:
         self._port, self._seed = port, seed
-        self.outcomes: dict[str, Counter[int | str]] = {name: Counter() for name in (*BODIES, *CONNECTION_KINDS)}
-        """By kind."""
+        self.outcomes: Outcomes = {kind: Counter() for kind in kinds}
         self._bodies = {name: (path, json.dumps(body).encode()) for name, (path, body) in BODIES.items()}
         self._connections = dict(zip(CONNECTION_KINDS, (half_open, read_slowly, abort_stream), strict=True))
 
@@ -156,3 +160,48 @@ class Attackers:
             outcomes["done"] += 1
         except BROKEN_OFF:
             outcomes["broken off"] += 1
+
+
+@asynccontextmanager
+async def attacking(port: int, seed: int, number: int, kinds: Sequence[str] = KINDS) -> AsyncIterator[Outcomes]:
+    """Attackers for the time of the context, in a process of their own: reading what they get must not stop an honest client's clock.
+
+    Yields what is empty until they have ended. Raises RuntimeError when they failed.
+    """
+    command = [sys.executable, __file__, str(port), f"--seed={seed}", f"--attackers={number}", "--kinds", *kinds]
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    outcomes: Outcomes = {}
+    try:
+        yield outcomes
+    finally:
+        out, _ = await process.communicate(b"")
+        if process.returncode:
+            raise RuntimeError("the attackers failed; what they wrote is above")
+        outcomes.update({kind: Counter(counts) for kind, counts in json.loads(out).items()})
+
+
+async def _attack_until_closed(port: int, seed: int, number: int, kinds: Sequence[str]) -> Outcomes:
+    attackers = Attackers(port, seed, kinds)
+    closed = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    tasks = [asyncio.create_task(attackers.attack(one)) for one in range(number)]
+    await asyncio.wait([closed, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    for ended in await asyncio.gather(*tasks, return_exceptions=True):
+        if not isinstance(ended, asyncio.CancelledError):
+            raise ended
+    return attackers.outcomes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("port", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attackers", type=int, default=8)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}")
+    args = parser.parse_args()
+    print(json.dumps(asyncio.run(_attack_until_closed(args.port, args.seed, args.attackers, args.kinds))))
+
+
+if __name__ == "__main__":
+    main()

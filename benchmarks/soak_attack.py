@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from attackers import COMPLETIONS, SMALL, Attackers, Honest, ask_small
+from attackers import COMPLETIONS, SMALL, Attackers, Honest, Outcomes, ask_small, attacking
 from http_client import fetch
 from server_process import ServerProcess
 from soak_jobs import MAX_MODEL_LEN
@@ -44,30 +44,24 @@ class AttackedLoad:
     def __init__(
         self, server: ServerProcess, load: Load, num_attackers: int, seed: int, wait_idle: Callable[[ServerProcess], Awaitable[None]]
     ) -> None:
-        self._server, self._load, self._num_attackers = server, load, num_attackers
+        self._server, self._load, self._num_attackers, self._seed = server, load, num_attackers, seed
         self._wait_idle = wait_idle
-        self.attackers = Attackers(server.port, seed)
+        self.outcomes: Outcomes = {}
         self.violations: list[str] = []
         self.baseline: list[Held] = []
         self.left: list[Held] = []
 
     async def run(self, num_clients: int, seconds: float) -> None:
         # Everything once: what it makes the server import, and the threads that it starts, are no leak.
-        await self.attackers.warm_up(seconds * WARM_UP)
+        await Attackers(self._server.port, self._seed).warm_up(seconds * WARM_UP)
         await self._wait_idle(self._server)
         reply = await fetch(self._server.port, "POST", COMPLETIONS, SMALL)
         expected = reply.json()["choices"][0]["text"]
         await self._honest(num_clients, 2, expected)
         self.baseline = await self._settled(None)
         self.alone = await self._honest(num_clients, seconds * ALONE, expected)
-        tasks = [asyncio.create_task(self.attackers.attack(number)) for number in range(self._num_attackers)]
-        try:
+        async with attacking(self._server.port, self._seed, self._num_attackers) as self.outcomes:
             self.attacked = await self._honest(num_clients, seconds * (1 - WARM_UP - ALONE), expected)
-        finally:
-            for task in tasks:
-                task.cancel()
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
-        self.violations += [f"an attacker failed: {one!r}" for one in ended if not isinstance(one, asyncio.CancelledError)]
         self.left = await self._settled(self.baseline)
         self._check(seconds)
 
@@ -105,8 +99,8 @@ class AttackedLoad:
         self.violations += [f"left at the end: {what}" for what in self._excess(self.baseline, self.left)]
 
     def report(self) -> None:
-        for kind, outcomes in self.attackers.outcomes.items():
-            print(f"{kind:<28} {', '.join(f'{outcome}: {number}' for outcome, number in sorted(outcomes.items(), key=str))}")
+        for kind, outcomes in self.outcomes.items():
+            print(f"{kind:<28} {', '.join(f'{outcome}: {number}' for outcome, number in sorted(outcomes.items()))}")
         for when, honest in (("alone", self.alone), ("attacked", self.attacked)):
             p50, p99 = honest.percentiles()
             longest = {"/health": max(honest.health), "/metrics": max(honest.metrics)}
