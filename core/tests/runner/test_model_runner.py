@@ -258,10 +258,10 @@ def test_a_decode_step_makes_no_tensor_beside_the_model_s_and_the_sampler_s(runn
     assert result.token_ids == [continuation([1 + i, 2], 2)[1:] for i in range(num_rows)]
 
 
-def temporary_bytes(num_rows: int) -> int:
-    """What a decode step takes at its peak beyond what it leaves behind."""
+def temporary_bytes(num_rows: int, params: list[SamplingParams]) -> int:
+    """What a decode step takes at its peak beyond what it leaves behind. The rows take turns with `params`."""
     runner = make_runner(num_blocks=8 * num_rows, max_num_seqs=num_rows, max_num_batched_tokens=2 * num_rows)
-    prompts = [new(i, [1 + i % 7, 2], list(range(8 * i, 8 * i + 8))) for i in range(num_rows)]
+    prompts = [new(i, [1 + i % 7, 2], list(range(8 * i, 8 * i + 8)), params=params[i % len(params)]) for i in range(num_rows)]
     runner.execute(StepPlan(new=prompts, scheduled=[row(i, 2) for i in range(num_rows)]))
     for start in range(2, 6):
         plan = StepPlan(scheduled=[row(i, 1, start=start) for i in range(num_rows)])
@@ -274,10 +274,15 @@ def temporary_bytes(num_rows: int) -> int:
     return peak - left
 
 
-def test_the_temporary_memory_of_a_decode_step_does_not_grow_with_the_batch():
-    """In the last of several steps of greedy sequences, on 8 rows and on 256.
+GREEDY, DRAWN = SamplingParams(temperature=0), SamplingParams(temperature=0.8)
+FILTERED = SamplingParams(temperature=0.8, top_k=3, top_p=0.9, min_p=0.01)
+
+
+@pytest.mark.parametrize("params", [[GREEDY], [DRAWN], [FILTERED], [GREEDY, DRAWN, FILTERED]], ids=["greedy", "drawn", "filtered", "mixed"])
+def test_the_temporary_memory_of_a_decode_step_does_not_grow_with_the_batch(params):
+    """In the last of several steps, on 8 rows and on 256.
 
     Counted are Python's objects and numpy's arrays, in all that `execute` calls: the most bytes at a time, less those that are left after
     it, which are the result's. Tensors are not counted: the model and the sampler make theirs.
     """
-    assert temporary_bytes(256) <= temporary_bytes(8) + 1024
+    assert temporary_bytes(256, params) <= temporary_bytes(8, params) + 1024

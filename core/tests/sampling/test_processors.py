@@ -109,8 +109,14 @@ class Nan(Only):
     def apply(self, values, rows):
         return values * torch.nan
 
-    def after_draw(self, row, token_id, prob):
-        """Nothing was drawn."""
+
+class NanProbs(Nan):
+    stage = "probs"
+
+
+class Infinite(Only):
+    def apply(self, values, rows):
+        return torch.full_like(values, torch.inf)
 
 
 class Silent(Only):
@@ -130,7 +136,7 @@ class Last(Flat):
         return (torch.arange(64) == 40).float().expand(len(rows), -1)
 
 
-CLASSES = (Only, Flat, Counting, Short, Nan, Silent, Last, Doubling)
+CLASSES = (Only, Flat, Counting, Short, Nan, NanProbs, Infinite, Silent, Last, Doubling)
 
 
 class Brings:
@@ -241,11 +247,12 @@ def test_one_that_leaves_no_token_fails_alone(make_rows, make_logits, make_table
     assert sampled.errors == {0: "the request's sampling parameters leave no token that could be drawn (allowed_token_ids)"}
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_one_that_gives_no_numbers_is_told_from_parameters_that_leave_no_token(make_rows, make_logits, make_table, temperature):
+@pytest.mark.parametrize(("name", "temperature"), [("nan", 0), ("nan", 1), ("infinite", 0), ("infinite", 1), ("nanprobs", 1)])
+def test_one_that_gives_no_numbers_fails_its_request_alone(make_rows, make_logits, make_table, name, temperature):
     params = [SamplingParams(allowed_token_ids=[3], temperature=temperature), SamplingParams(temperature=temperature)]
-    sampled = sample(make_logits(2), rows_of(make_rows, [{"nan": {"token": 1}}, {}], make_table(), params))
-    assert sampled.errors == {0: "a logits processor's logits are not finite"}
+    sampled = sample(make_logits(2), rows_of(make_rows, [{name: {"token": 1}}, {}], make_table(), params))
+    assert list(sampled.errors) == [0]
+    assert f"failed in logits processor {name!r}: ValueError: apply() returned NaN or infinity" in sampled.errors[0]
 
 
 def test_one_that_does_not_say_where_it_works(make_rows, make_logits, make_table):

@@ -133,8 +133,11 @@ class SamplingBatch:
         self.rules = np.full(num_rows, _NO_RULES, object)
         self._known = WeakValueDictionary[int, TokenRules]()
         """Those in use, by the identity of the parameters."""
-        self._selected = {name: np.zeros_like(column) for name, column in vars(self).items() if isinstance(column, np.ndarray)}
-        """Columns that `select` fills. A selection has none: what is selected of it is a copy."""
+        self.work = [np.empty((3, num_rows), np.uint64)]
+        """Memory for `uniform`. In a list, since it is no column."""
+        self._selected: list[dict[str, np.ndarray]] = []
+        """Columns that `select` fills: here first, of a selection in a selection next."""
+        self._depth = 0
 
     def set(self, row: int, seq: NewSequence) -> None:
         """Takes in a sequence; its tokens are in the history already."""
@@ -169,13 +172,13 @@ class SamplingBatch:
 
     def select(self, rows: np.ndarray) -> SamplingBatch:
         """The given rows [R], until the next call."""
+        if len(self._selected) == self._depth:
+            columns = [(name, column) for name, column in vars(self).items() if isinstance(column, np.ndarray)]
+            self._selected.append({name: np.zeros(len(self.history.num_tokens), column.dtype) for name, column in columns})
         selected = object.__new__(SamplingBatch)
-        for name, column in vars(self).items():
-            if isinstance(column, np.ndarray):
-                out = self._selected[name][: len(rows)] if self._selected else None
-                column = np.take(column, rows, out=out, mode="clip")
-            setattr(selected, name, column)
-        selected._selected = {}
+        vars(selected).update(vars(self), _depth=self._depth + 1)
+        for name, out in self._selected[self._depth].items():
+            setattr(selected, name, np.take(getattr(self, name), rows, out=out[: len(rows)], mode="clip"))
         return selected
 
     def processor_row(self, row: int) -> ProcessorRow:

@@ -95,6 +95,8 @@ class ProcessorTable:
             changed = self._processors[name].apply(values.clone(), rows)
             if changed.shape != values.shape:
                 raise ValueError(f"apply() returned shape {tuple(changed.shape)} for {tuple(values.shape)}")
+            if ((values < torch.inf).all(dim=-1) & ~(changed < torch.inf).all(dim=-1)).any():
+                raise ValueError("apply() returned NaN or infinity")
             return changed
         except Exception as error:
             if len(rows) == 1:

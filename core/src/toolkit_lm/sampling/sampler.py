@@ -76,7 +76,7 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
         if drawn is not None:
             probs = dict(zip(random.tolist(), drawn.tolist(), strict=True))
     without = failed.nonzero()[:, 0].tolist()
-    errors = {row: _why_none(logits[row], best[row], rows.rules[row].given[0]) for row in without} if without else {}
+    errors = {row: _why_none(logits[row], rows.rules[row].given[0]) for row in without} if without else {}
     states: dict[int, SamplerState] = {}
     drawn_ids = token_ids.tolist()
     if processors is not None:
@@ -102,26 +102,23 @@ def _draw(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
     if processors is not None:
         processors.apply(probs, rows.key.tolist(), rows.processor_row, "probs")
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
-    u = torch.from_numpy(uniform(rows.seed, rows.position)).to(probs.device)[:, None]
+    u = torch.from_numpy(uniform(rows.seed, rows.position, work=rows.work[0])).to(probs.device)[:, None]
     # The first token whose cumulative probability exceeds u of the whole.
     token_ids = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=probs.shape[-1] - 1)
     drawn = None if processors is None else probs.gather(-1, token_ids)[:, 0].double() / cumulative[:, -1]
     return token_ids[:, 0], drawn, ~(cumulative[:, -1] > 0)
 
 
-def _why_none(logits: Tensor, best: Tensor, params: SamplingParams) -> str:
-    """`best`: the highest of the row's logits, once they are edited."""
-    whose = "the model's" if not torch.isfinite(logits.max()) else "a logits processor's" if best.isnan() else ""
-    return f"{whose} logits are not finite" if whose else leave_too_little(params, "no token that could be drawn")
+def _why_none(logits: Tensor, params: SamplingParams) -> str:
+    is_finite = torch.isfinite(logits.max())
+    return leave_too_little(params, "no token that could be drawn") if is_finite else "the model's logits are not finite"
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[TokenLogprobs | None]:
     asking = np.flatnonzero(wanted >= 0)
-    rows: list[TokenLogprobs | None] = [None] * len(wanted)
     index = _to(asking, logits)
-    for row, found in zip(asking, token_logprobs(logits[index], token_ids[index], wanted[asking]), strict=True):
-        rows[row] = found
-    return rows
+    found = iter(token_logprobs(logits[index], token_ids[index], wanted[asking]))
+    return [next(found) if one >= 0 else None for one in wanted.tolist()]
 
 
 def _to(index: np.ndarray, like: Tensor) -> Tensor:
