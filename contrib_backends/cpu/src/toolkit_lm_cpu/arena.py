@@ -17,10 +17,13 @@ class Arena:
     def __init__(self) -> None:
         self._chunk: mmap.mmap | None = None
         self._used = 0
+        self.size = 0
+        """Bytes that were given out."""
 
     def empty(self, count: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor [count]."""
         size = count * dtype.itemsize
+        self.size += size
         if self._chunk is None or self._used + size > len(self._chunk):
             self._chunk = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._chunk.madvise(mmap.MADV_HUGEPAGE)

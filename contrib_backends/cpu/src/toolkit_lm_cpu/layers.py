@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from toolkit_lm.config import VllmConfig
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
-from toolkit_lm_cpu.library import TYPES, _kernels, one_torch_thread, product_type, refusal, use_threads
+from toolkit_lm_cpu.library import TYPES, _kernels, bind_threads, on_core, one_torch_thread, product_type, refusal, use_threads
 from toolkit_lm_cpu.panels import LANES, PanelLinear, linear, pack
 
 _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
@@ -25,6 +25,8 @@ _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
 """What oneDNN computes of an activation while a product's result is in registers."""
 _SHORT = 256
 """Tokens of a step whose work in torch is not worth other threads."""
+_LARGE = 2**26
+"""Bytes of weights with which a step takes long enough to be worth a move to another core."""
 
 
 class OneDnnLinear(UnquantizedMethod):
@@ -65,16 +67,25 @@ class CpuKernels(Kernels):
         device = vllm_config.device.device
         return None if device == "cpu" else f"it has nothing for device {device}"
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_config: VllmConfig | None = None) -> None:
+        super().__init__(vllm_config)
         self._arena = Arena()
         self._workspace = Workspace(self._arena)
         self._packed: MutableMapping[Tensor, Tensor] = WeakTensorKeyDictionary()
         self._able = refusal() is None
+        self._core: int | None = None
+        # Several threads that compute would meet on one core.
+        self._may_bind = self._able and vllm_config is not None and _is_alone(vllm_config)
         if self._able:
             use_threads()
 
     def step(self, num_tokens: int) -> AbstractContextManager[None]:
-        return one_torch_thread() if self._able and num_tokens <= _SHORT and torch.get_num_threads() > 1 else nullcontext()
+        if self._may_bind:
+            self._may_bind = False
+            self._core = bind_threads() if self._arena.size >= _LARGE else None
+        short = self._able and num_tokens <= _SHORT and torch.get_num_threads() > 1
+        step = one_torch_thread() if short else nullcontext()
+        return step if self._core is None else _bound(step, self._core)
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
         if spec.kind == "embedding":
@@ -177,3 +188,15 @@ def _has_onednn(dtype: torch.dtype) -> bool:
         return True
     supported = {torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported}
     return dtype in supported and bool(supported[dtype]())
+
+
+def _is_alone(vllm_config: VllmConfig) -> bool:
+    """Whether one thread computes the whole model, the one that loads it."""
+    parallel = vllm_config.parallel
+    return not vllm_config.engine.overlap and parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1
+
+
+@contextmanager
+def _bound(step: AbstractContextManager[None], core: int) -> Iterator[None]:
+    with on_core(core), step:
+        yield

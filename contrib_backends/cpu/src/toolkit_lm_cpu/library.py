@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from toolkit_lm.errors import ConfigError
@@ -23,6 +24,10 @@ ISA_VARIABLE = "TOOLKIT_LM_CPU_ISA"
 AVX512_BF16, AMX = 6, 7
 AMX_INPUTS = 32
 """What a sum's length must be a multiple of, for AMX."""
+_PARALLEL = 2**18
+"""Elements that torch shares out to its threads."""
+_on_core = threading.Lock()
+_local = threading.local()
 KERNELS: Mapping[str, Mapping[torch.dtype, int]] = {
     "avx2": {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2},
     "avx512": {torch.float32: 3, torch.float16: 4, torch.bfloat16: 5},
@@ -61,6 +66,41 @@ def use_threads() -> None:
     """Gives the kernels as many threads as torch has, but no more than a control group lets run."""
     granted = granted_cores()
     _kernels.set_threads(min(torch.get_num_threads(), math.ceil(granted or torch.get_num_threads())))
+
+
+def bind_threads() -> int | None:
+    """Binds the kernels' threads to cores, and returns the one for the thread that computes. After `use_threads`.
+
+    Only where each of the process's cores has a thread, and no control group limits them; else None. Threads that stay where they are get
+    more of their cores beside a busy process.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) == 1 or len(cores) != torch.get_num_threads() or granted_cores() is not None:
+        return None
+    _kernels.bind_threads(tuple(cores))
+    return cores[0]
+
+
+@contextmanager
+def on_core(core: int) -> Iterator[None]:
+    """For a while the calling thread keeps to a core, unless another one does."""
+    if not _on_core.acquire(blocking=False):
+        yield
+        return
+    if not hasattr(_local, "has_torch_threads"):
+        # Torch makes them for each thread that shares out its work, and made on a core they would stay there.
+        torch.zeros(_PARALLEL).add_(1)
+        _local.has_torch_threads = True
+    before = os.sched_getaffinity(0)
+    try:
+        # A container may have lost the core since.
+        with suppress(OSError):
+            os.sched_setaffinity(0, {core})
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+        _on_core.release()
 
 
 @contextmanager

@@ -30,6 +30,9 @@ class Kernels:
         """Why it cannot compute a model, on the device and in the dtype that the config names; None when it can."""
         return None
 
+    def __init__(self, vllm_config: VllmConfig | None = None) -> None:
+        """`vllm_config`: the model's, resolved; None outside an engine."""
+
     def step(self, num_tokens: int) -> AbstractContextManager[None]:
         """Entered by the thread that computes a step of so many tokens, for as long as it does."""
         return nullcontext()

@@ -58,7 +58,7 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
         if refusal := plugins.quantization.ask(name, vllm_config, by_name=True):
             raise UnsupportedError(f"quantization {name!r} cannot run {vllm_config.model.model!r}: {refusal}.")
         quantization = plugins.quantization.make(name, vllm_config)
-    kernels: Kernels = plugins.kernels.make(select_kernels(vllm_config, plugins)[0])
+    kernels: Kernels = plugins.kernels.make(select_kernels(vllm_config, plugins)[0], vllm_config)
     try:
         with torch.device(device), construction(quantization=quantization, kernels=kernels):
             model = model_cls(vllm_config=vllm_config)

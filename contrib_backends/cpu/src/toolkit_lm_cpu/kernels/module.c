@@ -148,7 +148,25 @@ static PyObject *set_threads(PyObject *self, PyObject *args) {
     int threads;
     (void)self;
     if (!PyArg_ParseTuple(args, "i", &threads)) return NULL;
-    atomic_store(&team.threads, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads);
+    threads = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+    /* Others would have no core of their own. */
+    if (threads != atomic_load(&team.threads)) atomic_store(&team.is_bound, 0);
+    atomic_store(&team.threads, threads);
+    Py_RETURN_NONE;
+}
+
+static PyObject *bind_threads(PyObject *self, PyObject *cores) {
+    (void)self;
+    const Py_ssize_t count = PyTuple_Check(cores) ? PyTuple_Size(cores) : -1;
+    if (count != atomic_load(&team.threads)) return PyErr_Format(PyExc_ValueError, "a tuple of one core for each thread is needed");
+    for (Py_ssize_t i = 0; i < count; i++) {
+        const long core = PyLong_AsLong(PyTuple_GetItem(cores, i));
+        if (core < 0 || core >= CPU_SETSIZE)
+            return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "core %ld: 0 to %d are known", core, CPU_SETSIZE - 1);
+        team.cores[i] = (int)core;
+    }
+    if (sched_getaffinity(0, sizeof team.anywhere, &team.anywhere) != 0) return PyErr_SetFromErrno(PyExc_OSError);
+    atomic_store(&team.is_bound, 1);
     Py_RETURN_NONE;
 }
 
@@ -237,6 +255,8 @@ static PyMethodDef methods[] = {
     {"supports", supports, METH_VARARGS,
      "supports(isa) -> whether this processor has \"avx2\", \"avx512\", \"avx512_bf16\" or \"amx\", as the kernels use it."},
     {"set_threads", set_threads, METH_VARARGS, "set_threads(number): the kernels' threads from now on, the caller among them."},
+    {"bind_threads", bind_threads, METH_O,
+     "bind_threads(cores): from now on each thread of the team keeps to its core, but for the first: that is the caller's matter."},
     {"pack", pack, METH_VARARGS, "pack(type, weight, to, outputs, inputs): a weight as `linear` reads it; its outputs filled up to 16."},
     {"linear", linear, METH_VARARGS,
      "linear((type, weights, bias, outputs, inputs, activation, is_gated), (x, x_stride, residual, residual_stride, out, out_stride), "

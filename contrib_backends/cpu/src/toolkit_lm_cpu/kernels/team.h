@@ -10,6 +10,7 @@
 
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -32,6 +33,9 @@ static struct {
     Item item;
     void *job;
     _Atomic int threads; /* that may work, the caller among them */
+    _Atomic int is_bound; /* each thread of the team keeps to its core; the caller sees to itself */
+    int cores[MOST_THREADS];
+    cpu_set_t anywhere; /* where the process may run, once threads were bound */
     int started;
     pthread_mutex_t mutex;
 } team = {.threads = 1, .mutex = PTHREAD_MUTEX_INITIALIZER};
@@ -67,10 +71,22 @@ static inline long long nanoseconds(void) {
         (is_so);                                                                                                                           \
     })
 
+static void keep_to(int core) {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    /* Where it is refused, the thread runs anywhere. */
+    pthread_setaffinity_np(pthread_self(), sizeof cores, &cores);
+}
+
 static void *member(void *number) {
     const int me = (int)(intptr_t)number;
+    int is_bound = 0;
+    /* It may have been started from a core. */
+    if (CPU_COUNT(&team.anywhere)) pthread_setaffinity_np(pthread_self(), sizeof team.anywhere, &team.anywhere);
     for (;;) {
         const uint32_t jobs = atomic_load(&team.jobs);
+        if (!is_bound && me < atomic_load(&team.threads) && atomic_load(&team.is_bound)) keep_to(team.cores[me]), is_bound = 1;
         if (me < atomic_load(&team.threads)) {
             work();
             if (SPIN_UNTIL(has_items(atomic_load_explicit(&team.turns, memory_order_relaxed)))) continue;
