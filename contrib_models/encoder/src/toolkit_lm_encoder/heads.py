@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HeadLinear, HFConfig, get_activation
-from toolkit_lm.pooling import classification_pooler, embedding_pooler, num_labels_of, token_classification_pooler
+from toolkit_lm_pooling_adapters.poolers import classification_pooler, embedding_pooler, num_labels_of, token_classification_pooler
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.encoder import Encoder

@@ -25,7 +25,7 @@ from toolkit_lm.model import (
     make_layers,
     torch_dtype,
 )
-from toolkit_lm.pooling import num_labels_of
+from toolkit_lm_pooling_adapters.poolers import num_labels_of
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.encoder import Encoder, Renames

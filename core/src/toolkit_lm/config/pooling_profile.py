@@ -16,7 +16,7 @@ class Pooling(Struct, frozen=True, kw_only=True):
     size: int
     """Of a token's vector."""
     methods: tuple[str, ...]
-    """Keys of toolkit_lm.pooling.METHODS."""
+    """Keys of toolkit_lm_pooling_adapters.poolers.METHODS."""
     include_prompt: bool = True
     """The tokens of a prompt that goes before a text are pooled too."""
 

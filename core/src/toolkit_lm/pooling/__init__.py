@@ -1,4 +1,4 @@
-"""Pooling: from the hidden states of a sequence's tokens to an embedding, classes or scores.
+"""The contract of poolers, and what requests and options may ask of them.
 
 The names are resolved when they are used: a front that checks parameters or compares tokens needs no torch.
 """

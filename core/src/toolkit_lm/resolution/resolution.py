@@ -12,7 +12,7 @@ from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import ExecutorEntry, ModelEntry, Plugins, RendererEntry
-from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
+from toolkit_lm.pooling import PoolingKind, check_pooler_options
 from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, read_checkpoint
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 

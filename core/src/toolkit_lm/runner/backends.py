@@ -36,13 +36,13 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
 
 
 def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
-    """The class that is registered for the checkpoint, or what the config's pooling adapter makes of it. Raises UnsupportedError."""
+    """The class that is registered for the checkpoint, or what the config's pooling adapters make of it. Raises UnsupportedError."""
     assert config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
     model_class: type[Model] = plugins.models.load(config.checkpoint.architecture)
-    if config.model.convert in ("auto", "none"):
-        return model_class
-    converted: type[Model] = plugins.pooling.make(config.model.convert, model_class, config)
-    return converted
+    convert = config.model.convert
+    for adapter in config.model.extra_tasks if convert in ("auto", "none") else [convert]:
+        model_class = plugins.pooling.make(adapter, model_class, config)
+    return model_class
 
 
 def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:

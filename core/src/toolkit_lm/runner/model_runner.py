@@ -63,11 +63,6 @@ class ModelRunner:
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each layer's backend."""
         self.model = load_model(load_model_class(self.config, self.plugins), self.config, self.device, self.plugins)
-        if "embed" in self.config.model.extra_tasks:
-            from toolkit_lm.pooling import embedding_pooler
-
-            with self.device:
-                self.model.pooler = embedding_pooler(self.config, default="LAST")
         kinds = [self.model.state] if self.model.state is not ModelState else []
         if isinstance(pooler := getattr(self.model, "pooler", None), Pooler):
             self._pooler = pooler

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Model
-from toolkit_lm.pooling import embedding_pooler
 
 from toolkit_lm_pooling_adapters.converted import Converted, is_pooling_model, subclass
+from toolkit_lm_pooling_adapters.poolers import embedding_pooler
 
 
 class EmbeddingModel(Converted):
@@ -17,12 +17,22 @@ class EmbeddingModel(Converted):
         self.pooler = embedding_pooler(vllm_config, default="LAST")
 
 
+class GeneratingEmbeddingModel(Model):
+    """Embeddings beside generation, with the same weights."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.pooler = embedding_pooler(vllm_config, default="LAST")
+
+
 def as_embedding_model(model_class: type[Model], vllm_config: VllmConfig) -> type[Model]:
     """The embedding model's class of a language model's: `LlamaForCausalLMEmbedding` of `LlamaForCausalLM`.
 
-    A class that is a pooling model already comes back unchanged. Raises UnsupportedError for a model without a head to take away: here,
-    or when the class is used, before weights are read.
+    In an engine that generates the class keeps its head. A class that is a pooling model already comes back unchanged. Raises
+    UnsupportedError for a model without a head to take away: here, or when the class is used, before weights are read.
     """
+    if vllm_config.model.runner == "generate":
+        return type(f"{model_class.__name__}Embedding", (GeneratingEmbeddingModel, model_class), {"__module__": model_class.__module__})
     if is_pooling_model(model_class, vllm_config):
         return model_class
     return subclass(EmbeddingModel, model_class, "Embedding")

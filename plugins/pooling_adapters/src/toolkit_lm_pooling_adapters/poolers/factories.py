@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-
 from toolkit_lm.config import PoolingProfile, VllmConfig, pooling_profile
 from toolkit_lm.errors import CheckpointError, ConfigError, nearest
-from toolkit_lm.pooling.contract import Pooler
-from toolkit_lm.pooling.heads import ClassifierHead, EmbeddingHead
-from toolkit_lm.pooling.limits import hidden_size
-from toolkit_lm.pooling.methods import METHODS, Concatenated, PoolingMethod
-from toolkit_lm.pooling.modules import ACTIVATIONS, Activation, make_heads
-from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
-from toolkit_lm.pooling.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
+from toolkit_lm.pooling import Pooler, PoolingKind, check_pooler_options, hidden_size
+from torch import Tensor, nn
+
+from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, EmbeddingHead
+from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, PoolingMethod
+from toolkit_lm_pooling_adapters.poolers.modules import ACTIVATIONS, Activation, make_heads
+from toolkit_lm_pooling_adapters.poolers.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
 
 Classifier = Callable[[Tensor], Tensor]
 TOKEN_METHODS = ("ALL", "STEP")

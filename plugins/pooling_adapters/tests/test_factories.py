@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import classification_pooler, embedding_pooler, token_classification_pooler
-from toolkit_lm.pooling.options import PoolingKind, check_pooler_options
+from toolkit_lm.pooling import PoolingKind, check_pooler_options
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_pooling_adapters.poolers import classification_pooler, embedding_pooler, token_classification_pooler
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable
 from functools import partial
 
 import torch
+from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 
-from toolkit_lm.pooling.modules import Activation, normalize
-from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_pooling_adapters.poolers.modules import Activation, normalize
 
 
 class Head(nn.Module, ABC):

@@ -7,12 +7,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
 from toolkit_lm.config import pooling_profile
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import CheckpointWeights, choose_kernels
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 Activation = Callable[[Tensor], Tensor]
 

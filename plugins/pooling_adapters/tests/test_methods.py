@@ -8,8 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.pooling import METHODS, Concatenated, EmbeddingHead, SimplePooler, embedding_pooler, methods as methods_module
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_pooling_adapters.poolers import (
+    METHODS,
+    Concatenated,
+    EmbeddingHead,
+    SimplePooler,
+    embedding_pooler,
+    methods as methods_module,
+)
 from torch import Tensor, nn
 
 SIZE = 12
