@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -21,9 +20,10 @@ class Server(ThreadingHTTPServer):
 
 
 class Scripted(BaseHTTPRequestHandler):
-    """Serves one model, which answers with the words that it was asked, one event each; some words make it fail."""
+    """Serves one model, which answers with the words that it was asked, one event each; some words make it fail, or wait."""
 
     asked: list = []
+    over = threading.Event()
 
     def do_GET(self):
         if self.headers.get("Authorization") == "Bearer wrong":
@@ -46,6 +46,8 @@ class Scripted(BaseHTTPRequestHandler):
         events = [{"delta": {"role": "assistant"}}, *({"delta": {"content": word}, "text": word} for word in text.split())]
         for choice in events:
             self._event({"choices": [choice]})
+        if text == "wait":
+            self.over.wait()
         if text == "fail":
             self._event({"error": {"message": "The engine has stopped."}})
         if text != "break":
@@ -72,9 +74,11 @@ class Scripted(BaseHTTPRequestHandler):
 @pytest.fixture
 def url():
     Scripted.asked = []
+    Scripted.over.clear()
     with Server(("127.0.0.1", 0), Scripted) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        Scripted.over.set()
         server.shutdown()
 
 
@@ -132,10 +136,10 @@ def test_an_interrupt_ends_it_quietly_and_no_torch_is_imported(url):
     )
     arguments = [sys.executable, "-c", code, "chat", "--url", url]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        process.stdin.write(b"hello\n")
+        process.stdin.write(b"wait\n")
         process.stdin.flush()
-        while not Scripted.asked and process.poll() is None:
-            time.sleep(0.01)
+        # It reads an answer that does not end. What Python runs while it takes objects apart could swallow the interrupt.
+        assert process.stdout.read(4) == b"wait"
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 130
         assert process.stderr.read() == b"False"
