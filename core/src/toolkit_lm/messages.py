@@ -63,12 +63,20 @@ class CacheKey(Struct, array_like=True, frozen=True):
     key: str
 
 
+class EncoderInput(Struct, kw_only=True, frozen=True):
+    """What the encoder of an encoder-decoder model reads, as a whole, before its decoder begins."""
+
+    token_ids: list[int]
+
+
 class EngineRequest(Struct, kw_only=True):
     """Tokens in. All preparation of input has ended: no text from here on."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    encoder: EncoderInput | None = None
+    """Of an encoder-decoder model; `prompt_token_ids` are then the decoder's."""
     eos_token_ids: list[int] = field(default_factory=list)
     """End a sequence unless params.ignore_eos."""
     inputs: SequenceInputs = field(default_factory=SequenceInputs)
@@ -92,6 +100,11 @@ class EngineRequest(Struct, kw_only=True):
     """What else decides on the prompt's keys and values. Requests share no cached prefix that goes beyond a place where they differ."""
     context: dict[str, str] = field(default_factory=dict)
     """For events: what the caller attached."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those that the model reads: the encoder's too."""
+        return len(self.prompt_token_ids) + (0 if self.encoder is None else len(self.encoder.token_ids))
 
 
 class TokenLogprobs(Struct):
@@ -173,6 +186,20 @@ class NewSequence(Struct, kw_only=True):
     """Prompt tokens whose log probabilities were returned before: they are not computed again."""
     num_candidates: int = 0
     """Of a beam: how many of the likeliest tokens are returned where others draw one."""
+    encoder_id: int | None = None
+    """The encoder sequence whose keys and values its cross attention reads."""
+
+
+class NewEncoder(Struct, kw_only=True):
+    """An encoder sequence that the runner does not hold."""
+
+    encoder_id: int
+    """Of the same numbers as `seq_id`."""
+    num_tokens: int
+    block_tables: list[list[int]]
+    """Per KV group; empty but for those of cross attention."""
+    input: EncoderInput | None
+    """What this step is to compute; None: its keys and values are in its blocks."""
 
 
 class ScheduledSequence(Struct):
@@ -212,10 +239,12 @@ class BlockMove(Struct):
 class StepPlan(Struct, kw_only=True):
     """What the scheduler tells the workers to do in one step."""
 
+    encoders: list[NewEncoder] = field(default_factory=list)
+    """Before `new`, whose sequences may name them."""
     new: list[NewSequence] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    """Sequences that the runner forgets first: finished, aborted or preempted."""
+    """Sequences and encoder sequences that the runner forgets first: finished, aborted or preempted."""
     swap_out: list[BlockCopy] = field(default_factory=list)
     """From the device's pool (source) to the host's (target), before anything else is written."""
     swap_in: list[BlockCopy] = field(default_factory=list)
@@ -228,6 +257,8 @@ class StepPlan(Struct, kw_only=True):
         total = 0
         for row in self.scheduled:
             total += row.num_tokens
+        for encoder in self.encoders:
+            total += encoder.num_tokens if encoder.input is not None else 0
         return total
 
 

@@ -89,7 +89,7 @@ def test_importing_core_imports_nothing_heavy_and_discovers_nothing():
 def test_core_is_always_there():
     plugins = Plugins.load(NONE_INSTALLED)
     assert [info.name for info in plugins.infos if info.status == "ok"] == ["core"]
-    assert set(plugins.kv_kinds.keys()) == {"full", "window"}
+    assert set(plugins.kv_kinds.keys()) == {"full", "window", "cross"}
 
 
 def test_modules_and_objects_are_plugins():

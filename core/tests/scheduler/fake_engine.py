@@ -11,11 +11,21 @@ import msgspec
 import numpy as np
 import torch
 import unruly_policy
-from toolkit_lm.attention import BatchLimits, FullSpec, KVCacheConfig, KVCacheSpec, KVGroup, KVPool, WindowSpec
+from toolkit_lm.attention import BatchLimits, CrossSpec, FullSpec, KVCacheConfig, KVCacheSpec, KVGroup, KVPool, WindowSpec
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.executor import Executor
-from toolkit_lm.messages import EngineRequest, NewSequence, ScheduledSequence, StepPlan, StepResult, TokenLogprobs
+from toolkit_lm.messages import (
+    EncoderInput,
+    EngineRequest,
+    NewEncoder,
+    NewSequence,
+    ScheduledSequence,
+    SequenceInputs,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import PersistentBatch, StepBuffers
@@ -34,7 +44,10 @@ POISON = VOCAB - 1
 """Who computes this token makes the step fail."""
 
 Groups = list[tuple[Any, ...]]
-"""Of KV groups: block size; then a window, None, "late" or "state"; then the index of the pool, 0 where it is not given."""
+"""Of KV groups: block size; then a window, None, "late", "state" or "cross"; then the index of the pool, 0 where it is not given."""
+ENCODER_INPUTS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 7], [8]]
+"""What encoders read. `SequenceInputs.second_text_start` tells the runner which of them is a sequence's, where there are encoders."""
+MAX_ENCODER_LEN = 8
 
 
 class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
@@ -59,8 +72,8 @@ def make_spec(size: int, kind: Any) -> KVCacheSpec:
     shape = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     if kind == "state":
         return StateSpec(block_size=64)
-    if kind == "late":
-        return LateSpec(**shape)
+    if kind in ("late", "cross"):
+        return (LateSpec if kind == "late" else CrossSpec)(**shape)
     return FullSpec(**shape) if kind is None else WindowSpec(window=kind, **shape)
 
 
@@ -102,13 +115,16 @@ class FakeRunner:
         specs = [group.spec for group in cache.groups]
         max_len = config.max_model_len
         limits = BatchLimits(config.scheduler.max_num_seqs, config.scheduler.token_budget, max_len)
-        buffers = StepBuffers(limits, [spec.num_blocks(max_len) for spec in specs], torch.device("cpu"))
+        widths = [spec.num_blocks(MAX_ENCODER_LEN if spec.of_encoder else max_len) for spec in specs]
+        buffers = StepBuffers(limits, widths, torch.device("cpu"))
         self.batch = PersistentBatch(buffers, specs, max_len)
         self.specs = specs
         self.caches = self._memory(cache, [pool.num_blocks for pool in cache.pools])
         self.host_caches = self._memory(cache, [pool.num_host_blocks for pool in cache.pools])
         self.tokens: dict[int, list[int]] = {}
         self.salts: dict[int, int | None] = {}
+        self.encoder_inputs: dict[int, int | None] = {}
+        """By sequence, which of ENCODER_INPUTS its encoder reads."""
         self.num_computed = 0
         self.max_len = max_len
         self.writers: dict[tuple[int, int, int], int] = {}
@@ -140,6 +156,7 @@ class FakeRunner:
         for new in plan.new:
             self.tokens[new.seq_id] = list(new.token_ids)
             self.salts[new.seq_id] = new.params.seed
+            self.encoder_inputs[new.seq_id] = new.inputs.second_text_start
         if not plan.scheduled:
             self.last_inputs = []
             return StepResult(token_ids=[])
@@ -148,6 +165,7 @@ class FakeRunner:
         inputs = self.batch.inputs(plan)
         self.last_inputs = [tokens.tolist() for tokens in np.split(inputs.input_ids, inputs.query_start[1:-1])]
         self.num_computed += int(inputs.query_start[-1])
+        self._encode(plan, inputs)
         self._write(plan, inputs)
         if POISON in inputs.input_ids:
             raise RuntimeError("poisoned")
@@ -188,7 +206,22 @@ class FakeRunner:
 
     def _key(self, group: int, seq_id: int, position: int) -> tuple[object, ...]:
         salt = self.salts[seq_id]
-        return (group, salt if salt is not None and salt <= position else None, hash(tuple(self.tokens[seq_id][: position + 1])))
+        keyed, encoder = salt if salt is not None and salt <= position else None, self.encoder_inputs[seq_id]
+        return (group, keyed, encoder, hash(tuple(self.tokens[seq_id][: position + 1])))
+
+    def _encode(self, plan: StepPlan, inputs) -> None:
+        """Writes what cross attention reads."""
+        computed = [encoder.input.token_ids for encoder in plan.encoders if encoder.input is not None]
+        assert bool(computed) == (inputs.encoders is not None)
+        tokens = [(read, position) for read in computed for position in range(len(read))]
+        if tokens:
+            assert inputs.encoders.input_ids.tolist() == [read[position] for read, position in tokens]
+        for group, spec in enumerate(self.specs):
+            if spec.of_encoder:
+                slots = inputs.groups[group].slots.tolist()
+                assert len(slots) == len(tokens) == len(set(slots))
+                for slot, (read, position) in zip(slots, tokens, strict=True):
+                    self.caches[group][slot // spec.block_size][slot % spec.block_size] = (group, tuple(read), position)
 
     def _write(self, plan: StepPlan, inputs) -> None:
         self.writers.clear()
@@ -200,7 +233,7 @@ class FakeRunner:
                 position = int(inputs.token_index[t])
                 assert [inputs.input_ids[t]] == self.tokens[scheduled.seq_id][position : position + 1], "a token that it does not have"
                 for group, spec in enumerate(self.specs):
-                    if spec.kind != "state":
+                    if spec.kind not in ("state", "cross"):
                         block, offset = divmod(int(inputs.groups[group].slots[t]), spec.block_size)
                         self.caches[group][block][offset] = self._key(group, scheduled.seq_id, position)
                         self.writers[group, block, offset] = scheduled.seq_id
@@ -216,6 +249,9 @@ class FakeRunner:
         for r, scheduled in enumerate(plan.scheduled):
             first, length = int(inputs.starts[r]), int(inputs.token_index[inputs.query_start[r + 1] - 1]) + 1
             for group, spec in enumerate(self.specs):
+                if spec.of_encoder:
+                    self._check_cross(scheduled.seq_id, inputs.groups[group], r, group)
+                    continue
                 assert inputs.groups[group].seq_lens[r] == length
                 if spec.kind == "state":
                     continue
@@ -227,6 +263,14 @@ class FakeRunner:
                     assert found == self._key(group, scheduled.seq_id, position), (
                         f"sequence {scheduled.seq_id} reads a foreign key at position {position} of group {group}"
                     )
+
+    def _check_cross(self, seq_id: int, seen, r: int, group: int) -> None:
+        """All of its encoder's keys are there, and no others are seen."""
+        which, size = self.encoder_inputs[seq_id], self.specs[group].block_size
+        assert which is not None, "a sequence without an encoder"
+        read = ENCODER_INPUTS[which]
+        found = [self.caches[group][seen.table[r, p // size]][p % size] for p in range(seen.seq_lens[r])]
+        assert found == [(group, tuple(read), p) for p in range(len(read))], f"sequence {seq_id} reads foreign keys in group {group}"
 
 
 class FirstStage:
@@ -331,17 +375,24 @@ class FakeExecutor(Executor):
     def warm_up(self) -> None:
         pools = [group.pool for group in self.cache.groups]
         tables = [[pools[:index].count(pool)] for index, pool in enumerate(pools)]
+        of_encoder = [group.spec.of_encoder for group in self.cache.groups]
         new = NewSequence(
             seq_id=-1,
             token_ids=[0],
             num_prompt_tokens=1,
-            block_tables=tables,
+            block_tables=[[] if encoded else table for table, encoded in zip(tables, of_encoder, strict=True)],
             params=SamplingParams(),
             seed=0,
             stop_token_ids=[],
         )
-        self.runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 1, [[] for _ in tables], True)]))
-        self.runner.execute(StepPlan(dropped=[-1]))
+        plan = StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 1, [[] for _ in tables], True)])
+        if any(of_encoder):
+            cross = [table if encoded else [] for table, encoded in zip(tables, of_encoder, strict=True)]
+            read = EncoderInput(token_ids=ENCODER_INPUTS[2])
+            plan.encoders = [NewEncoder(encoder_id=-2, num_tokens=1, block_tables=cross, input=read)]
+            new.encoder_id, new.inputs = -2, SequenceInputs(second_text_start=2)
+        self.runner.execute(plan)
+        self.runner.execute(StepPlan(dropped=[-1, -2]))
 
     def load(self) -> None: ...
 

@@ -6,12 +6,12 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
-from fake_engine import NAN, POISON, FakeCore, check_blocks, kv_cache, next_token
+from fake_engine import ENCODER_INPUTS, MAX_ENCODER_LEN, NAN, POISON, FakeCore, check_blocks, kv_cache, next_token
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import BlockCopy, CacheKey, EngineRequest
+from toolkit_lm.messages import BlockCopy, CacheKey, EncoderInput, EngineRequest, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
@@ -25,6 +25,7 @@ GROUPS += [
     [(2, None), (1, "state", 1)],
     [(2, None), (3, 4, 1), (1, "state", 2), (2, None)],
 ]
+GROUPS += [[(2, None), (2, "cross")], [(3, None), (2, "cross", 1)], [(4, 3), (2, "cross"), (3, "cross", 1)], [(2, "late"), (4, "cross")]]
 """Of KV groups: block size, window or kind, pool."""
 OPENINGS = [[7 * (i + k) % NAN for i in range(MAX_MODEL_LEN)] for k in (0, 0, 1)]
 """What prompts begin with, so that many share a prefix."""
@@ -41,6 +42,7 @@ REQUEST = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "priority": st.integers(-2, 2),
         "keyed": st.sampled_from([None, None, 0, 5]),
+        "encoded": st.sampled_from([0, 0, 1, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "patience": st.sampled_from([None] * 9 + [-1, 3, 9]),
     }
@@ -107,8 +109,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(
         self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, max_in_flight, stages, drafts
     ):
+        self.encodes = any(group[1] == "cross" for group in groups)
+        most_encoded = MAX_ENCODER_LEN if self.encodes else None
+        budget += most_encoded or 0
         config = VllmConfig.default(
             max_model_len=MAX_MODEL_LEN,
+            max_encoder_len=most_encoded,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + budget,
             scheduling_policy=policy,
@@ -119,7 +125,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafter="guess" if drafts and all(group[1] != "state" for group in groups) else None,
         )
         num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in groups)
-        least = kv_cache([0] * num_pools, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget)
+        least = kv_cache([0] * num_pools, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget, most_encoded or 0)
         num_blocks = [count + spare for count in least]
         self.now = 0.0
         self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
@@ -142,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in requests:
             self.queue(**request)
 
-    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, keyed, prompt_logprobs, patience):
+    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, keyed, encoded, prompt_logprobs, patience):
         prompt = [*opening[:shared], *tail, *([] if bad is None else [bad])]
         message = EngineRequest(
             request_id=f"r{len(self.messages)}",
@@ -152,13 +158,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             arrival_time=float(len(self.messages)),
             deadline=None if patience is None else self.now + patience,
+            encoder=EncoderInput(token_ids=ENCODER_INPUTS[encoded]) if self.encodes else None,
+            inputs=SequenceInputs(second_text_start=encoded if self.encodes else None),
             cache_keys=[] if keyed is None else [CacheKey(keyed, keyed + 1, "a picture")],
         )
         try:
             self.core.add_request(message)
         except RequestError:
             blocks = self.scheduler.blocks
-            most = [n * one for one in blocks.config.max_blocks(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens)]
+            most = [n * one for one in blocks.config.max_blocks(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens, MAX_ENCODER_LEN)]
             too_many = any(one > pool.num_blocks for one, pool in zip(most, blocks.pools, strict=True))
             assert not prompt or len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or too_many
         else:
@@ -292,6 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
         runner.batch.apply(self.scheduler.drop_plan())
         assert not runner.batch.row_of, "the runner holds a sequence that has ended"
+        assert not runner.batch.encoders.row_of, "the runner holds an encoder sequence that has ended"
 
 
 SchedulerMachine.TestCase.settings = settings(

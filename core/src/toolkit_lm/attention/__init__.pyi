@@ -15,6 +15,7 @@ from .selector import Selection as Selection, select_backend as select_backend
 from .spec import (
     AttentionSpec as AttentionSpec,
     AttentionType as AttentionType,
+    CrossSpec as CrossSpec,
     FullSpec as FullSpec,
     KVCacheSpec as KVCacheSpec,
     WindowSpec as WindowSpec,

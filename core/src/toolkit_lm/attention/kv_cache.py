@@ -75,11 +75,14 @@ class KVCacheConfig(Struct, frozen=True):
         counts = [max(len(group.layers) for group in groups if group.pool == pool) for pool in range(len(self.pools))]
         return KVCacheConfig(groups, [replace(pool, num_pages=count) for pool, count in zip(self.pools, counts, strict=True)])
 
-    def max_blocks(self, num_tokens: int, chunk: int) -> list[int]:
-        """Per pool, most blocks that a sequence of `num_tokens` holds at a time when a step computes at most `chunk` of them."""
+    def max_blocks(self, num_tokens: int, chunk: int, num_encoder_tokens: int = 0) -> list[int]:
+        """Per pool, most blocks that a sequence of `num_tokens` holds at a time when a step computes at most `chunk` of them.
+
+        And those of its encoder sequence.
+        """
         counts = [0] * len(self.pools)
         for group in self.groups:
-            counts[group.pool] += group.spec.max_blocks(num_tokens, chunk)
+            counts[group.pool] += group.spec.max_blocks(num_encoder_tokens if group.spec.of_encoder else num_tokens, chunk)
         return counts
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParams
 from toolkit_lm.attention.context import current
 from toolkit_lm.attention.selector import Selection, select_backend
-from toolkit_lm.attention.spec import AttentionSpec, AttentionType, FullSpec, KVCacheSpec, WindowSpec
+from toolkit_lm.attention.spec import AttentionSpec, AttentionType, CrossSpec, FullSpec, KVCacheSpec, WindowSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.plugin import AttentionBackendRegistry
@@ -112,8 +112,9 @@ class Attention(CacheLayer):
         params = self.params
         if params.attention_type is AttentionType.ENCODER:
             return None
+        kind = CrossSpec if params.attention_type is AttentionType.CROSS else FullSpec
         shape = {"block_size": self.block_size, "num_kv_heads": params.num_kv_heads, "head_size": params.head_size}
-        return FullSpec(dtype=self.dtype, **shape) if params.window is None else WindowSpec(dtype=self.dtype, window=params.window, **shape)
+        return kind(dtype=self.dtype, **shape) if params.window is None else WindowSpec(dtype=self.dtype, window=params.window, **shape)
 
     def select(self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool) -> Selection:
         return select_backend(self.attention_spec(device, cached=cached), registry, wanted)

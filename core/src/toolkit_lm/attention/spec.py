@@ -35,7 +35,9 @@ class KVCacheSpec(Struct, frozen=True, kw_only=True, tag_field="kind"):
     shared_within_step: ClassVar[bool] = True
     """Other sequences of the step that writes a block can read it. False: from the next step on."""
     grows: ClassVar[bool] = True
-    """A sequence takes further blocks as it grows. False: a block has room for the longest."""
+    """A sequence takes further blocks as it grows. False: those of its beginning are all."""
+    of_encoder: ClassVar[bool] = False
+    """It is kept of a request's encoder sequence, once for all of the request's sequences. One step writes it; then it is only read."""
 
     block_size: int
     """Tokens per block."""
@@ -86,6 +88,13 @@ class WindowSpec(FullSpec, frozen=True, kw_only=True, tag="window"):
     def max_blocks(self, num_tokens: int, chunk: int) -> int:
         # Those of the window before the chunk and of the chunk, plus one, since neither begins at a block's edge.
         return min(self.num_blocks(num_tokens), -(-(self.window - 1 + chunk) // self.block_size) + 1)
+
+
+class CrossSpec(FullSpec, frozen=True, kw_only=True, tag="cross"):
+    """Keys and values of all tokens of an encoder sequence."""
+
+    grows: ClassVar[bool] = False
+    of_encoder: ClassVar[bool] = True
 
 
 class AttentionSpec(Struct, frozen=True, kw_only=True):

@@ -23,6 +23,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
     ] = "auto"
     max_model_len: Annotated[int | None, option("Maximum tokens of prompt plus output.", none="the checkpoint's", ge=1)] = None
+    max_encoder_len: Annotated[
+        int | None, option("Maximum tokens of an encoder prompt, of an encoder-decoder model.", none="the checkpoint's", ge=1)
+    ] = None
     seed: Annotated[int | None, option("Seed of requests that have none.", none="a fresh one for each request", ge=0, le=2**63 - 1)] = None
     trust_remote_code: Annotated[bool, option("Run Python code that comes with the checkpoint.")] = False
     runner: Annotated[
@@ -325,6 +328,11 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         """Most tokens of prompt plus output. The config must be resolved."""
         assert self.model.max_model_len is not None, "the config is not resolved: max_model_len is unset"
         return self.model.max_model_len
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most tokens of an encoder prompt; 0 where the model has no encoder beside its decoder. The config must be resolved."""
+        return self.model.max_encoder_len or 0
 
     @property
     def served_model_name(self) -> str:

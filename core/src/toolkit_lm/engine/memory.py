@@ -47,7 +47,9 @@ def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_o
     """
     cache, length, chunk, device = config.cache, config.max_model_len, config.scheduler.token_budget, config.device.device
     each = [pool.block_bytes for pool in kv_cache.pools]
-    least, usual = kv_cache.max_blocks(length, chunk), kv_cache.max_blocks(min(length, _USUAL_TOKENS), chunk)
+    encoded = config.max_encoder_len
+    least = kv_cache.max_blocks(length, chunk, encoded)
+    usual = kv_cache.max_blocks(min(length, _USUAL_TOKENS), chunk, min(encoded, _USUAL_TOKENS))
     # More than all sequences at full length is used for cached prefixes only.
     num_seqs = max(config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1)
 

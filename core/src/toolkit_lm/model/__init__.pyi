@@ -1,6 +1,7 @@
 from .activation import gate as gate, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
 from .contract import (
+    EncoderDecoderModel as EncoderDecoderModel,
     FallbackModel as FallbackModel,
     IntermediateTensors as IntermediateTensors,
     Model as Model,
@@ -53,5 +54,11 @@ from .parameters import (
 )
 from .rope_scaling import RopeParameters as RopeParameters
 from .rotary import RotaryEmbedding as RotaryEmbedding, Rotation as Rotation
-from .state import Drafter as Drafter, GroupInputs as GroupInputs, ModelState as ModelState, StepInputs as StepInputs
+from .state import (
+    Drafter as Drafter,
+    EncoderBatch as EncoderBatch,
+    GroupInputs as GroupInputs,
+    ModelState as ModelState,
+    StepInputs as StepInputs,
+)
 from .weights import CheckpointWeights as CheckpointWeights

@@ -62,6 +62,22 @@ class Model(nn.Module):
         return load_parameters(self, weights, packed=self.packed, renames=self.renames, ignored=self.ignored)
 
 
+class EncoderDecoderModel(Model):
+    """A model whose decoder's cross attention reads what its encoder has made of another sequence. E tokens of encoder sequences."""
+
+    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [E, H] of encoder tokens `input_ids` [E] at `positions` [E] (int64): those of all sequences that a step encodes."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, positions: Tensor, *, encoder_hidden_states: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Decoder hidden states [T, H]; `input_ids` and `positions` as of other models.
+
+        `encoder_hidden_states` [E, H]: what `encode` has given in this step, of which cross attention stores keys and values. None: those
+        of all sequences are cached.
+        """
+        raise NotImplementedError
+
+
 class FallbackModel(Model):
     """A model class for architectures that have none of their own: registered by `models.add_fallback`."""
 

@@ -22,9 +22,23 @@ class GroupInputs:
     seq_lens: np.ndarray
     """[R] int32: keys that each row sees."""
     slots: np.ndarray
-    """[T] int64: where each token's key and value go; empty where nothing is cached."""
+    """[T] int64: where each token's key and value go, in cross attention [E] of the encoders' tokens; empty where nothing is cached."""
     table: np.ndarray
     """[R, most blocks] int32: block tables; empty where nothing is cached."""
+
+
+@dataclass(slots=True)
+class EncoderBatch:
+    """The encoder sequences that a step computes, in a flat batch: E tokens."""
+
+    input_ids: np.ndarray
+    """[E] int64."""
+    positions: np.ndarray
+    """[E] int64: each token's index in its sequence."""
+    lengths: np.ndarray
+    """Of the sequences, int32."""
+    row_of_token: np.ndarray
+    """[E] int64: its sequence's place among those that the runner holds."""
 
 
 @dataclass(slots=True)
@@ -51,6 +65,8 @@ class StepInputs:
     """Of each that draws: the last so many of its tokens are drafts."""
     histories: Any
     """Their tokens: toolkit_lm.sampling.TokenHistory, by persistent row."""
+    encoders: EncoderBatch | None = None
+    """None: the step computes no encoder sequence."""
 
 
 class ModelState:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.attention import BatchLimits, KVCacheSpec
-from toolkit_lm.messages import NewSequence, StepPlan
-from toolkit_lm.model.state import GroupInputs, StepInputs
+from toolkit_lm.messages import NewEncoder, NewSequence, StepPlan
+from toolkit_lm.model.state import EncoderBatch, GroupInputs, StepInputs
 from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
 
 
@@ -69,6 +69,55 @@ class StepBuffers:
         return index
 
 
+_NO_TOKENS = np.zeros(0, np.int64)
+
+
+class EncoderRows:
+    """The encoder sequences that the runner holds, each in a row of its own, and which of them each row of the batch reads."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.row_of: dict[int, int] = {}
+        """By encoder id."""
+        self.lengths = np.zeros(num_rows, np.int64)
+        self._free = list(range(num_rows))[::-1]
+        self._read_by = np.zeros(num_rows, np.int64)
+
+    def add(self, encoder: NewEncoder) -> int:
+        """Its row. A sequence that reads it comes with it, so that there is one."""
+        row = self.row_of[encoder.encoder_id] = self._free.pop()
+        self.lengths[row] = encoder.num_tokens
+        return row
+
+    def drop(self, encoder_id: int) -> None:
+        """Unknown ones are no error."""
+        if (row := self.row_of.pop(encoder_id, None)) is not None:
+            self._free.append(row)
+
+    def bind(self, row: int, encoder_id: int) -> None:
+        """A row of the batch reads an encoder sequence."""
+        self._read_by[row] = self.row_of[encoder_id]
+
+    def of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """What rows of the batch read: encoder rows, and their lengths."""
+        read = self._read_by[rows]
+        return read, self.lengths[read]
+
+    def batch(self, plan: StepPlan) -> EncoderBatch | None:
+        """What a plan computes of them."""
+        computed = [encoder for encoder in plan.encoders if encoder.input is not None]
+        if not computed:
+            return None
+        rows = np.array([self.row_of[encoder.encoder_id] for encoder in computed])
+        lengths = self.lengths[rows]
+        ends = lengths.cumsum()
+        return EncoderBatch(
+            input_ids=np.concatenate([np.array(encoder.input.token_ids, np.int64) for encoder in computed if encoder.input is not None]),
+            positions=np.arange(ends[-1]) - np.repeat(ends - lengths, lengths),
+            lengths=lengths.astype(np.int32),
+            row_of_token=np.repeat(rows, lengths),
+        )
+
+
 class PersistentBatch:
     """Rows of fixed capacity; a sequence keeps its row while it lives."""
 
@@ -84,6 +133,8 @@ class PersistentBatch:
         self.block_sizes = [spec.block_size for spec in specs]
         self.row_of: dict[int, int] = {}
         """By seq_id."""
+        self.encoders = EncoderRows(num_rows)
+        self._of_encoder = [spec.of_encoder for spec in specs]
         self.history = TokenHistory(num_rows, max_model_len)
         self.sampling = SamplingBatch(self.history, processors)
         self.num_prompt_logprobs = np.zeros(num_rows, np.int64)
@@ -99,6 +150,13 @@ class PersistentBatch:
             if (row := self.row_of.pop(seq_id, None)) is not None:
                 self._free_rows.append(row)
                 self.sampling.clear(row)
+            else:
+                self.encoders.drop(seq_id)
+        for encoder in plan.encoders:
+            row = self.encoders.add(encoder)
+            for group, blocks in enumerate(encoder.block_tables):
+                if self._of_encoder[group]:
+                    self._block_tables[group][row, : len(blocks)] = blocks
         new = {seq.seq_id for seq in plan.new}
         for seq in plan.new:
             self._add(seq)
@@ -132,6 +190,7 @@ class PersistentBatch:
             token_index[:] = np.arange(end) + np.repeat(starts - query_start[:-1], num_tokens)
         input_ids = buffers.input_ids.host[:end]
         input_ids[:] = buffers.gather(self.history.token_ids, row_of_token, token_index)
+        encoders = self.encoders.batch(plan) if plan.encoders else None
         return StepInputs(
             plan=plan,
             rows=rows,
@@ -140,16 +199,24 @@ class PersistentBatch:
             query_start=query_start,
             starts=starts,
             num_tokens=num_tokens,
-            groups=self._groups(rows, np.add(starts, num_tokens, out=lengths), row_of_token, token_index),
+            groups=self._groups(rows, np.add(starts, num_tokens, out=lengths), row_of_token, token_index, encoders),
             sampling=sampling[:num_sampling],
             num_drafts=num_drafts[:num_sampling],
             histories=self.history,
+            encoders=encoders,
         )
 
-    def _groups(self, rows: np.ndarray, lengths: np.ndarray, row_of_token: np.ndarray, token_index: np.ndarray) -> list[GroupInputs]:
-        longest = int(lengths.max())
+    def _groups(
+        self, rows: np.ndarray, lengths: np.ndarray, row_of_token: np.ndarray, token_index: np.ndarray, encoders: EncoderBatch | None
+    ) -> list[GroupInputs]:
+        own = rows, lengths, row_of_token, token_index, int(lengths.max())
         groups = []
         for index, buffer in enumerate(self.buffers.groups):
+            rows, lengths, row_of_token, token_index, longest = own
+            if index < len(self.block_sizes) and self._of_encoder[index]:
+                rows, lengths = self.encoders.of(rows)
+                row_of_token, token_index = (_NO_TOKENS, _NO_TOKENS) if encoders is None else (encoders.row_of_token, encoders.positions)
+                longest = int(lengths.max())
             seq_lens = buffer.seq_lens.host[: len(rows)]
             seq_lens[:] = lengths
             if index >= len(self.block_sizes):
@@ -180,6 +247,8 @@ class PersistentBatch:
         self._num_blocks[:, row] = 0
         for group, blocks in enumerate(seq.block_tables):
             self._append_blocks(row, group, blocks)
+        if seq.encoder_id is not None:
+            self.encoders.bind(row, seq.encoder_id)
         self.num_prompt_logprobs[row] = seq.num_prompt_logprobs
         self.sampling.set(row, seq)
 

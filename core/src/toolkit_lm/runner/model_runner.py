@@ -28,7 +28,7 @@ from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
 from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
-from toolkit_lm.model import IntermediateTensors, Model, ModelState, StepInputs, load_model
+from toolkit_lm.model import EncoderBatch, EncoderDecoderModel, IntermediateTensors, Model, ModelState, StepInputs, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import cache_layers, has_cache, load_model_class, select_backends
@@ -47,6 +47,8 @@ class ModelRunner:
         self.plugins = plugins
         self.device = torch.device(config.device.device)
         self.model: Model
+        self._encoder: EncoderDecoderModel | None = None
+        """The model, where it has one."""
         self.selections: dict[str, Selection] = {}
         """By layer: the backend that was chosen for it."""
         self.kv_cache: KVCacheConfig
@@ -63,6 +65,10 @@ class ModelRunner:
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each layer's backend."""
         self.model = load_model(load_model_class(self.config, self.plugins), self.config, self.device, self.plugins)
+        if isinstance(self.model, EncoderDecoderModel):
+            if self.config.parallel.pipeline_parallel_size > 1:
+                raise UnsupportedError("encoder-decoder models run in one pipeline stage: lower --pipeline-parallel-size.")
+            self._encoder = self.model
         kinds = [self.model.state] if self.model.state is not ModelState else []
         if isinstance(pooler := getattr(self.model, "pooler", None), Pooler):
             self._pooler = pooler
@@ -121,7 +127,8 @@ class ModelRunner:
         for layers in uncached.values():
             self._bind(self.selections[layers[0]], layers, None, limits, [None] * len(layers))
         specs = [group.spec for group in kv_cache.groups]
-        widths = [spec.num_blocks(max_len) for spec in specs] + [0] * len(uncached)
+        most_encoded = self.config.max_encoder_len
+        widths = [spec.num_blocks(most_encoded if spec.of_encoder else max_len) for spec in specs] + [0] * len(uncached)
         self._buffers = StepBuffers(limits, widths, self.device)
         processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
         self._batch = PersistentBatch(self._buffers, specs, max_len, processors)
@@ -146,7 +153,7 @@ class ModelRunner:
         self._backends.clear()
         self._layers.clear()
         self._states.clear()
-        self._pooler = None
+        self._pooler = self._encoder = None
         for name in ("model", "_cache", "_batch", "_buffers"):
             self.__dict__.pop(name, None)
 
@@ -164,7 +171,8 @@ class ModelRunner:
         if not plan.scheduled:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
-        with self.model.kernels.step(len(inputs.token_index)):
+        num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.input_ids)
+        with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             hidden_states = self._forward(inputs)
             if hidden_states is None:
                 return StepResult(token_ids=[])
@@ -183,7 +191,7 @@ class ModelRunner:
         query_start, most_queries = buffers.query_start.upload(num_rows + 1), int(inputs.num_tokens.max())
         metadata = []
         for backend, group, buffer in zip(self._backends, inputs.groups, buffers.groups, strict=True):
-            cached = len(group.slots) > 0
+            cached = len(group.table) > 0
             view = BatchView(
                 query_start=inputs.query_start,
                 seq_lens=group.seq_lens,
@@ -191,15 +199,18 @@ class ModelRunner:
                 query_start_device=query_start,
                 seq_lens_device=buffer.seq_lens.upload(num_rows),
                 block_table=buffer.table.upload(*group.table.shape) if cached else None,
-                slot_mapping=buffer.slots.upload(num_tokens) if cached else None,
+                slot_mapping=buffer.slots.upload(len(group.slots)) if cached else None,
                 max_query_len=most_queries,
                 max_seq_len=int(group.seq_lens.max()),
             )
-            metadata.append(None if backend is None else backend.build(view))
+            # In an encoder-decoder model, what caches nothing is the encoder.
+            metadata.append(None if backend is None or not (cached or self._encoder is None) else backend.build(view))
         arguments.setdefault("positions", buffers.positions.upload(num_tokens))
         pipeline = pipeline_parallel_group(self.config.parallel) if self.config.parallel.pipeline_parallel_size > 1 else None
         if pipeline is not None and pipeline.rank > 0:
             arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
+        if inputs.encoders is not None:
+            arguments["encoder_hidden_states"] = self._encode(inputs.encoders)
         with step_context(StepContext(self._bindings, metadata)):
             out: Tensor | IntermediateTensors = self.model(buffers.input_ids.upload(num_tokens), **arguments)
         if isinstance(out, Tensor):
@@ -207,6 +218,27 @@ class ModelRunner:
         assert pipeline is not None, "a model of one stage gives hidden states"
         pipeline.send(out, pipeline.rank + 1)
         return None
+
+    def _encode(self, batch: EncoderBatch) -> Tensor:
+        """[E, H] hidden states of encoder sequences."""
+        assert self._encoder is not None, "only an encoder-decoder model is given encoder sequences"
+        query_start = np.zeros(len(batch.lengths) + 1, np.int32)
+        batch.lengths.cumsum(out=query_start[1:])
+        view = BatchView(
+            query_start=query_start,
+            seq_lens=batch.lengths,
+            starts=np.zeros(len(batch.lengths), np.int64),
+            query_start_device=self._to_device(query_start),
+            seq_lens_device=self._to_device(batch.lengths),
+            block_table=None,
+            slot_mapping=None,
+            max_query_len=int(batch.lengths.max()),
+            max_seq_len=int(batch.lengths.max()),
+        )
+        num_cached = len(self.kv_cache.groups)
+        metadata = [None if i < num_cached or backend is None else backend.build(view) for i, backend in enumerate(self._backends)]
+        with step_context(StepContext(self._bindings, metadata)):
+            return self._encoder.encode(self._to_device(batch.input_ids), self._to_device(batch.positions))
 
     def _sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""

@@ -12,7 +12,8 @@ import torch
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.messages import NewSequence, ScheduledSequence, SequenceInputs, StepPlan
+from toolkit_lm.messages import EncoderInput, NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
+from toolkit_lm.model import EncoderDecoderModel
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.runner.model_runner import ModelRunner
@@ -31,15 +32,16 @@ def warm_up(runner: ModelRunner) -> None:
         # Once glibc has seen an allocation of this size freed, it keeps the memory of activations instead of asking for its pages anew.
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
     generates = runner.config.model.runner != "pooling"
-    new = _made_up(runner, -1, 2)
+    plan = _made_up(runner, 1, 2)
+    [new] = plan.new
     nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
-    result = runner.execute(StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 2, nothing_new, generates)]))
+    result = runner.execute(plan)
     if result.errors:
         what = "draw a first token" if new.inputs.pooling is None else f"serve the task {new.inputs.pooling.task!r}"
         raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
     if generates:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
-    runner.execute(StepPlan(dropped=[-1]))
+    runner.execute(StepPlan(dropped=[-1, -2]))
 
 
 def _cause(runner: ModelRunner) -> str:
@@ -64,18 +66,19 @@ def profile(runner: ModelRunner) -> int:
     if cache.num_kv_blocks is not None or not shares or not runner.kv_cache_specs():
         return 0
     length = max(1, min(scheduler.token_budget // scheduler.max_num_seqs, runner.config.max_model_len - 1))
+    if most_encoded := runner.config.max_encoder_len:
+        length = max(1, min(length // 2, most_encoded))
     kv_cache = plan_groups(runner.kv_cache_specs(), {layer: selection.name for layer, selection in runner.selections.items()})
-    runner.init_kv_cache(kv_cache.sized(kv_cache.max_blocks(length + 1, length + 1), [0] * len(kv_cache.pools)))
+    runner.init_kv_cache(kv_cache.sized(kv_cache.max_blocks(length + 1, length + 1, length + 1), [0] * len(kv_cache.pools)))
     # All of them write into the same blocks.
-    sequences = [_made_up(runner, -1 - i, length) for i in range(scheduler.max_num_seqs)]
-    rows = [ScheduledSequence(seq.seq_id, 0, length, [[] for _ in kv_cache.groups], seq.inputs.pooling is None) for seq in sequences]
+    plan = _made_up(runner, scheduler.max_num_seqs, length)
     with contextlib.suppress(OSError):
         # The peak begins anew.
         Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
-    runner.execute(StepPlan(new=sequences, scheduled=rows))
+    runner.execute(plan)
     peak = _resident("VmHWM")
-    runner.execute(StepPlan(dropped=[seq.seq_id for seq in sequences]))
+    runner.execute(StepPlan(dropped=[*(seq.seq_id for seq in plan.new), *(one.encoder_id for one in plan.encoders)]))
     return 0 if on_gpu else max(0, peak - before)
 
 
@@ -87,16 +90,29 @@ def _resident(name: str) -> int:
     return 0
 
 
-def _made_up(runner: ModelRunner, seq_id: int, num_tokens: int) -> NewSequence:
-    """A sequence of so many tokens in the first blocks, with room for one more."""
+def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int) -> StepPlan:
+    """Computes sequences -1, -3, ... of so many tokens in the first blocks, with room for one more. Their encoders' are -2, -4, ..."""
     generates = runner.config.model.runner != "pooling"
-    return NewSequence(
-        seq_id=seq_id,
-        token_ids=[0] * num_tokens,
-        num_prompt_tokens=num_tokens,
-        block_tables=[list(range(group.spec.num_blocks(num_tokens + 1))) for group in runner.kv_cache.groups],
-        params=SamplingParams(temperature=0),
-        seed=0,
-        stop_token_ids=[],
-        inputs=SequenceInputs(pooling=None if generates else PoolingParams(task=next(iter(runner.pooling_rules())))),
-    )
+    tables = [list(range(group.spec.num_blocks(num_tokens + 1))) for group in runner.kv_cache.groups]
+    of_encoder = [group.spec.of_encoder for group in runner.kv_cache.groups]
+    nothing_new: list[list[int]] = [[] for _ in tables]
+    plan = StepPlan()
+    for seq_id in range(-1, -1 - 2 * num_sequences, -2):
+        new = NewSequence(
+            seq_id=seq_id,
+            token_ids=[0] * num_tokens,
+            num_prompt_tokens=num_tokens,
+            block_tables=[[] if encoded else table for table, encoded in zip(tables, of_encoder, strict=True)],
+            params=SamplingParams(temperature=0),
+            seed=0,
+            stop_token_ids=[],
+            inputs=SequenceInputs(pooling=None if generates else PoolingParams(task=next(iter(runner.pooling_rules())))),
+        )
+        if isinstance(runner.model, EncoderDecoderModel):
+            new.encoder_id = seq_id - 1
+            cross = [table if encoded else [] for table, encoded in zip(tables, of_encoder, strict=True)]
+            encoded = EncoderInput(token_ids=[0] * num_tokens)
+            plan.encoders.append(NewEncoder(encoder_id=seq_id - 1, num_tokens=num_tokens, block_tables=cross, input=encoded))
+        plan.new.append(new)
+        plan.scheduled.append(ScheduledSequence(seq_id, 0, num_tokens, nothing_new, generates))
+    return plan

@@ -18,6 +18,8 @@ NO_BLOCK = -1
 """A table's entry for tokens that a window has left behind. Entries below it are blocks of the host pool."""
 
 FIRST_ON_HOST = NO_BLOCK - 1
+_NONE: list[int] = []
+"""Of a group that has no table of a sequence."""
 
 
 class TokenRange(NamedTuple):
@@ -150,6 +152,8 @@ class GroupBlocks:
 class BlockManager:
     """One block table per (sequence, KV group), over device and host pools.
 
+    Encoder sequences are sequences here (`CrossBlocks`): a group has tables of them, or of all others.
+
     Numbers of blocks are per pool. Invariants (`check`):
 
     - in each pool a block's reference count equals the number of table entries that name it, and free + owned = total;
@@ -167,12 +171,14 @@ class BlockManager:
             GroupBlocks(index, group.spec, group.pool, self.pools[group.pool], self.host_pools[group.pool])
             for index, group in enumerate(kv_cache.groups)
         ]
-        specs = [group.spec for group in kv_cache.groups]
+        self._of_sequences = [group for group in self.groups if not group.spec.of_encoder]
+        specs = [group.spec for group in self._of_sequences]
         self.caches_prefixes = bool(specs) and all(spec.caches_prefixes for spec in specs)
         self.forks_anywhere = all(spec.forks_anywhere for spec in specs)
         self.shared_within_step = all(spec.shared_within_step for spec in specs)
-        self._groups_per_pool = [sum(group.pool == pool for group in kv_cache.groups) for pool in range(len(self.pools))]
-        self._growing = [any(group.pool == pool and group.spec.grows for group in kv_cache.groups) for pool in range(len(self.pools))]
+        pools = range(len(self.pools))
+        self._groups_per_pool = [sum(group.pool_index == pool for group in self._of_sequences) for pool in pools]
+        self._growing = [any(group.pool_index == pool and group.spec.grows for group in self.groups) for pool in pools]
         """Pools whose tables grow with their sequences."""
         self._gcd, self._lcm = (f(*(spec.block_size for spec in specs)) for f in (math.gcd, math.lcm))
         self._trimmed = [group for group in self.groups if group.spec.first_needed(2**30)]
@@ -185,7 +191,7 @@ class BlockManager:
     # Tables
 
     def get_block_table(self, seq_id: int, group: int = 0) -> list[int]:
-        """The blocks of a sequence, in the order of its tokens, NO_BLOCK where a window has passed; empty for one that holds none."""
+        """A sequence's blocks, in the order of its tokens, NO_BLOCK where a window has passed; empty for one that holds none."""
         return self._tables[seq_id][group] if seq_id in self._tables else []
 
     def blocks_needed(self, ranges: Iterable[TokenRange]) -> list[int]:
@@ -194,7 +200,7 @@ class BlockManager:
         spare: list[dict[int, int]] = [{} for _ in self.pools]
         for seq_id, start, end in ranges:
             tables = self._tables.get(seq_id)
-            for group in self.groups:
+            for group in self._of_sequences:
                 table = tables[group.index] if tables else []
                 needed[group.pool_index] += group.num_needed(table, start, end, spare[group.pool_index])
         return needed
@@ -225,15 +231,22 @@ class BlockManager:
         seq_id, start, end = tokens
         tables = self._tables.get(seq_id)
         if tables is None:
-            tables = self._tables[seq_id] = [[] for _ in self.groups]
-        new_blocks = []
-        for group, table in zip(self.groups, tables, strict=True):
-            new, copied = group.extend(table, start, end)
-            new_blocks.append(new)
+            tables = self.new_tables(seq_id)
+        new_blocks: list[list[int]] = [_NONE] * len(self.groups)
+        for group in self._of_sequences:
+            table = tables[group.index]
+            new_blocks[group.index], copied = group.extend(table, start, end)
             for index, source in copied:
                 plan.copies.append(BlockCopy(group.index, source, table[index]))
                 plan.moves.append(BlockMove(seq_id, group.index, index, table[index]))
         return new_blocks
+
+    def new_tables(self, seq_id: int) -> list[list[int]]:
+        """Empty ones, per KV group, of a sequence that has none."""
+        assert seq_id not in self._tables, f"sequence {seq_id} holds blocks already"
+        tables: list[list[int]] = [[] for _ in self.groups]
+        self._tables[seq_id] = tables
+        return tables
 
     def trim(self, seq_id: int, num_computed_tokens: int) -> None:
         """Gives back the blocks that no token from `num_computed_tokens` on can see.
@@ -270,14 +283,14 @@ class BlockManager:
         length = limit // self._lcm * self._lcm
         if not length:
             return 0
-        while gaps := [gap for group in self.groups if (gap := group.gap(block_hashes, length)) is not None]:
+        while gaps := [gap for group in self._of_sequences if (gap := group.gap(block_hashes, length)) is not None]:
             length = min(gaps) // self._lcm * self._lcm
         return length
 
     def num_shared(self, block_hashes: BlockHashes, num_tokens: int) -> list[int]:
         """Of the blocks that `adopt` would take, how many have owners now and stay as long as the sequence does: they cost nothing."""
         shared = [0] * len(self.pools)
-        for group in self.groups:
+        for group in self._of_sequences:
             if group not in self._trimmed:
                 cached = group.cached(block_hashes, num_tokens)
                 shared[group.pool_index] += sum(group.pool.ref_counts[block] > 0 for _, block in cached)
@@ -285,8 +298,9 @@ class BlockManager:
 
     def adopt(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
         """Gives a sequence the cached blocks of its first `num_tokens` tokens, which `find_prefix` has found."""
-        assert seq_id not in self._tables, f"sequence {seq_id} holds blocks already"
-        self._tables[seq_id] = [group.adopt(block_hashes, num_tokens) for group in self.groups]
+        tables = self.new_tables(seq_id)
+        for group in self._of_sequences:
+            tables[group.index] = group.adopt(block_hashes, num_tokens)
         self._published[seq_id] = num_tokens
 
     def publish(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
@@ -294,8 +308,8 @@ class BlockManager:
         tables, before = self._tables.get(seq_id), self._published.get(seq_id, 0)
         if tables is None or num_tokens // self._gcd == before // self._gcd:
             return
-        for group, table in zip(self.groups, tables, strict=True):
-            group.publish(table, block_hashes, before, num_tokens)
+        for group in self._of_sequences:
+            group.publish(tables[group.index], block_hashes, before, num_tokens)
         self._published[seq_id] = num_tokens
 
     def forget_contents(self, seq_id: int) -> None:

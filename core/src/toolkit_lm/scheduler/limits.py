@@ -24,10 +24,11 @@ class RequestLimits:
         self.generates = config.model.runner != "pooling"
         self.pooling = pooling
         self.max_model_len = config.max_model_len
+        self.max_encoder_len = config.max_encoder_len
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
         self.kv_cache = kv_cache
-        self._one_fits = self._too_many_blocks(self.max_model_len, 1, 1) is None
+        self._one_fits = self._too_many_blocks(self.max_model_len, 1, 1, self.max_encoder_len) is None
         """A single sequence of any length fits: nobody need count."""
 
     def check(self, message: EngineRequest) -> int:
@@ -35,6 +36,13 @@ class RequestLimits:
         prompt, params = len(message.prompt_token_ids), message.params
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
+        encoded = len(message.encoder.token_ids) if message.encoder is not None else 0
+        if encoded > self.max_encoder_len:
+            raise ContextLengthError(
+                f"the encoder prompt has {encoded} tokens; this model's maximum context length is {self.max_encoder_len} tokens for its "
+                f"encoder (max_encoder_len). {_CUT}",
+                "prompt",
+            )
         if message.inputs.pooling is not None:
             return self._check_pooling(message.inputs.pooling.task, prompt, message.inputs.pooling_start)
         if not self.generates:
@@ -50,7 +58,7 @@ class RequestLimits:
             raise RequestError(f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", param)
         if width == 1 and self._one_fits:
             return max_tokens
-        if (excess := self._too_many_blocks(prompt, max_tokens, width)) is not None:
+        if (excess := self._too_many_blocks(prompt, max_tokens, width, encoded)) is not None:
             raise RequestError(
                 f"{width} sequences of up to {prompt + max_tokens} tokens take {excess}: lower {param} or max_tokens.",
                 param if width > 1 else "max_tokens",
@@ -82,7 +90,7 @@ class RequestLimits:
         if not rules.chunkable and prompt > self.max_num_batched_tokens:
             limit = f"{task} needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
             raise ContextLengthError(f"the prompt has {prompt} tokens; {limit}. {_CUT}", "prompt")
-        if (excess := self._too_many_blocks(prompt, 1, 1)) is not None:
+        if (excess := self._too_many_blocks(prompt, 1, 1, 0)) is not None:
             raise RequestError(f"a prompt of {prompt} tokens takes {excess}.", "prompt")
         return 0
 
@@ -90,11 +98,14 @@ class RequestLimits:
         """Clients look for "maximum context length"."""
         return f"the prompt has {prompt} tokens; this model's maximum context length is {self.max_model_len} tokens (max_model_len)"
 
-    def _too_many_blocks(self, prompt: int, max_tokens: int, n: int) -> str | None:
+    def _too_many_blocks(self, prompt: int, max_tokens: int, n: int, encoded: int) -> str | None:
         """Blocks that a request can come to own, where they are more than there are. The last output token is never stored."""
         num_tokens = prompt + max_tokens - 1
         needed = [0] * len(self.kv_cache.pools)
         for group in self.kv_cache.groups:
+            if group.spec.of_encoder:
+                needed[group.pool] += group.spec.max_blocks(encoded, encoded)
+                continue
             each = group.spec.max_blocks(num_tokens, self.max_num_batched_tokens)
             shared = (prompt - 1) // group.spec.block_size if n > 1 and each == group.spec.num_blocks(num_tokens) else 0
             needed[group.pool] += shared + n * (each - shared)

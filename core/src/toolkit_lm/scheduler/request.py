@@ -10,6 +10,7 @@ from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, 
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
 from toolkit_lm.scheduler.block_manager import TokenRange
+from toolkit_lm.scheduler.encoder import Encoder
 from toolkit_lm.scheduler.prefix import PrefixHashes
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -119,6 +120,7 @@ class Sequence:
             sampler_state=self.sampler_state,
             num_prompt_logprobs=request.num_prompt_logprobs,
             num_candidates=request.search.num_candidates if request.search else 0,
+            encoder_id=None if request.encoder is None else request.encoder.seq_id,
         )
 
     def extended(self, seq_id: int, token_id: int, logprob: float) -> Sequence:
@@ -195,6 +197,10 @@ class Request:
         self.forks_anywhere = forks_anywhere
         self.reads_prefix_cache = message.reads_prefix_cache
         self.swappable = message.swappable
+        self.encoder: Encoder | None = None
+        if message.encoder is not None:
+            self.encoder = Encoder(next(ids), message.encoder, salt, message.cache_keys)
+            salt = self.encoder.digest
         self.salt = salt
         self.cache_keys = message.cache_keys
         self.swapped = False
@@ -241,8 +247,10 @@ class Request:
             end_token_ids=self.end_token_ids,
         )
 
-    def token_ranges(self, budget: int) -> list[TokenRange]:
-        """What each of its sequences would compute now, of at most `budget` tokens."""
+    def token_ranges(self, budget: int, *, encoded: bool = False) -> list[TokenRange]:
+        """What each of its sequences would compute now, of at most `budget` tokens. `encoded`: its encoder's input is cached."""
+        if self.encoder is not None and not encoded:
+            budget -= self.num_to_encode
         ready = self._ready()
         ranges: list[TokenRange] = []
         if self.search and len(ready) > budget:
@@ -286,6 +294,8 @@ class Request:
     def forget_computed(self) -> None:
         """It will be computed again from its tokens. What is on its way still comes, but for the candidates of beams."""
         self.swapped = False
+        if self.encoder is not None:
+            self.encoder.is_computed = False
         for seq in self.unfinished:
             seq.num_computed_tokens = 0
             if self.search:
@@ -294,13 +304,35 @@ class Request:
     def forget_all(self) -> None:
         """As `forget_computed`; and the worker does not hold it, and nothing is on its way."""
         self.forget_computed()
+        for part in self.parts:
+            part.on_worker = False
         for seq in self.unfinished:
-            seq.on_worker, seq.num_placeholders = False, 0
+            seq.num_placeholders = 0
+
+    @property
+    def parts(self) -> list[Sequence | Encoder]:
+        """What has blocks and a place on the worker: the unfinished sequences, and the encoder's."""
+        return [*self.unfinished, *([] if self.encoder is None else [self.encoder])]
 
     @property
     def seq_ids(self) -> list[int]:
-        """Of the unfinished sequences."""
-        return [seq.seq_id for seq in self.unfinished]
+        """Of its parts."""
+        return [part.seq_id for part in self.parts]
+
+    @property
+    def num_to_encode(self) -> int:
+        """Tokens of its encoder's input, where they are still to be computed: a step computes all of them, and some of its own."""
+        return 0 if self.encoder is None or self.encoder.is_computed else self.encoder.num_tokens
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Tokens that it would compute now, were there room."""
+        return self.num_to_encode + self.num_rows - 1 + self.leader.num_pending_tokens
+
+    @property
+    def least_tokens(self) -> int:
+        """Fewest tokens that it can compute in a step."""
+        return self.num_wanted_tokens if self.search or not self.chunkable else self.num_to_encode + 1
 
     @property
     def awaits_tokens(self) -> bool:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence as Collection
+from typing import NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
+from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.roster import Roster
+
+
+class Cached(NamedTuple):
+    """What the cache has of a request that waits."""
+
+    num_tokens: int = 0
+    """Of its leader's first tokens."""
+    encoder: bool = False
+    """The whole of its encoder's input."""
 
 
 class RequestBlocks:
@@ -17,6 +28,7 @@ class RequestBlocks:
 
     def __init__(self, config: VllmConfig, blocks: BlockManager, preemption: PreemptionCost, roster: Roster) -> None:
         self.blocks = blocks
+        self.cross = CrossBlocks(blocks)
         self.preemption = preemption
         self.roster = roster
         self.caching = config.cache.enable_prefix_caching is not False and blocks.caches_prefixes
@@ -25,18 +37,18 @@ class RequestBlocks:
         self.chunk = config.scheduler.token_budget
         """Most tokens of a step."""
 
-    def find_room(self, request: Request, budget: int) -> int | None:
-        """Whether one that waits can run, and compute some of `budget` tokens: how many are cached, or None."""
+    def find_room(self, request: Request, budget: int) -> Cached | None:
+        """Whether one that waits can run, and compute some of `budget` tokens: what is cached of it, or None."""
         num_running = self.roster.num_running
         if num_running + request.num_rows > self.max_num_seqs or request.awaits_tokens or budget == 0:
             return None
-        if not request.chunkable and request.leader.num_pending_tokens > budget:
-            return None
         while True:
-            num_cached = self._num_cached(request)
+            cached = Cached(self._num_cached(request), self._has_encoder(request))
+            if (1 if request.chunkable else request.leader.num_pending_tokens) > budget - (0 if cached.encoder else request.num_to_encode):
+                return None
             # Leave each running sequence a block to grow into: admitting one that is preempted at once would waste its prefill.
-            if self.blocks.has_free(self._num_to_admit(request, budget, num_cached), reserve=num_running):
-                return num_cached
+            if self.blocks.has_free(self._num_to_admit(request, budget, cached), reserve=num_running):
+                return cached
             if self.roster.running or not self._discard_swapped():
                 return None
 
@@ -48,12 +60,23 @@ class RequestBlocks:
         known = request.leader.num_tokens if len(request.unfinished) == 1 else request.num_prompt_tokens
         return self.blocks.find_prefix(request.leader.block_hashes, known - 1)
 
-    def _num_to_admit(self, request: Request, budget: int, num_cached: int) -> list[int]:
+    def _has_encoder(self, request: Request) -> bool:
+        """Whether the cache has all that a waiting request's encoder is still to compute."""
+        return self.caching and request.num_to_encode > 0 and request.encoder is not None and self.cross.is_cached(request.encoder)
+
+    def _num_to_admit(self, request: Request, budget: int, cached: Cached) -> list[int]:
         """Free blocks per pool that a waiting request takes: for the whole of its prompt, not only the first chunk."""
-        ranges = request.token_ranges(budget)
+        ranges = request.token_ranges(budget, encoded=cached.encoder)
         growth = self.blocks.blocks_needed(ranges)
         if request.swapped:
             return [sum(both) for both in zip(self.blocks.num_swapped(request.seq_ids), growth, strict=True)]
+        needed = self._num_for_decoder(request, ranges, growth, cached.num_tokens)
+        if request.encoder is None:
+            return needed
+        return [sum(both) for both in zip(needed, self.cross.num_needed(request.encoder, cached=cached.encoder), strict=True)]
+
+    def _num_for_decoder(self, request: Request, ranges: Collection[TokenRange], growth: list[int], num_cached: int) -> list[int]:
+        """As `_num_to_admit`, without its encoder's. `growth`: what `ranges` take, nothing being cached."""
         leader = request.leader
         if not num_cached and ranges[:1] == [(leader.seq_id, 0, leader.num_tokens)]:
             # The first chunk is the whole.
@@ -63,19 +86,24 @@ class RequestBlocks:
             return [max(both) for both in zip(whole, growth, strict=True)]
         return [all_ - shared for all_, shared in zip(whole, self.blocks.num_shared(leader.block_hashes, num_cached), strict=True)]
 
-    def admit(self, request: Request, num_cached: int) -> list[BlockCopy]:
-        """Brings a waiting request's blocks back from the host, or gives it its cached prefix. Returns what is to be copied."""
+    def admit(self, request: Request, cached: Cached) -> list[BlockCopy]:
+        """Brings a waiting request's blocks back from the host, or gives it what is cached. Returns what is to be copied."""
         if request.swapped:
             request.swapped = False
             return self.blocks.swap_in(request.seq_ids)
-        if num_cached:
-            self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, num_cached)
-            request.leader.num_computed_tokens = num_cached
+        if cached.num_tokens:
+            self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, cached.num_tokens)
+            request.leader.num_computed_tokens = cached.num_tokens
+        if cached.encoder and request.encoder is not None:
+            self.cross.adopt(request.encoder)
+            request.encoder.is_computed = True
         return []
 
-    def commit(self, plan: StepPlan, request: Request, ranges: Iterable[TokenRange]) -> int:
+    def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> int:
         """Adds a running request's rows to a plan, with blocks for what they compute. Returns their number of tokens."""
         total = 0
+        if request.encoder is not None and not request.encoder.on_worker and ranges:
+            total = self._commit_encoder(plan, request.encoder)
         for tokens in ranges:
             seq = self.roster.sequences[tokens.seq_id]
             samples = request.draws_tokens and (num_drafts := tokens.end - seq.num_tokens) >= 0
@@ -99,6 +127,16 @@ class RequestBlocks:
         if len(request.unfinished) > 1:
             self._fork_from_leader(request)
         return total
+
+    def _commit_encoder(self, plan: StepPlan, encoder: Encoder) -> int:
+        """Makes the worker know an encoder sequence. Returns how many tokens of it the step computes."""
+        num_tokens = 0 if encoder.is_computed else encoder.num_tokens
+        if num_tokens:
+            self.cross.allocate(encoder, publish=self.caching)
+        tables = [list(self.blocks.get_block_table(encoder.seq_id, group)) for group in range(len(self.blocks.groups))]
+        plan.encoders.append(encoder.as_new(tables))
+        encoder.is_computed = encoder.on_worker = True
+        return num_tokens
 
     def publish(self, seq: Sequence, num_tokens: int) -> None:
         """Lets others find what is computed of a sequence's first tokens, as far as these are known."""
@@ -136,8 +174,8 @@ class RequestBlocks:
 
     def start_over(self, request: Request) -> None:
         """A waiting request gives up what is computed of it."""
-        for seq in request.unfinished:
-            self.blocks.free(seq.seq_id)
+        for seq_id in request.seq_ids:
+            self.blocks.free(seq_id)
         request.forget_computed()
 
     def _discard_swapped(self) -> bool:

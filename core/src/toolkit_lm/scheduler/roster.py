@@ -11,6 +11,7 @@ from toolkit_lm.config import SchedulerConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import StepPlan
 from toolkit_lm.plugin import SchedulingPolicyRegistry
+from toolkit_lm.scheduler.encoder import Encoder
 from toolkit_lm.scheduler.request import Request, Sequence
 
 
@@ -18,8 +19,8 @@ class SchedulingPolicy:
     """In which order requests are served, and how steps are shared between them. This one: first come, first served.
 
     A plugin registers a function, which is `key`, or a subclass, of which each engine makes one. A policy may read a request's `priority`,
-    `num_prompt_tokens`, `max_output_tokens`, `arrival_time`, `deadline`, `params`, `context`, `num_rows`, `chunkable`, `gave_way` and
-    `leader.num_pending_tokens`.
+    `num_prompt_tokens`, `max_output_tokens`, `arrival_time`, `deadline`, `params`, `context`, `num_rows`, `num_wanted_tokens`,
+    `least_tokens` and `gave_way`.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -135,8 +136,8 @@ class Roster:
         """From the batch back to the queue; the worker forgets it."""
         self.running.remove(request)
         insort(self.waiting, request, key=_by_sort_key)
-        for seq in request.unfinished:
-            self._drop(seq)
+        for part in request.parts:
+            self._drop(part)
 
     def remove_sequence(self, seq: Sequence) -> None:
         """It has ended, or other beams have taken its place; the worker forgets it."""
@@ -145,6 +146,8 @@ class Roster:
 
     def remove(self, request: Request) -> None:
         """All of its sequences have ended."""
+        if request.encoder is not None:
+            self._drop(request.encoder)
         del self.requests[request.request_id]
         (self.running if request in self.running else self.waiting).remove(request)
 
@@ -152,10 +155,10 @@ class Roster:
         """All requests wait. The worker is to forget them, and what `plans` were to have it forget."""
         for plan in plans:
             self.dropped += plan.dropped
-        self.dropped += self.sequences
+        self.dropped += (seq_id for request in self.requests.values() for seq_id in request.seq_ids)
         self.running, self.waiting = [], sorted(self.requests.values(), key=_by_sort_key)
 
-    def _drop(self, seq: Sequence) -> None:
-        if seq.on_worker:
-            self.dropped.append(seq.seq_id)
-            seq.on_worker = False
+    def _drop(self, part: Sequence | Encoder) -> None:
+        if part.on_worker:
+            self.dropped.append(part.seq_id)
+            part.on_worker = False

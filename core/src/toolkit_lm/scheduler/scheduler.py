@@ -20,7 +20,7 @@ from toolkit_lm.scheduler.event_log import EventLog, load_event
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.request import Request, Sequence
-from toolkit_lm.scheduler.request_blocks import RequestBlocks
+from toolkit_lm.scheduler.request_blocks import Cached, RequestBlocks
 from toolkit_lm.scheduler.roster import Roster, SchedulingPolicy
 
 _MOST_OVERTAKEN = 16
@@ -91,8 +91,8 @@ class Scheduler:
         request = self.roster.requests.get(request_id)
         if request is None:
             return []
-        for seq in request.unfinished:
-            self.blocks.forget_contents(seq.seq_id)
+        for seq_id in request.seq_ids:
+            self.blocks.forget_contents(seq_id)
         return self._end(request, "error", error)
 
     def load(self) -> LoadEvent:
@@ -208,16 +208,16 @@ class Scheduler:
                 continue
             num_behind += bool(held_up)
             tokens = self.policy.grant(request, budget)
-            if (num_cached := self.request_blocks.find_room(request, tokens)) is None:
+            if (cached := self.request_blocks.find_room(request, tokens)) is None:
                 held_up.append(request)
                 continue
-            self._admit(plan, request, num_cached)
+            self._admit(plan, request, cached)
             budget -= self.request_blocks.commit(plan, request, request.token_ranges(tokens))
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
         """One that is quarantined; all others wait without blocks, so that it fits. It computes all of its keys and values itself."""
         if request in self.roster.waiting:
-            self._admit(plan, request, num_cached=0)
+            self._admit(plan, request, Cached())
         self.request_blocks.trim(request)
         self.request_blocks.commit(plan, request, request.token_ranges(self.max_num_batched_tokens))
 
@@ -227,11 +227,11 @@ class Scheduler:
             self.roster.requeue(request)
             self.request_blocks.start_over(request)
 
-    def _admit(self, plan: StepPlan, request: Request, num_cached: int) -> None:
+    def _admit(self, plan: StepPlan, request: Request, cached: Cached) -> None:
         self.roster.start(request)
-        plan.swap_in += self.request_blocks.admit(request, num_cached)
+        plan.swap_in += self.request_blocks.admit(request, cached)
         if request.scheduled_time is None:
-            request.num_cached_tokens = num_cached
+            request.num_cached_tokens = cached.num_tokens
             self.events.scheduled(request)
 
     def _preempt(self, plan: StepPlan, request: Request) -> None:
@@ -317,6 +317,8 @@ class Scheduler:
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
+            if request.encoder is not None:
+                self.blocks.free(request.encoder.seq_id)
             self.events.add("aborted" if reason in ("abort", "timeout") else "finished", request, reason)
             # They know it too: nobody need look for a cycle to free them.
             request.sequences = []

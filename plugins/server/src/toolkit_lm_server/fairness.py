@@ -101,7 +101,7 @@ class FairPolicy(SchedulingPolicy):
         """Splits a step between clients, the one that wants least first."""
         wanted: Counter[str] = Counter()
         for request in (*running, *waiting):
-            wanted[_client(request)] += _wanted(request)
+            wanted[_client(request)] += request.num_wanted_tokens
         clients = sorted(wanted, key=wanted.__getitem__)
         left = int(_SLOWER * len(clients) * wanted[clients[0]] + (_SLOWER - 1) * self._cost.num_tokens_of_base)
         if wanted.total() <= left:
@@ -125,10 +125,10 @@ class FairPolicy(SchedulingPolicy):
 
     def _take(self, request: Request, client: str, budget: int) -> int:
         assert self._left is not None, "the step is shared"
-        left, wanted = self._left.get(client, 0), _wanted(request)
-        granted = min(left, wanted, budget)
-        if granted < wanted and (request.search or not request.chunkable):
-            if left < wanted:
+        left = self._left.get(client, 0)
+        granted = min(left, request.num_wanted_tokens, budget)
+        if granted < (least := request.least_tokens):
+            if left < least:
                 self._saved[client], self._left[client] = left, 0
             return 0
         self._left[client] = left - granted
@@ -191,8 +191,3 @@ def _rows_by_client(requests: Sequence[Request]) -> Counter[str]:
     for request in requests:
         held[_client(request)] += request.num_rows
     return held
-
-
-def _wanted(request: Request) -> int:
-    """Tokens that it would compute now, were there room."""
-    return request.num_rows - 1 + request.leader.num_pending_tokens
