@@ -13,4 +13,4 @@ from .outputs import (
 )
 from .params import RequestOutputKind as RequestOutputKind, SamplingParams as SamplingParams
 from .pooling_params import PoolingParams as PoolingParams
-from .prompts import TextPrompt as TextPrompt, TokensPrompt as TokensPrompt
+from .prompts import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt, TextPrompt as TextPrompt, TokensPrompt as TokensPrompt

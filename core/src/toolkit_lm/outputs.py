@@ -59,6 +59,9 @@ class RequestOutput:
     """What went wrong, when a sequence's finish_reason is "error"."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """Per prompt token so far computed, where asked for: the token itself and the likeliest ones. None for the first."""
+    encoder_prompt: str | None = None
+    """Of an encoder-decoder model, whose `prompt` and `prompt_token_ids` are the decoder's: the text that its encoder read."""
+    encoder_prompt_token_ids: list[int] | None = None
 
 
 @dataclass(slots=True)

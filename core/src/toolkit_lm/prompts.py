@@ -21,7 +21,19 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-Prompt = str | TextPrompt | TokensPrompt
+SingletonPrompt = str | TextPrompt | TokensPrompt
+"""One text."""
+
+
+class ExplicitEncoderDecoderPrompt(TypedDict):
+    """What the encoder of an encoder-decoder model reads, and what its decoder begins with; any other prompt is for the encoder."""
+
+    encoder_prompt: SingletonPrompt
+    decoder_prompt: NotRequired[SingletonPrompt | None]
+    """Text goes on after the model's default. To token ids the decoder start token is added in front, unless it is there."""
+
+
+Prompt = SingletonPrompt | ExplicitEncoderDecoderPrompt
 """What `LLM.generate` takes."""
 
 TextPair = tuple[str, str]

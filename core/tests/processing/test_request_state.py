@@ -12,6 +12,7 @@ from toolkit_lm.outputs import CompletionOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.processing import request_state
 from toolkit_lm.processing.request_state import RequestState, SequenceState
+from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.renderer import DecodeStream
 
 LETTERS = "ab c"
@@ -46,7 +47,7 @@ class LetterRenderer:
 
 def make_state(kind=RequestOutputKind.DELTA, **params) -> RequestState:
     request = EngineRequest(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(output_kind=kind, **params))
-    return RequestState(request, "ab", LetterRenderer())
+    return RequestState(PreparedRequest(request, "ab"), LetterRenderer())
 
 
 def step(index: int, tokens: list[int], reason=None, **more) -> EngineOutput:

@@ -141,11 +141,12 @@ class LLMEngine:
         """Queues prepared requests: all of them, or none where it raises, as `submit` does."""
         self._check_open()
         states: dict[str, AnyState] = {}
-        for message, prompt in prepared:
+        for one in prepared:
+            message = one.message
             if message.request_id in self._states or message.request_id in states:
                 raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
             pooled = not message.draws_tokens
-            states[message.request_id] = PoolingState(message, prompt) if pooled else RequestState(message, prompt, self.renderer)
+            states[message.request_id] = PoolingState(message, one.prompt) if pooled else RequestState(one, self.renderer)
         messages = [one.message for one in prepared]
         self.client.add(messages)
         if not self._states:

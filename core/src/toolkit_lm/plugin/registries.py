@@ -35,6 +35,10 @@ class ModelEntry(Entry):
     """Keys of config.json: the first that is there states the longest sequence. Empty: there is none, as with ALiBi."""
     caches_prefixes: bool = True
     """What it keeps of a prompt can serve other requests that begin alike. False: prefix caching is off for it."""
+    bounded: bool = True
+    """No sequence can be longer than stated. False: it is what is taken where no other length is asked for."""
+    encoder_decoder: str | None = None
+    """Of an encoder-decoder model: "module:Class", the EncoderDecoderRules of its prompts."""
     is_fallback: bool = False
     """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
 
@@ -104,11 +108,14 @@ class ModelRegistry(Registry[ModelEntry]):
         renderer: str | None = None,
         reserved_positions: int = 0,
         length_keys: tuple[str, ...] = LENGTH_KEYS,
+        bounded: bool = True,
         caches_prefixes: bool = True,
+        encoder_decoder: str | None = None,
         override: bool = False,
     ) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
-        traits = {"reserved_positions": reserved_positions, "length_keys": length_keys, "caches_prefixes": caches_prefixes}
+        traits = {"reserved_positions": reserved_positions, "length_keys": length_keys, "bounded": bounded}
+        traits |= {"caches_prefixes": caches_prefixes, "encoder_decoder": encoder_decoder}
         fields = {"runner": runner, "renderer": renderer, "override": override}
         self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **traits)
 
@@ -121,6 +128,13 @@ class ModelRegistry(Registry[ModelEntry]):
         """
         fields = {"runner": runner, "renderer": renderer, "override": override, "is_fallback": True}
         self.add_entry(ModelEntry, name, target, "module:Class", **fields)
+
+    def load_rules(self, architecture: str) -> Any:
+        """The class of an encoder-decoder model's rules for prompts; None of another model. Raises PluginError, as `load` does."""
+        entry = self.get(architecture)
+        if entry.encoder_decoder is None:
+            return None
+        return self.load_target(entry, entry.encoder_decoder, "toolkit_lm.renderer:EncoderDecoderRules")
 
     def architectures(self) -> list[str]:
         """The architectures that have a class of their own."""

@@ -74,16 +74,20 @@ class Registry(Generic[EntryT]):
     def load(self, key: str) -> Any:
         """Imports what is registered under `key`. Raises PluginError where that fails, or it is not what the registry is for."""
         entry = self.get(key)
-        with entry.owner.boundary(f"loading {self.noun} {key!r} from {entry.target!r}"):
-            loaded = _import(entry.target)
-        what = f"{entry.owner}: {self.noun} {key!r}: {entry.target!r}"
-        if not self.base:
-            if self.base is not None and not callable(loaded):
+        return self.load_target(entry, entry.target, self.base)
+
+    def load_target(self, entry: EntryT, target: str, base: str | None) -> Any:
+        """As `load`, of a target that an entry names; `base` is what it is to be a subclass of."""
+        with entry.owner.boundary(f"loading {self.noun} {entry.key!r} from {target!r}"):
+            loaded = _import(target)
+        what = f"{entry.owner}: {self.noun} {entry.key!r}: {target!r}"
+        if not base:
+            if base is not None and not callable(loaded):
                 raise PluginError(f"{what} is not a function, but a {type(loaded).__name__}.")
-        elif not (isinstance(loaded, type) and issubclass(loaded, _import(self.base))):
-            raise PluginError(f"{what} must be a subclass of {self.base.replace(':', '.')}.")
+        elif not (isinstance(loaded, type) and issubclass(loaded, _import(base))):
+            raise PluginError(f"{what} must be a subclass of {base.replace(':', '.')}.")
         elif missing := sorted(getattr(loaded, "__abstractmethods__", ())):
-            raise PluginError(f"{what} does not define {', '.join(missing)}, which {self.base.replace(':', '.')} leaves to its subclasses.")
+            raise PluginError(f"{what} does not define {', '.join(missing)}, which {base.replace(':', '.')} leaves to its subclasses.")
         return loaded
 
     def make(self, key: str, *arguments: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from msgspec import structs
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
@@ -15,6 +17,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import check_params
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
+from toolkit_lm.processing.prompt_reader import PromptReader, RenderedPrompt
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import (
     check_bounds,
@@ -22,7 +25,6 @@ from toolkit_lm.processing.validation import (
     check_options,
     check_token_ids,
     check_tokens_of_params,
-    cut_prompt,
     prepare_processors,
     tokenize_bad_words,
 )
@@ -46,8 +48,8 @@ class Processor:
         self.renderer = renderer
         self.plugins = plugins
         self.texts = PoolingInputProcessor(config, renderer, plugins)
+        self._reader = PromptReader(config, renderer, plugins)
         self._limits: RequestLimits | None = None
-        self._max_model_len = config.max_model_len
         self._vocab_size = config.vocab_size or renderer.vocab_size
         self._eos_token_ids = renderer.eos_token_ids
 
@@ -85,11 +87,8 @@ class Processor:
         options: RequestOptions | None = None,
     ) -> list[PreparedRequest]:
         """As `prepare`, of prompts that share parameters: these are worked on once."""
-        rendered = (
-            (self._render(self.renderer.render_prompt, prompt), prompt if isinstance(prompt, str) else prompt.get("prompt"))
-            for prompt in prompts
-        )
-        return self._generation(request_ids, rendered, params or SamplingParams(), options or {})
+        params = params or SamplingParams()
+        return self._generation(request_ids, (self._reader.read(prompt, params) for prompt in prompts), params, options or {})
 
     def prepare_chat(
         self,
@@ -112,18 +111,12 @@ class Processor:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         """As `prepare_chat`, of conversations that share parameters: these are worked on once."""
-        rendered = ((self._render(self.renderer.render_conversation, one, **render_options), None) for one in conversations)
-        return self._generation(request_ids, rendered, params or SamplingParams(), options or {})
-
-    def _render(self, render: Callable[..., list[int]], given: Any, **render_options: Any) -> list[int]:
-        try:
-            return render(given, **render_options)
-        except Exception as error:
-            self.plugins.boundary.check(error)
-            raise
+        params = params or SamplingParams()
+        rendered = (self._reader.read_conversation(one, params, **render_options) for one in conversations)
+        return self._generation(request_ids, rendered, params, options or {})
 
     def _generation(
-        self, request_ids: Sequence[str], rendered: Iterable[tuple[list[int], str | None]], params: SamplingParams, options: RequestOptions
+        self, request_ids: Sequence[str], rendered: Iterable[RenderedPrompt], params: SamplingParams, options: RequestOptions
     ) -> list[PreparedRequest]:
         check_bounds(params, self.config.limits)
         inputs = SequenceInputs()
@@ -133,29 +126,30 @@ class Processor:
                 logits_processors=prepare_processors(params.extra_args or {}, self.plugins.logits_processors, self.renderer),
             )
         check_tokens_of_params(params, inputs.bad_words, self._vocab_size)
-        return [self._prepared(one, *its, params, inputs, options) for one, its in zip(request_ids, rendered, strict=True)]
+        return [self._prepared(one, its, params, inputs, options) for one, its in zip(request_ids, rendered, strict=True)]
 
     def _prepared(
         self,
         request_id: str,
-        token_ids: list[int],
-        text: str | None,
+        rendered: RenderedPrompt,
         params: SamplingParams,
         inputs: SequenceInputs,
         options: RequestOptions,
     ) -> PreparedRequest:
-        check_token_ids(token_ids, self._vocab_size)
-        if params.truncate_prompt_tokens is not None:
-            cut = cut_prompt(token_ids, params, self._max_model_len)
-            if text is not None and len(cut) < len(token_ids):
-                text = self.renderer.decode(cut)
-            token_ids = cut
-        message = self._message(request_id, token_ids, params, options)
+        check_token_ids(rendered.token_ids, self._vocab_size)
+        message = self._message(request_id, rendered.token_ids, params, options)
         message.inputs = inputs
+        if rendered.encoder is not None:
+            check_token_ids(rendered.encoder.token_ids, self._vocab_size)
+            message.encoder = rendered.encoder
         # Log probabilities of the prompt come from its hidden states, which no cache holds.
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)
-        return PreparedRequest(message, text)
+        if self._reader.rules is not None:
+            with self.plugins.boundary:
+                always = self._reader.rules.logits_processors(message.prompt_token_ids, message.max_output_tokens)
+            message.inputs = structs.replace(inputs, logits_processors={**always, **inputs.logits_processors})
+        return PreparedRequest(message, rendered.text, rendered.encoder_text)
 
     # Pooling
 

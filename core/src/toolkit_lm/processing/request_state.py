@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 from msgspec import structs
 
-from toolkit_lm.messages import EngineOutput, EngineRequest, TokenLogprobs
+from toolkit_lm.messages import EngineOutput, TokenLogprobs
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import FinishReason, RequestOutputKind
+from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.sequence_text import SequenceText
 from toolkit_lm.processing.stop import StopTexts
 from toolkit_lm.renderer import Renderer
@@ -55,10 +56,10 @@ class SequenceState:
 class RequestState:
     """One request on its way: its sequences' outputs so far."""
 
-    def __init__(self, request: EngineRequest, prompt: str | None, renderer: Renderer) -> None:
-        self.request = request
+    def __init__(self, prepared: PreparedRequest, renderer: Renderer) -> None:
+        self.prepared = prepared
+        self.request = request = prepared.message
         self.request_id = request.request_id
-        self.prompt = prompt
         self.renderer = renderer
         self.num_cached_tokens = 0
         self.error: str | None = None
@@ -166,13 +167,15 @@ class RequestState:
     def _output(self, outputs: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self.prompt,
+            prompt=self.prepared.prompt,
             prompt_token_ids=self.request.prompt_token_ids,
             outputs=outputs,
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens,
             error=self.error,
             prompt_logprobs=prompt_logprobs,
+            encoder_prompt=self.prepared.encoder_prompt,
+            encoder_prompt_token_ids=None if self.request.encoder is None else self.request.encoder.token_ids,
         )
 
     def _end(self, sequence: SequenceState) -> None:

@@ -13,6 +13,8 @@ class PreparedRequest(NamedTuple):
     message: EngineRequest
     prompt: str | None
     """The text that the engine reads; None where the prompt was a conversation or token ids."""
+    encoder_prompt: str | None = None
+    """The same of the encoder's prompt."""
 
 
 class RequestOptions(TypedDict, total=False):

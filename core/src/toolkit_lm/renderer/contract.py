@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.prompts import Conversation, Prompt
+from toolkit_lm.prompts import Conversation, SingletonPrompt
 
 
 class RenderedText(NamedTuple):
@@ -58,8 +58,13 @@ class Renderer(ABC):
         (a mapping of further names for the template).
         """
 
+    @property
+    def has_chat_template(self) -> bool:
+        """It can render conversations."""
+        return True
+
     @abstractmethod
-    def render_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, at least one.
 
         Token ids that are given are passed on as they are: the engine checks that the model has them.

@@ -44,6 +44,7 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
         load_format=choose_load_format(config, plugins),
         quantization=choose_quantization(config, plugins),
     )
+    config = config.replace(max_encoder_len=_max_encoder_len(config, plugins))
     choice = choose_runner(config, plugins)
     if choice.runner == "generate" and not config.model.extra_tasks:
         check_pooler_options(config.pooler, PoolingKind.NONE)
@@ -74,6 +75,9 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> 
             budget = max(budget, config.max_model_len)
     if not chunked:
         budget = max(budget, config.max_model_len)
+    if config.max_encoder_len:
+        # The encoder's prompt is computed in one step, with the decoder's first tokens.
+        budget = max(budget, config.max_encoder_len + (1 if chunked else config.max_model_len))
     return config.replace(
         runner=choice.runner,
         convert=choice.convert,
@@ -123,11 +127,28 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint, entry: ModelEntry
             raise ConfigError(f"{lack}: give --max-model-len.")
         return wanted
     longest = _stretched(stated, checkpoint.hf_config) - entry.reserved_positions
-    if wanted is not None and wanted > longest:
+    if wanted is not None and wanted > longest and entry.bounded:
         raise ConfigError(f"max_model_len is {wanted}, but the checkpoint has {longest} positions: give --max-model-len {longest} or less.")
     if wanted is None and longest > _MOST_UNASKED:
         raise ConfigError(f"the checkpoint states {longest} positions, which take much memory: give --max-model-len.")
     return wanted or longest
+
+
+def _max_encoder_len(config: VllmConfig, plugins: Plugins) -> int | None:
+    """Of a config whose max_model_len is resolved; None for a model without an encoder beside its decoder."""
+    assert config.checkpoint is not None
+    wanted, entry = config.model.max_encoder_len, plugins.models.get(config.checkpoint.architecture)
+    if entry.encoder_decoder is None:
+        if wanted is not None:
+            raise ConfigError(f"max_encoder_len is for encoder-decoder models, and {entry.key!r} is none.")
+        return None
+    keys, hf_config = plugins.models.load_rules(entry.key).encoder_length_keys, config.hf_config
+    longest = next((value for key in keys if isinstance(value := hf_config.get(key), int)), None)
+    if wanted is not None and longest is not None and wanted > longest and entry.bounded:
+        raise ConfigError(
+            f"max_encoder_len is {wanted}, but the encoder has {longest} positions: give --max-encoder-len {longest} or less."
+        )
+    return wanted or longest or config.max_model_len
 
 
 def _stretched(length: int, hf_config: dict[str, Any]) -> int:

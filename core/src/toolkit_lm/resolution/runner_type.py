@@ -27,7 +27,10 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     profile = config.checkpoint.pooling_profile
     if profile is not None and profile.is_complete and by_name == "generate":
         by_name, by_name_convert = "pooling", "embed" if profile.logit_score is None else "classify"
-    native = plugins.models.get(config.checkpoint.architecture).runner == "pooling"
+    entry = plugins.models.get(config.checkpoint.architecture)
+    if entry.encoder_decoder is not None:
+        return _encoder_decoder(config, name)
+    native = entry.runner == "pooling"
     if native and wanted == "generate":
         raise ConfigError(f"runner 'generate': {name!r} is a pooling model. Supported: pooling.")
     _check_convert(convert, name, native, plugins)
@@ -45,6 +48,15 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     if convert == "none":
         raise ConfigError(f"runner 'pooling' cannot run {name!r} as it is. Use --convert {' or '.join(plugins.pooling)}.")
     return RunnerChoice("pooling", convert if convert != "auto" else by_name_convert if by_name_convert != "none" else "embed")
+
+
+def _encoder_decoder(config: VllmConfig, name: str) -> RunnerChoice:
+    model = config.model
+    asked = {"runner": model.runner == "pooling", "convert": model.convert not in ("auto", "none"), "extra_tasks": bool(model.extra_tasks)}
+    for option in [option for option, refused in asked.items() if refused]:
+        given = getattr(model, option)
+        raise ConfigError(f"{option} {given!r}: {name!r} is an encoder-decoder model, which generates and is not converted into others.")
+    return RunnerChoice("generate", "none")
 
 
 def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from tokenizers import Encoding
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, nearest
-from toolkit_lm.prompts import Conversation, Prompt, parse_prompt
+from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import DecodeStream, RenderedText, Renderer
 
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
@@ -61,7 +61,11 @@ class HfRenderer(Renderer):
         text = self._chat_template.render(messages, max_length=self._max_chars, **kwargs)
         return self._encode(text, "messages", add_special_tokens=False)
 
-    def render_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    @property
+    def has_chat_template(self) -> bool:
+        return self._chat_template is not None
+
+    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt, "prompt", add_special_tokens=add_special_tokens)
         parsed = parse_prompt(prompt)
