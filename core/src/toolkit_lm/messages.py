@@ -5,13 +5,16 @@ front → engine: EngineRequest, abort ids. engine → front: EngineOutputs. eng
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 
 from toolkit_lm.events import Event
 from toolkit_lm.params import FinishReason, SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SamplerState = dict[str, dict[str, float]]
 """By logits processor, what it keeps of a sequence from draw to draw."""
@@ -36,6 +39,21 @@ class Array(Struct, frozen=True):
     shape: list[int]
     data: memoryview
     """A view of the tensor's own memory, or of the message's: it is not copied on the way in."""
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> Array:
+        """Of a contiguous array."""
+        # An empty array has no memory to look at.
+        data = values.reshape(-1).data.cast("B") if values.size else memoryview(b"")
+        return cls(str(values.dtype), list(values.shape), data)
+
+    def to_numpy(self) -> np.ndarray:
+        """A view, read-only."""
+        import numpy as np
+
+        values = np.frombuffer(self.data, self.dtype).reshape(self.shape)
+        values.flags.writeable = False
+        return values
 
 
 class SequenceInputs(Struct, kw_only=True, frozen=True):
@@ -64,9 +82,18 @@ class CacheKey(Struct, array_like=True, frozen=True):
 
 
 class EncoderInput(Struct, kw_only=True, frozen=True):
-    """What the encoder of an encoder-decoder model reads, as a whole, before its decoder begins."""
+    """What the encoder of an encoder-decoder model reads, as a whole, before its decoder begins: tokens, or features."""
 
-    token_ids: list[int]
+    num_tokens: int
+    """States that it makes of it, whose keys and values cross attention reads."""
+    token_ids: list[int] = field(default_factory=list)
+    features: Array | None = None
+    """Of a recording, say."""
+
+    @classmethod
+    def of_tokens(cls, token_ids: list[int]) -> EncoderInput:
+        """One state for each."""
+        return cls(num_tokens=len(token_ids), token_ids=token_ids)
 
 
 class EngineRequest(Struct, kw_only=True):
@@ -104,7 +131,7 @@ class EngineRequest(Struct, kw_only=True):
     @property
     def num_prompt_tokens(self) -> int:
         """Those that the model reads: the encoder's too."""
-        return len(self.prompt_token_ids) + (0 if self.encoder is None else len(self.encoder.token_ids))
+        return len(self.prompt_token_ids) + (0 if self.encoder is None else self.encoder.num_tokens)
 
 
 class TokenLogprobs(Struct):

@@ -388,7 +388,7 @@ class FakeExecutor(Executor):
         plan = StepPlan(new=[new], scheduled=[ScheduledSequence(-1, 0, 1, [[] for _ in tables], True)])
         if any(of_encoder):
             cross = [table if encoded else [] for table, encoded in zip(tables, of_encoder, strict=True)]
-            read = EncoderInput(token_ids=ENCODER_INPUTS[2])
+            read = EncoderInput.of_tokens(ENCODER_INPUTS[2])
             plan.encoders = [NewEncoder(encoder_id=-2, num_tokens=1, block_tables=cross, input=read)]
             new.encoder_id, new.inputs = -2, SequenceInputs(second_text_start=2)
         self.runner.execute(plan)

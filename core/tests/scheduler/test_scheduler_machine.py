@@ -158,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             arrival_time=float(len(self.messages)),
             deadline=None if patience is None else self.now + patience,
-            encoder=EncoderInput(token_ids=ENCODER_INPUTS[encoded]) if self.encodes else None,
+            encoder=EncoderInput.of_tokens(ENCODER_INPUTS[encoded]) if self.encodes else None,
             inputs=SequenceInputs(second_text_start=encoded if self.encodes else None),
             cache_keys=[] if keyed is None else [CacheKey(keyed, keyed + 1, "a picture")],
         )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
+from toolkit_lm.messages import EncoderInput
 from toolkit_lm.model.kernels import choose_kernels
 from toolkit_lm.model.matching import load_parameters
 from toolkit_lm.model.state import ModelState
@@ -65,9 +66,16 @@ class Model(nn.Module):
 class EncoderDecoderModel(Model):
     """A model whose decoder's cross attention reads what its encoder has made of another sequence. E tokens of encoder sequences."""
 
-    def encode(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Hidden states [E, H] of encoder tokens `input_ids` [E] at `positions` [E] (int64): those of all sequences that a step encodes."""
+    def encode(self, input_ids: Tensor, positions: Tensor, **features: list[Tensor]) -> Tensor:
+        """Hidden states [E, H] of encoder tokens `input_ids` [E] at `positions` [E] (int64): those of all sequences that a step encodes.
+
+        Where its rules make features of prompts, they are in the list `features`, one of each sequence; the tokens are then 0.
+        """
         raise NotImplementedError
+
+    def example_input(self, num_tokens: int) -> EncoderInput:
+        """What the encoder is warmed up with: of about so many tokens. A model that reads features has other examples."""
+        return EncoderInput.of_tokens([0] * num_tokens)
 
     def forward(self, input_ids: Tensor, positions: Tensor, *, encoder_hidden_states: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Decoder hidden states [T, H]; `input_ids` and `positions` as of other models.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.messages import NewSequence, StepPlan, StepResult
+from toolkit_lm.messages import EncoderInput, NewSequence, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -31,8 +31,10 @@ class GroupInputs:
 class EncoderBatch:
     """The encoder sequences that a step computes, in a flat batch: E tokens."""
 
+    inputs: list[EncoderInput]
+    """Of each sequence."""
     input_ids: np.ndarray
-    """[E] int64."""
+    """[E] int64; 0 where a sequence is made of features."""
     positions: np.ndarray
     """[E] int64: each token's index in its sequence."""
     lengths: np.ndarray

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
-
-from toolkit_lm.messages import Array, EngineOutput, EngineRequest
+from toolkit_lm.messages import EngineOutput, EngineRequest
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.params import FinishReason
 from toolkit_lm.processing.request_state import RequestState
@@ -29,7 +27,7 @@ class PoolingState:
     def apply(self, output: EngineOutput) -> bool:
         """Takes in the result. False: the engine knows that it has ended."""
         if output.pooled is not None:
-            self._output.data = as_numpy(output.pooled)
+            self._output.data = output.pooled.to_numpy()
         self._output.num_cached_tokens = output.num_cached_tokens
         self._output.error = output.error
         self._output.finish_reason = output.finish_reason
@@ -47,13 +45,6 @@ class PoolingState:
     def snapshot(self) -> PoolingRequestOutput:
         """The result, or that there is none yet."""
         return self._output
-
-
-def as_numpy(array: Array) -> np.ndarray:
-    """A view of the message's bytes, read-only."""
-    values = np.frombuffer(array.data, array.dtype).reshape(array.shape)
-    values.flags.writeable = False
-    return values
 
 
 AnyState = RequestState | PoolingState

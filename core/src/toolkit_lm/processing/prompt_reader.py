@@ -94,15 +94,8 @@ class PromptReader:
         else:
             token_ids = [*self.rules.default_decoder_prompt(), *self.renderer.render_prompt(parsed, add_special_tokens=False)]
             text = _text_of(decoder)
-        return RenderedPrompt(token_ids, text, EncoderInput(token_ids=self._encoder_tokens(encoder, params)), _text_of(encoder))
-
-    def _encoder_tokens(self, prompt: SingletonPrompt, params: SamplingParams) -> list[int]:
-        """Cut at the end, where they are to be cut: an encoder's text is not gone on with."""
         most = self.config.max_encoder_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
-        parsed = parse_prompt(prompt)
-        if most is None or "prompt_token_ids" in parsed:
-            return self.renderer.render_prompt(parsed)[:most]
-        return self.renderer.render_texts([parsed["prompt"]], max_tokens=most)[0].token_ids
+        return RenderedPrompt(token_ids, text, self.rules.encoder_input(encoder, most), _text_of(encoder))
 
 
 def _text_of(prompt: Any) -> str | None:

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.messages import EncoderInput
+from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer.contract import Renderer
 
 
@@ -37,6 +39,13 @@ class EncoderDecoderRules:
                     raise CheckpointError(f"{key} must be a token id of the model, not {value!r}.")
                 return value
         raise CheckpointError("neither generation_config.json nor config.json names a decoder_start_token_id.")
+
+    def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
+        """What the encoder reads of a prompt. `max_tokens`: it is to be cut, at its end; None: as it is. Raises RequestError."""
+        parsed = parse_prompt(prompt)
+        if max_tokens is None or "prompt_token_ids" in parsed:
+            return EncoderInput.of_tokens(self.renderer.render_prompt(parsed)[:max_tokens])
+        return EncoderInput.of_tokens(self.renderer.render_texts([parsed["prompt"]], max_tokens=max_tokens)[0].token_ids)
 
     def default_decoder_prompt(self) -> list[int]:
         """What the decoder begins with where nothing is given: the decoder start token, and what else the model always begins with."""

@@ -104,14 +104,15 @@ class EncoderRows:
 
     def batch(self, plan: StepPlan) -> EncoderBatch | None:
         """What a plan computes of them."""
-        computed = [encoder for encoder in plan.encoders if encoder.input is not None]
-        if not computed:
+        inputs = [encoder.input for encoder in plan.encoders if encoder.input is not None]
+        if not inputs:
             return None
-        rows = np.array([self.row_of[encoder.encoder_id] for encoder in computed])
+        rows = np.array([self.row_of[encoder.encoder_id] for encoder in plan.encoders if encoder.input is not None])
         lengths = self.lengths[rows]
         ends = lengths.cumsum()
         return EncoderBatch(
-            input_ids=np.concatenate([np.array(encoder.input.token_ids, np.int64) for encoder in computed if encoder.input is not None]),
+            inputs=inputs,
+            input_ids=np.concatenate([np.array(one.token_ids or [0] * one.num_tokens, np.int64) for one in inputs]),
             positions=np.arange(ends[-1]) - np.repeat(ends - lengths, lengths),
             lengths=lengths.astype(np.int32),
             row_of_token=np.repeat(rows, lengths),

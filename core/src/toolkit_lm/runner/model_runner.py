@@ -237,8 +237,10 @@ class ModelRunner:
         )
         num_cached = len(self.kv_cache.groups)
         metadata = [None if i < num_cached or backend is None else backend.build(view) for i, backend in enumerate(self._backends)]
+        arrays = [one.features.to_numpy().copy() for one in batch.inputs if one.features is not None]
+        features = {"features": [self._to_device(array) for array in arrays]} if arrays else {}
         with step_context(StepContext(self._bindings, metadata)):
-            return self._encoder.encode(self._to_device(batch.input_ids), self._to_device(batch.positions))
+            return self._encoder.encode(self._to_device(batch.input_ids), self._to_device(batch.positions), **features)
 
     def _sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""

@@ -61,7 +61,7 @@ class PoolingState(ModelState):
                 continue
             values = tensor.float().contiguous().cpu().numpy()
             if np.isfinite(values).all():
-                result.pooled[seq_id] = as_array(values)
+                result.pooled[seq_id] = Array.of(values)
             else:
                 result.errors[seq_id] = "the model's result is not finite"
 
@@ -85,10 +85,3 @@ class PoolingState(ModelState):
             pooling_start=seq.inputs.pooling_start,
             state=self._states[seq.seq_id],
         )
-
-
-def as_array(values: np.ndarray) -> Array:
-    """A contiguous float32 array as a message."""
-    # An empty array has no memory to look at.
-    data = values.reshape(-1).data.cast("B") if values.size else memoryview(b"")
-    return Array("float32", list(values.shape), data)

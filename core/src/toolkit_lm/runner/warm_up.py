@@ -12,7 +12,7 @@ import torch
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.messages import EncoderInput, NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
+from toolkit_lm.messages import NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
 from toolkit_lm.model import EncoderDecoderModel
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
@@ -41,7 +41,7 @@ def warm_up(runner: ModelRunner) -> None:
         raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
     if generates:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
-    runner.execute(StepPlan(dropped=[-1, -2]))
+    runner.execute(_drop(plan))
 
 
 def _cause(runner: ModelRunner) -> str:
@@ -69,7 +69,8 @@ def profile(runner: ModelRunner) -> int:
     if most_encoded := runner.config.max_encoder_len:
         length = max(1, min(length // 2, most_encoded))
     kv_cache = plan_groups(runner.kv_cache_specs(), {layer: selection.name for layer, selection in runner.selections.items()})
-    runner.init_kv_cache(kv_cache.sized(kv_cache.max_blocks(length + 1, length + 1, length + 1), [0] * len(kv_cache.pools)))
+    least = kv_cache.max_blocks(length + 1, length + 1, runner.config.max_encoder_len)
+    runner.init_kv_cache(kv_cache.sized(least, [0] * len(kv_cache.pools)))
     # All of them write into the same blocks.
     plan = _made_up(runner, scheduler.max_num_seqs, length)
     with contextlib.suppress(OSError):
@@ -78,7 +79,7 @@ def profile(runner: ModelRunner) -> int:
     before = _resident("VmRSS")
     runner.execute(plan)
     peak = _resident("VmHWM")
-    runner.execute(StepPlan(dropped=[*(seq.seq_id for seq in plan.new), *(one.encoder_id for one in plan.encoders)]))
+    runner.execute(_drop(plan))
     return 0 if on_gpu else max(0, peak - before)
 
 
@@ -91,28 +92,39 @@ def _resident(name: str) -> int:
 
 
 def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int) -> StepPlan:
-    """Computes sequences -1, -3, ... of so many tokens in the first blocks, with room for one more. Their encoders' are -2, -4, ..."""
-    generates = runner.config.model.runner != "pooling"
-    tables = [list(range(group.spec.num_blocks(num_tokens + 1))) for group in runner.kv_cache.groups]
-    of_encoder = [group.spec.of_encoder for group in runner.kv_cache.groups]
-    nothing_new: list[list[int]] = [[] for _ in tables]
-    plan = StepPlan()
-    for seq_id in range(-1, -1 - 2 * num_sequences, -2):
+    """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more; in a step of its own."""
+    pooling, groups = None, [group.spec for group in runner.kv_cache.groups]
+    if runner.config.model.runner == "pooling":
+        pooling = PoolingParams(task=next(iter(runner.pooling_rules())))
+    plan = StepPlan(encoders=_made_up_encoders(runner, num_sequences, num_tokens))
+    for index in range(num_sequences):
         new = NewSequence(
-            seq_id=seq_id,
+            seq_id=-1 - index,
             token_ids=[0] * num_tokens,
             num_prompt_tokens=num_tokens,
-            block_tables=[[] if encoded else table for table, encoded in zip(tables, of_encoder, strict=True)],
+            block_tables=[[] if spec.of_encoder else list(range(spec.num_blocks(num_tokens + 1))) for spec in groups],
             params=SamplingParams(temperature=0),
             seed=0,
             stop_token_ids=[],
-            inputs=SequenceInputs(pooling=None if generates else PoolingParams(task=next(iter(runner.pooling_rules())))),
+            inputs=SequenceInputs(pooling=pooling),
+            encoder_id=plan.encoders[index % len(plan.encoders)].encoder_id if plan.encoders else None,
         )
-        if isinstance(runner.model, EncoderDecoderModel):
-            new.encoder_id = seq_id - 1
-            cross = [table if encoded else [] for table, encoded in zip(tables, of_encoder, strict=True)]
-            encoded = EncoderInput(token_ids=[0] * num_tokens)
-            plan.encoders.append(NewEncoder(encoder_id=seq_id - 1, num_tokens=num_tokens, block_tables=cross, input=encoded))
         plan.new.append(new)
-        plan.scheduled.append(ScheduledSequence(seq_id, 0, num_tokens, nothing_new, generates))
+        plan.scheduled.append(ScheduledSequence(new.seq_id, 0, num_tokens, [[] for _ in groups], pooling is None))
     return plan
+
+
+def _made_up_encoders(runner: ModelRunner, num_sequences: int, num_tokens: int) -> list[NewEncoder]:
+    """An encoder sequence for each of these, as far as one step can compute them; of ids below theirs."""
+    if not isinstance(runner.model, EncoderDecoderModel):
+        return []
+    read = runner.model.example_input(num_tokens)
+    most = (runner.config.scheduler.token_budget - num_sequences * num_tokens) // read.num_tokens
+    tables = [list(range(group.spec.num_blocks(read.num_tokens))) if group.spec.of_encoder else [] for group in runner.kv_cache.groups]
+    ids = range(-1 - num_sequences, -1 - num_sequences - max(1, min(num_sequences, most)), -1)
+    return [NewEncoder(encoder_id=one, num_tokens=read.num_tokens, block_tables=tables, input=read) for one in ids]
+
+
+def _drop(plan: StepPlan) -> StepPlan:
+    """Has what a plan made up forgotten."""
+    return StepPlan(dropped=[*(seq.seq_id for seq in plan.new), *(one.encoder_id for one in plan.encoders)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Sequence
 
 import msgspec
@@ -21,8 +20,8 @@ class Encoder:
     def __init__(self, seq_id: int, input: EncoderInput, salt: str, cache_keys: Sequence[CacheKey]) -> None:
         self.seq_id = seq_id
         self.input = input
-        self.num_tokens = len(input.token_ids)
-        self.digest = hashlib.sha256(salt.encode() + msgspec.msgpack.encode(cache_keys) + array("q", input.token_ids).tobytes()).hexdigest()
+        self.num_tokens = input.num_tokens
+        self.digest = hashlib.sha256(msgspec.msgpack.encode((salt, cache_keys, input))).hexdigest()
         """Of all that its keys and values depend on."""
         self.is_computed = False
         """Its keys and values are in its blocks, or will be with the planned step."""

@@ -36,7 +36,7 @@ class RequestLimits:
         prompt, params = len(message.prompt_token_ids), message.params
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
-        encoded = len(message.encoder.token_ids) if message.encoder is not None else 0
+        encoded = message.encoder.num_tokens if message.encoder is not None else 0
         if encoded > self.max_encoder_len:
             raise ContextLengthError(
                 f"the encoder prompt has {encoded} tokens; this model's maximum context length is {self.max_encoder_len} tokens for its "
