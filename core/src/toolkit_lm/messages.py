@@ -128,11 +128,6 @@ class EngineRequest(Struct, kw_only=True):
     context: dict[str, str] = field(default_factory=dict)
     """For events: what the caller attached."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Those that the model reads: the encoder's too."""
-        return len(self.prompt_token_ids) + (0 if self.encoder is None else self.encoder.num_tokens)
-
 
 class TokenLogprobs(Struct):
     """Log probabilities of one token, sampled or of the prompt.

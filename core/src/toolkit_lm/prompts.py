@@ -53,6 +53,8 @@ def parse_prompt(prompt: Any) -> TextPrompt | TokensPrompt:
         raise RequestError(
             f"a prompt must be a text, {{'prompt': text}} or {{'prompt_token_ids': [ids]}}, not a {type(prompt).__name__}.", "prompt"
         )
+    if "encoder_prompt" in prompt or "decoder_prompt" in prompt:
+        raise RequestError("only encoder-decoder models take an encoder prompt and a decoder prompt: give one prompt.", "prompt")
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown:
         raise RequestError(f"a prompt has no key {sorted(map(str, unknown))[0]!r}. Known: prompt, prompt_token_ids.", "prompt")

@@ -39,7 +39,7 @@ class QueueLimits:
 
         Prompts that are longer than the bound are let in when none waits.
         """
-        tokens = sum(request.num_prompt_tokens for request in batch)
+        tokens = sum(_num_tokens(request) for request in batch)
         added = len(batch) if batch[0].draws_tokens else 1
         if self.max_requests is not None and self.num_requests + added > max(self.max_requests, 1):
             more = f", and these are {added}" if added > 1 else ""
@@ -53,7 +53,7 @@ class QueueLimits:
 
     def add(self, batch: Sequence[EngineRequest]) -> None:
         now = time.monotonic()
-        self._waiting.update((request.request_id, (now, request.num_prompt_tokens)) for request in batch)
+        self._waiting.update((request.request_id, (now, _num_tokens(request))) for request in batch)
         pools = not batch[-1].draws_tokens
         self._counted.update(request.request_id for request in (batch[-1:] if pools else batch))
 
@@ -67,3 +67,8 @@ class QueueLimits:
         """It was admitted, or has ended. Unknown ones are no error."""
         self._waiting.pop(request_id, None)
         self._counted.discard(request_id)
+
+
+def _num_tokens(request: EngineRequest) -> int:
+    """Of its prompt, and its encoder's."""
+    return len(request.prompt_token_ids) + (0 if request.encoder is None else request.encoder.num_tokens)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from msgspec import structs
 
@@ -16,8 +17,8 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import check_params
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.encoder_decoder import EncoderDecoderReader, RenderedPrompt
 from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
-from toolkit_lm.processing.prompt_reader import PromptReader, RenderedPrompt
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import (
     check_bounds,
@@ -25,6 +26,7 @@ from toolkit_lm.processing.validation import (
     check_options,
     check_token_ids,
     check_tokens_of_params,
+    cut_prompt,
     prepare_processors,
     tokenize_bad_words,
 )
@@ -32,6 +34,7 @@ from toolkit_lm.prompts import Conversation, Prompt, TextPair
 from toolkit_lm.renderer import RenderedText, Renderer
 from toolkit_lm.scheduler import RequestLimits
 
+ResultT = TypeVar("ResultT")
 _NO_SAMPLING = SamplingParams()
 """Of requests that pool. It is checked when it is made, which takes a while."""
 
@@ -48,10 +51,16 @@ class Processor:
         self.renderer = renderer
         self.plugins = plugins
         self.texts = PoolingInputProcessor(config, renderer, plugins)
-        self._reader = PromptReader(config, renderer, plugins)
+        self._encoder_decoder = self._reader(config, renderer)
         self._limits: RequestLimits | None = None
         self._vocab_size = config.vocab_size or renderer.vocab_size
         self._eos_token_ids = renderer.eos_token_ids
+
+    def _reader(self, config: VllmConfig, renderer: Renderer) -> EncoderDecoderReader | None:
+        """Of an encoder-decoder model. Raises PluginError."""
+        models, architecture = self.plugins.models, config.checkpoint.architecture if config.checkpoint is not None else ""
+        rules = models.load_rules(architecture) if architecture in models else None
+        return None if rules is None else EncoderDecoderReader(config, renderer, rules(config, renderer))
 
     def set_limits(self, limits: RequestLimits) -> None:
         """What the engine can serve, once it is ready."""
@@ -88,7 +97,13 @@ class Processor:
     ) -> list[PreparedRequest]:
         """As `prepare`, of prompts that share parameters: these are worked on once."""
         params = params or SamplingParams()
-        return self._generation(request_ids, (self._reader.read(prompt, params) for prompt in prompts), params, options or {})
+        if self._encoder_decoder is not None:
+            read = self._encoder_decoder.read
+            return self._generation(request_ids, (self._render(read, prompt, params=params) for prompt in prompts), params, options or {})
+        given: Any = prompts
+        render = self.renderer.render_prompt
+        rendered = (RenderedPrompt(self._render(render, one), one if isinstance(one, str) else one.get("prompt")) for one in given)
+        return self._generation(request_ids, rendered, params, options or {})
 
     def prepare_chat(
         self,
@@ -112,8 +127,19 @@ class Processor:
     ) -> list[PreparedRequest]:
         """As `prepare_chat`, of conversations that share parameters: these are worked on once."""
         params = params or SamplingParams()
-        rendered = (self._reader.read_conversation(one, params, **render_options) for one in conversations)
+        if self._encoder_decoder is not None:
+            read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
+            return self._generation(request_ids, (self._render(read, one) for one in conversations), params, options or {})
+        render = self.renderer.render_conversation
+        rendered = (RenderedPrompt(self._render(render, one, **render_options), None) for one in conversations)
         return self._generation(request_ids, rendered, params, options or {})
+
+    def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
+        try:
+            return render(given, **render_options)
+        except Exception as error:
+            self.plugins.boundary.check(error)
+            raise
 
     def _generation(
         self, request_ids: Sequence[str], rendered: Iterable[RenderedPrompt], params: SamplingParams, options: RequestOptions
@@ -136,8 +162,14 @@ class Processor:
         inputs: SequenceInputs,
         options: RequestOptions,
     ) -> PreparedRequest:
-        check_token_ids(rendered.token_ids, self._vocab_size)
-        message = self._message(request_id, rendered.token_ids, params, options)
+        token_ids, text = rendered.token_ids, rendered.text
+        check_token_ids(token_ids, self._vocab_size)
+        if params.truncate_prompt_tokens is not None and rendered.encoder is None:
+            cut = cut_prompt(token_ids, params, self.config.max_model_len)
+            if text is not None and len(cut) < len(token_ids):
+                text = self.renderer.decode(cut)
+            token_ids = cut
+        message = self._message(request_id, token_ids, params, options)
         message.inputs = inputs
         if rendered.encoder is not None:
             check_token_ids(rendered.encoder.token_ids, self._vocab_size)
@@ -145,11 +177,11 @@ class Processor:
         # Log probabilities of the prompt come from its hidden states, which no cache holds.
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)
-        if self._reader.rules is not None:
+        if self._encoder_decoder is not None:
             with self.plugins.boundary:
-                always = self._reader.rules.logits_processors(message.prompt_token_ids, message.max_output_tokens)
+                always = self._encoder_decoder.rules.logits_processors(token_ids, message.max_output_tokens)
             message.inputs = structs.replace(inputs, logits_processors={**always, **inputs.logits_processors})
-        return PreparedRequest(message, rendered.text, rendered.encoder_text)
+        return PreparedRequest(message, text, rendered.encoder_text)
 
     # Pooling
 
