@@ -9,6 +9,10 @@ from .checkpoints import (
     write_tokenizer as write_tokenizer,
 )
 from .drafter import DrafterConformance as DrafterConformance
+from .encoder_decoder import (
+    EncoderDecoderConformance as EncoderDecoderConformance,
+    EncoderDecoderReference as EncoderDecoderReference,
+)
 from .equality import (
     assert_bf16_error as assert_bf16_error,
     assert_same_logits as assert_same_logits,

@@ -26,7 +26,7 @@ from toolkit_lm.attention import (
     step_context,
 )
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import Model, load_model
+from toolkit_lm.model import EncoderDecoderModel, Model, load_model
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingMetadata, PoolingRow
 from toolkit_lm.pooling_params import PoolingParams
@@ -62,19 +62,23 @@ class FormulaAttention(AttentionBackend):
     ) -> None:
         assert k is not None and v is not None, "FormulaAttention has the keys of its own tokens only"
         k, v = (x.repeat_interleave(layer.num_heads // layer.num_kv_heads, 1) for x in (k, v))
+        if layer.attention_type is AttentionType.CROSS:
+            assert len(meta) == 1, "FormulaAttention does not know whose keys these are"
+            self._attend(layer, q, k, v, out)
+            return
         for rows in zip(*(torch.split(x, meta) for x in (q, k, v, out)), strict=True):
             self._attend(layer, *rows)
 
     def _attend(self, layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        positions = torch.arange(len(q))
+        positions, k_positions = torch.arange(len(q)), torch.arange(len(k))
         scores = torch.einsum("qhd,khd->hqk", q, k).float() * layer.scale
         if layer.soft_cap is not None:
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
         if layer.bias is not None:
-            scores = scores + layer.bias(positions, positions)
-        distance = positions[:, None] - positions
-        hidden = distance.abs() >= (layer.window or len(q))
-        if layer.attention_type is not AttentionType.ENCODER:
+            scores = scores + layer.bias(positions, k_positions)
+        distance = positions[:, None] - k_positions
+        hidden = distance.abs() >= (layer.window or len(q) + len(k))
+        if layer.attention_type is AttentionType.DECODER:
             hidden |= distance < 0
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(v.dtype)
         out.copy_(torch.einsum("hqk,khd->qhd", weights, v))
@@ -102,18 +106,33 @@ def hidden_states(stages: Sequence[Model], sequences: Sequence[Tensor], **inputs
 
     `stages` are those of a pipeline, most often one. `inputs` are further arguments of the models' `forward`, for the whole batch.
     """
-    layers = [module for stage in stages for module in stage.modules() if isinstance(module, Attention)]
     lengths = [len(sequence) for sequence in sequences]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    out: Any = None
+    with step_context(_by_formula(stages, lengths)):
+        for stage in stages:
+            out = stage(torch.cat(list(sequences)), positions, intermediate=out, **inputs)
+    return list(out.split(lengths))
+
+
+def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
+    """Attention by the formula in all layers, over sequences of these lengths."""
+    layers = [module for stage in stages for module in stage.modules() if isinstance(module, Attention)]
     limits = BatchLimits(len(lengths), sum(lengths), max(lengths))
     backend = FormulaAttention(GroupSetup(layers=[], kv_cache=None, limits=limits, device=torch.device("cpu")))
     bindings = {layer.prefix: Binding(backend, layer.params, None, 0) for layer in layers}
     assert len(bindings) == len(layers), "two attention layers have one prefix"
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    out: Any = None
-    with step_context(StepContext(bindings, [lengths])):
-        for stage in stages:
-            out = stage(torch.cat(list(sequences)), positions, intermediate=out, **inputs)
-    return list(out.split(lengths))
+    return StepContext(bindings, [lengths])
+
+
+@torch.inference_mode()
+def encoder_decoder_logits(model: EncoderDecoderModel, encoder_ids: Tensor, decoder_ids: Tensor) -> Tensor:
+    """Logits [T, V] at each token of one decoder sequence [T], beside the encoder's [E]."""
+    with step_context(_by_formula([model], [len(encoder_ids)])):
+        states = model.encode(encoder_ids, torch.arange(len(encoder_ids)))
+    with step_context(_by_formula([model], [len(decoder_ids)])):
+        hidden = model(decoder_ids, torch.arange(len(decoder_ids)), encoder_hidden_states=states)
+    return model.compute_logits(hidden)
 
 
 @torch.inference_mode()

@@ -35,7 +35,7 @@ class Pooled(NamedTuple):
     """Per prompt: [H], the last token's, of unit length."""
 
 
-class _Preemptions:
+class Preemptions:
     """A plugin that counts."""
 
     name = "preemption-counter"
@@ -50,12 +50,12 @@ class _Preemptions:
 
 def generate(folder: Path, prompts: Sequence[Sequence[int]], *, vocab_size: int, max_tokens: int, **options: Any) -> Generated:
     """Completes prompts (token ids) greedily, each by `max_tokens` tokens, all in one batch; `options` are those of VllmConfig."""
-    counter = _Preemptions()
+    counter = Preemptions()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=vocab_size)
     with LLM(str(folder), plugins=[counter], max_logprobs=vocab_size, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
-    return Generated([list(c.token_ids) for c in completions], [_table(c, vocab_size) for c in completions], counter.count)
+    return Generated([list(c.token_ids) for c in completions], [logprobs_of(c, vocab_size) for c in completions], counter.count)
 
 
 def pool(folder: Path, prompts: Sequence[Sequence[int]], **options: Any) -> Pooled:
@@ -73,7 +73,7 @@ def pool(folder: Path, prompts: Sequence[Sequence[int]], **options: Any) -> Pool
     return Pooled(found[::2], found[1::2])
 
 
-def _table(completion: CompletionOutput, vocab_size: int) -> Tensor:
+def logprobs_of(completion: CompletionOutput, vocab_size: int) -> Tensor:
     """[output tokens, V]; NaN where the engine gave nothing."""
     table = torch.full((len(completion.token_ids), vocab_size), torch.nan)
     for position, entries in enumerate(completion.logprobs or ()):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from toolkit_lm.attention import CacheLayer, KVCacheSpec, WindowSpec, plan_groups
+from toolkit_lm.attention import CacheLayer, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import CheckpointWeights, Model, check_constructor
@@ -189,9 +189,13 @@ class ModelConformance(Conformance):
 
     def kv_cache_specs(self, subject: Subject) -> list[KVCacheSpec]:
         """That of each KV group."""
+        return [group.spec for group in self.kv_cache(subject).groups]
+
+    def kv_cache(self, subject: Subject) -> KVCacheConfig:
+        """The model's KV groups and pools, without blocks."""
         layers = [module for module in self.make_model(subject).modules() if isinstance(module, CacheLayer)]
         specs = {layer.prefix: spec for layer in layers if (spec := layer.kv_cache_spec())}
-        return [group.spec for group in plan_groups(specs, dict.fromkeys(specs, "auto")).groups]
+        return plan_groups(specs, dict.fromkeys(specs, "auto"))
 
     # Construction and weights
 

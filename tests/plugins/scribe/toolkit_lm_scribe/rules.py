@@ -1,0 +1,10 @@
+"""What Scribe makes of prompts."""
+
+from toolkit_lm.renderer import EncoderDecoderRules
+
+
+class ScribeRules(EncoderDecoderRules):
+    """The decoder begins with the start token, and the task that config.json names."""
+
+    def default_decoder_prompt(self) -> list[int]:
+        return [self.start_token_id, self.generation["task_token_id"]]
