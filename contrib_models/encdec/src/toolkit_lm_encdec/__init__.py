@@ -1,0 +1,26 @@
+"""Encoder-decoder language models. This entry module only registers them; each is imported when it is selected."""
+
+from toolkit_lm.plugin import ModelRegistry, hookimpl
+
+RULES = "toolkit_lm.renderer:EncoderDecoderRules"
+BART_RULES = "toolkit_lm_encdec.rules:BartRules"
+MODELS = {
+    "BartForConditionalGeneration": ("bart:BartForConditionalGeneration", BART_RULES),
+    # What the published checkpoints bart-base and bart-large call themselves.
+    "BartModel": ("bart:BartForConditionalGeneration", BART_RULES),
+    "MBartForConditionalGeneration": ("bart:MBartForConditionalGeneration", "toolkit_lm_encdec.rules:MBartRules"),
+    "MT5ForConditionalGeneration": ("t5:MT5ForConditionalGeneration", RULES),
+    "MarianMTModel": ("bart:MarianMTModel", RULES),
+    "PegasusForConditionalGeneration": ("bart:PegasusForConditionalGeneration", RULES),
+    "T5ForConditionalGeneration": ("t5:T5ForConditionalGeneration", RULES),
+    # What t5-3b and t5-11b call themselves.
+    "T5WithLMHeadModel": ("t5:T5ForConditionalGeneration", RULES),
+}
+"""Architectures; the module and class of each; and what makes its prompts."""
+
+
+@hookimpl
+def toolkit_register_models(models: ModelRegistry) -> None:
+    for architecture, (target, rules) in MODELS.items():
+        # T5 tells distances apart, and takes sequences that are longer than those of its training.
+        models.add(architecture, f"toolkit_lm_encdec.{target}", bounded=not target.startswith("t5:"), encoder_decoder=rules)

@@ -1,0 +1,73 @@
+"""The bias of attention scores by distance (T5), which all layers of a stack share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import HFConfig, Part, ShardLoader, new_parameter, torch_dtype
+from torch import Tensor, nn
+
+_MOST_DISTANCE = 2**20
+
+
+class RelativeBias(nn.Module):
+    """Query positions [Tq], key positions [Tk] -> bias [heads, Tq, Tk]: a learned number per head and bucket of distances.
+
+    The checkpoint's table is [buckets, heads]. It is kept as [heads, 2 * max_distance + 1], by the offset of a key from its query. One
+    look-up then gives the bias as it is added, several times as fast.
+    """
+
+    def __init__(self, *, is_causal: bool, vllm_config: VllmConfig) -> None:
+        super().__init__()
+        config = HFConfig(vllm_config.hf_config)
+        num_buckets = config.get("relative_attention_num_buckets", int, 32)
+        self.max_distance = config.get("relative_attention_max_distance", int, 128)
+        if num_buckets < 4 or not num_buckets // 2 < self.max_distance <= _MOST_DISTANCE:
+            raise CheckpointError(
+                f"config.json: 'relative_attention_num_buckets' must be 4 or more, not {num_buckets}, and "
+                f"'relative_attention_max_distance' more than half of it, up to {_MOST_DISTANCE}, not {self.max_distance}."
+            )
+        heads = Part.even(config.require("num_heads", int), vllm_config.parallel, "attention heads")
+        offsets = torch.arange(-self.max_distance, self.max_distance + 1)
+        loader = TableLoader(heads, num_buckets, buckets_of(offsets, num_buckets, self.max_distance, is_causal=is_causal))
+        self.weight = new_parameter((heads.size, len(offsets)), torch_dtype(vllm_config.model.dtype), loader)
+
+    def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        offsets = (k_positions - q_positions[:, None]).clamp_(-self.max_distance, self.max_distance).add_(self.max_distance)
+        return self.weight.index_select(1, offsets.flatten()).view(-1, *offsets.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableLoader:
+    """Fills a RelativeBias from the table of a checkpoint."""
+
+    heads: Part
+    num_buckets: int
+    buckets: Tensor
+    """[offsets] int64: of each offset."""
+
+    def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
+        table = param.new_empty(self.num_buckets, self.heads.size)
+        ShardLoader((self.heads,), dim=1)(table, loaded, shard_id)
+        param.data.copy_(table[self.buckets].t())
+
+
+def buckets_of(offsets: Tensor, num_buckets: int, max_distance: int, *, is_causal: bool) -> Tensor:
+    """The bucket of each offset of a key from its query: small distances have one each, large ones are grouped by logarithm.
+
+    Where attention is causal, all buckets are for keys that came before; otherwise half of them are for either side.
+    """
+    if is_causal:
+        distance, side = (-offsets).clamp(min=0), torch.zeros_like(offsets)
+    else:
+        num_buckets //= 2
+        distance, side = offsets.abs(), (offsets > 0) * num_buckets
+    exact = num_buckets // 2
+    # Rounded as the original: at the edge of a bucket, another order of operations could come out on its other side.
+    grown = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    far = (exact + grown.long()).clamp(max=num_buckets - 1)
+    return side + torch.where(distance < exact, distance, far)
