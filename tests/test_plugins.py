@@ -20,6 +20,7 @@ SHIPPED = [
     "cpu",
     "decoder",
     "devkit",
+    "encdec",
     "encoder",
     "moe",
     "opentelemetry",

@@ -27,6 +27,7 @@ BUILTIN = frozenset(
         "cpu",
         "decoder",
         "devkit",
+        "encdec",
         "encoder",
         "moe",
         "opentelemetry",
