@@ -1,5 +1,6 @@
 """Small checkpoints of every family, in several variants, as transformers writes them."""
 
+import copy
 import importlib
 
 import torch
@@ -34,6 +35,25 @@ T5_LIKE = {
     "relative_attention_max_distance": 20,
 }
 
+GEMMA_LIKE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 80,
+    "query_pre_attn_scalar": 120,
+    # Shorter than some sequences of either side.
+    "sliding_window": 16,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 3.0,
+    **SPECIAL_TOKENS,
+}
+# Without caps, scores of random weights are so large that the rounding of transformers comes to 1e-4. These are half as large.
+NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 480}
+
 VARIANTS = {
     "BartForConditionalGeneration": {
         "shared": {**BART_LIKE, "activation_function": "gelu"},
@@ -56,6 +76,19 @@ VARIANTS = {
         "silu": {**T5_LIKE, "feed_forward_proj": "gated-silu", "num_decoder_layers": None},
     },
     "MT5ForConditionalGeneration": {"plain": T5_LIKE},
+    "T5GemmaForConditionalGeneration": {
+        "two sizes": {
+            "vocab_size": VOCAB_SIZE,
+            "encoder": {**GEMMA_LIKE, "hidden_size": 48, "num_hidden_layers": 3, "num_key_value_heads": 4},
+            "decoder": GEMMA_LIKE,
+        },
+        "apart, no soft caps": {
+            "vocab_size": VOCAB_SIZE,
+            "tie_word_embeddings": False,
+            "encoder": {**GEMMA_LIKE, **NO_CAPS},
+            "decoder": {**GEMMA_LIKE, **NO_CAPS, "attention_bias": True},
+        },
+    },
 }
 CASES = [(architecture, variant) for architecture, variants in VARIANTS.items() for variant in variants]
 
@@ -68,7 +101,7 @@ def our_class(architecture):
 def make_model(architecture, fields):
     """The model of transformers, in float32, with random weights, but for the positions that are computed."""
     reference_class = getattr(transformers, architecture)
-    model = reference_class(reference_class.config_class(**{**SPECIAL_TOKENS, "dtype": "float32", **fields})).eval()
+    model = reference_class(reference_class.config_class(**{**SPECIAL_TOKENS, "dtype": "float32", **copy.deepcopy(fields)})).eval()
     randomize(model)
     for name, module in model.named_modules():
         if hasattr(module, "create_weight"):

@@ -30,6 +30,7 @@ def prompt_of(architecture, config, generation):
         ("MBartForConditionalGeneration", {**START, "bos_token_id": 0}, {"forced_bos_token_id": 250004}, [2, 250004]),
         ("T5ForConditionalGeneration", {"decoder_start_token_id": 0, "bos_token_id": 5}, None, [0]),
         ("MarianMTModel", {"decoder_start_token_id": 58100, "forced_bos_token_id": None}, {"bos_token_id": 0}, [58100]),
+        ("T5GemmaForConditionalGeneration", {"bos_token_id": 2}, None, [2]),
         ("PegasusForConditionalGeneration", {"decoder_start_token_id": 0}, None, [0]),
     ],
 )

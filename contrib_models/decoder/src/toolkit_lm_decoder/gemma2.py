@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from toolkit_lm.config import VllmConfig
@@ -49,7 +50,12 @@ class GemmaMLP(LlamaMLP):
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):
-    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    norms: ClassVar[tuple[str, ...]] = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
     pre_feedforward_layernorm: RMSNorm
     post_feedforward_layernorm: RMSNorm
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-from toolkit_lm.attention import Attention
+from toolkit_lm.attention import Attention, AttentionType
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
@@ -63,6 +63,8 @@ def norm_of(config: HFConfig, vllm_config: VllmConfig, kind: type[RMSNorm]) -> R
 class LlamaAttention(nn.Module):
     """Grouped-query self-attention: x [T, H] -> [T, H]."""
 
+    attention_type: ClassVar[AttentionType] = AttentionType.DECODER
+
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         config = HFConfig(vllm_config.hf_config)
@@ -90,6 +92,7 @@ class LlamaAttention(nn.Module):
             self.qkv_proj.num_heads,
             self.head_size,
             num_kv_heads=self.qkv_proj.num_kv_heads,
+            type=self.attention_type,
             scale=self.scale(config),
             window=self.window(config, layer_index(prefix)),
             soft_cap=self.soft_cap(config),

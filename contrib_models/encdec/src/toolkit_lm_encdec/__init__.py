@@ -13,6 +13,7 @@ MODELS = {
     "MarianMTModel": ("bart:MarianMTModel", RULES),
     "PegasusForConditionalGeneration": ("bart:PegasusForConditionalGeneration", RULES),
     "T5ForConditionalGeneration": ("t5:T5ForConditionalGeneration", RULES),
+    "T5GemmaForConditionalGeneration": ("t5gemma:T5GemmaForConditionalGeneration", RULES),
     # What t5-3b and t5-11b call themselves.
     "T5WithLMHeadModel": ("t5:T5ForConditionalGeneration", RULES),
 }

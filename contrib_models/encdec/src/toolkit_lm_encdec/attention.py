@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from toolkit_lm.attention import Attention, AttentionBias, AttentionType
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, join
+from toolkit_lm.model import ColumnParallelLinear, MergedColumnParallelLinear, Part, QKVParallelLinear, RowParallelLinear, join
 from torch import Tensor, nn
 
 PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "kv_proj": ("k_proj", "v_proj")}
@@ -22,9 +22,16 @@ class Heads:
     head_size: int
     scale: float
     has_biases: bool
+    # Of cross attention only.
+    soft_cap: float | None = None
+    num_kv_heads: int | None = None
+    """None: as many as query heads."""
+    encoder_size: int | None = None
+    """Of the states that it reads; None: as the decoder's."""
 
     @property
     def size(self) -> int:
+        """Of all queries."""
         return self.num_heads * self.head_size
 
 
@@ -61,7 +68,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention over encoder states: x [T, H], residual [T, H] -> attention of x, plus the residual [T, H].
+    """Attention over encoder states: x [T, H], residual [T, H] -> attention of x, plus the residual if there is one [T, H].
 
     `encoder_hidden_states` [E, H] are those whose keys and values this step stores; None: those of all sequences are cached.
     """
@@ -69,22 +76,26 @@ class CrossAttention(nn.Module):
     def __init__(self, heads: Heads, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
         size, bias = heads.hidden_size, heads.has_biases
+        # The self-attention of the same layer has checked that ranks share the heads evenly, but not that they share no KV head.
+        kv_heads = Part.even(heads.num_kv_heads or heads.num_heads, vllm_config.parallel, f"KV heads of {prefix}")
+        kv_size = kv_heads.full * heads.head_size
         self.q_proj = ColumnParallelLinear(size, heads.size, bias=bias, vllm_config=vllm_config, prefix=join(prefix, "q_proj"))
         self.kv_proj = MergedColumnParallelLinear(
-            size, [heads.size, heads.size], bias=bias, vllm_config=vllm_config, prefix=join(prefix, "kv_proj")
+            heads.encoder_size or size, [kv_size, kv_size], bias=bias, vllm_config=vllm_config, prefix=join(prefix, "kv_proj")
         )
         self.out_proj = out_projection(heads, vllm_config, prefix)
-        # The self-attention of the same layer has checked that the ranks share its heads evenly.
         self.attn = Attention(
             self.q_proj.output_size // heads.head_size,
             heads.head_size,
+            num_kv_heads=kv_heads.size,
             type=AttentionType.CROSS,
             scale=heads.scale,
+            soft_cap=heads.soft_cap,
             vllm_config=vllm_config,
             prefix=join(prefix, "attn"),
         )
 
-    def forward(self, x: Tensor, residual: Tensor, encoder_hidden_states: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None, encoder_hidden_states: Tensor | None) -> Tensor:
         kv = () if encoder_hidden_states is None else self.kv_proj(encoder_hidden_states).chunk(2, dim=-1)
         out: Tensor = self.out_proj(self.attn(self.q_proj(x), *kv), residual)
         return out
