@@ -128,12 +128,13 @@ class EncoderDecoderConformance(ModelConformance):
 
     def test_ranks_and_stages_compute_the_whole(self, first: Subject, ranks: int) -> None:
         """Ranks that each hold a shard give the logits of one rank."""
-        model_class, tokens = self.model_class(first), [torch.arange(3, 20), torch.arange(2, 11)]
-        assert issubclass(model_class, EncoderDecoderModel)
-        expected = encoder_decoder_logits(load_checkpoint(model_class, first.folder), *tokens)
+        tokens = torch.arange(3, 20), torch.arange(2, 11)
 
-        def compute(rank: int) -> Tensor:
-            return encoder_decoder_logits(load_checkpoint(model_class, first.folder, rank=rank, tensor_parallel_size=ranks), *tokens)
+        def compute(rank: int, ranks: int) -> Tensor:
+            model = load_checkpoint(self.model_class(first), first.folder, rank=rank, tensor_parallel_size=ranks)
+            assert isinstance(model, EncoderDecoderModel)
+            return encoder_decoder_logits(model, *tokens)
 
-        for rank, ours in enumerate(run_ranks(compute, ranks)):
+        expected = compute(0, 1)
+        for rank, ours in enumerate(run_ranks(lambda rank: compute(rank, ranks), ranks)):
             assert (ours - expected).abs().max() <= 1e-4, f"rank {rank} of {ranks} gives other logits than one alone"
