@@ -61,6 +61,8 @@ class SequenceInputs(Struct, kw_only=True, frozen=True):
 
     bad_words: list[list[int]] = field(default_factory=list)
     """Sequences of tokens of which the last is not to be drawn after the others."""
+    forced_tokens: dict[int, int] = field(default_factory=dict)
+    """By place in the output, from 0 on, the token that is drawn there whatever the logits are."""
     logits_processors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name, the arguments of the plugins' logits processors that are applied."""
     pooling: PoolingParams | None = None

@@ -178,9 +178,12 @@ class Processor:
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)
         if self._encoder_decoder is not None:
+            rules, made = self._encoder_decoder.rules, (token_ids, message.max_output_tokens)
             with self.plugins.boundary:
-                always = self._encoder_decoder.rules.logits_processors(token_ids, message.max_output_tokens)
-            message.inputs = structs.replace(inputs, logits_processors={**always, **inputs.logits_processors})
+                forced, processors = rules.forced_tokens(*made), rules.logits_processors(*made)
+            check_token_ids(forced.values(), self._vocab_size, "forced tokens")
+            processors = {**processors, **inputs.logits_processors}
+            message.inputs = structs.replace(inputs, forced_tokens=forced, logits_processors=processors)
         return PreparedRequest(message, text, rendered.encoder_text)
 
     # Pooling

@@ -27,7 +27,9 @@ class EncoderDecoderRules:
         self.renderer = renderer
         assert config.checkpoint is not None
         stated = {key: value for key, value in config.checkpoint.generation_config.items() if value is not None}
-        self.generation: Mapping[str, Any] = {**config.hf_config, **stated}
+        # As in transformers: with a file of their own, no tokens are forced that it does not name.
+        other = {key: value for key, value in config.hf_config.items() if not (stated and key.startswith("forced_"))}
+        self.generation: Mapping[str, Any] = {**other, **stated}
         """generation_config.json, and where it says nothing config.json."""
 
     @property
@@ -55,6 +57,14 @@ class EncoderDecoderRules:
         """Given token ids, with the decoder start token in front."""
         start = self.start_token_id
         return list(token_ids) if token_ids and token_ids[0] == start else [start, *token_ids]
+
+    def forced_tokens(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[int, int]:
+        """By place in the output, tokens that are drawn there whatever the logits are: as transformers forces BOS and EOS."""
+        begin, end = (self.generation.get(key) for key in ("forced_bos_token_id", "forced_eos_token_id"))
+        forced = {0: begin} if begin is not None and len(decoder_prompt) == 1 else {}
+        if end is not None:
+            forced[max_output_tokens - 1] = end[0] if isinstance(end, list) else end
+        return forced
 
     def logits_processors(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[str, dict[str, Any]]:
         """Arguments of registered logits processors, by name, that every request of the model has: forced tokens, say."""

@@ -130,6 +130,10 @@ class SamplingBatch:
         """Some filter beside the temperature is on."""
         self.edited = np.zeros(num_rows, bool)
         """Logits are not used as they are: there are rules beside the stop tokens, penalties, or plugins' processors of them."""
+        self.forces = np.zeros(num_rows, bool)
+        """Some places of the output have a token that must be drawn there."""
+        self.forced = np.full(num_rows, None, object)
+        """These tokens, by place."""
         self.rules = np.full(num_rows, _NO_RULES, object)
         self._known = WeakValueDictionary[int, TokenRules]()
         """Those in use, by the identity of the parameters."""
@@ -153,6 +157,7 @@ class SamplingBatch:
         self.logprobs[row] = (0 if params.ranks else -1) if params.logprobs is None else params.logprobs
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.forces[row], self.forced[row] = bool(seq.inputs.forced_tokens), seq.inputs.forced_tokens
         self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         stages = self.processors.add(self.processor_row(row), seq) if self.processors is not None and seq.inputs.logits_processors else ()
         rules, given = self._known.get(id(params)), (params, seq.inputs.bad_words, seq.stop_token_ids)
@@ -180,6 +185,11 @@ class SamplingBatch:
         for name, out in self._selected[self._depth].items():
             setattr(selected, name, np.take(getattr(self, name), rows, out=out[: len(rows)], mode="clip"))
         return selected
+
+    def must_draw(self) -> dict[int, int]:
+        """By row, the token that must be drawn now, where there is one."""
+        rows, positions = np.flatnonzero(self.forces).tolist(), self.position.tolist()
+        return {row: self.forced[row][positions[row]] for row in rows if positions[row] in self.forced[row]}
 
     def processor_row(self, row: int) -> ProcessorRow:
         """A row as logits processors see it."""

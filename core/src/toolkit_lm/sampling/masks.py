@@ -1,4 +1,4 @@
-"""Rules about single tokens: allowed_token_ids, bad_words, logit_bias, and the stop tokens that min_tokens holds back."""
+"""Rules about single tokens: allowed_token_ids, bad_words, logit_bias, stop tokens that min_tokens holds back, and forced tokens."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def mask(logits: Tensor, rows: SamplingBatch) -> None:
         _put(logits, {row: rules.bias_ids for row, rules in biased.items() if rules.bias_ids is not None}, values)
     early = np.flatnonzero(rows.position < rows.min_tokens)
     _put(logits, {int(row): rows.rules[row].stop[rows.rules[row].stop < vocab_size] for row in early}, -torch.inf)
+    if forced := rows.must_draw():
+        logits[list(forced)] = -torch.inf
+        logits[list(forced), list(forced.values())] = 0.0
 
 
 def _allow(logits: Tensor, rows: SamplingBatch) -> None:

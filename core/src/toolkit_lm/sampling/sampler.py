@@ -59,7 +59,10 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
     processors = rows.processors if rows.processors is not None and rows.processors.names else None
     scores = logits
     # The stop tokens are held back while fewer than min_tokens are out.
-    edited = np.flatnonzero(rows.edited | (rows.position < rows.min_tokens) if rows.min_tokens.any() else rows.edited)
+    edits = rows.edited | (rows.position < rows.min_tokens) if rows.min_tokens.any() else rows.edited
+    if rows.forces.any():
+        edits = edits | np.isin(np.arange(len(rows)), list(rows.must_draw()))
+    edited = np.flatnonzero(edits)
     if len(edited):
         index = _to(edited, logits)
         scores = logits.float().index_copy(0, index, _edit(logits[index].float(), rows.select(edited), processors))
