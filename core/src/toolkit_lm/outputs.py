@@ -63,6 +63,11 @@ class RequestOutput:
     """Of an encoder-decoder model, whose `prompt` and `prompt_token_ids` are the decoder's: the text that its encoder read."""
     encoder_prompt_token_ids: list[int] | None = None
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of the prompt, and of the encoder's."""
+        return len(self.prompt_token_ids) + len(self.encoder_prompt_token_ids or ())
+
 
 @dataclass(slots=True)
 class PoolingRequestOutput:

@@ -82,6 +82,8 @@ def _size(given: object) -> int:
     """Characters or tokens, about."""
     if isinstance(given, tuple):
         return sum(map(_size, given))
+    if isinstance(given, Mapping) and "encoder_prompt" in given:
+        return _size(given["encoder_prompt"]) + _size(given.get("decoder_prompt") or "")
     if isinstance(given, Mapping) and given.get("prompt_token_ids") is not None:
         given = given["prompt_token_ids"]
     elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):

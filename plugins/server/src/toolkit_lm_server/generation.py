@@ -95,7 +95,7 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far. Prompts count as the engine read them."""
-        prompt = sum(len(output.prompt_token_ids) for output in self._latest.values())
+        prompt = sum(output.num_prompt_tokens for output in self._latest.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": self._num_tokens,

@@ -89,7 +89,7 @@ class Account:
         tokens = sum(len(one.token_ids) for one in output.outputs)
         before = counted.get(output.request_id)
         if before is None:
-            self.used(len(output.prompt_token_ids))
+            self.used(output.num_prompt_tokens)
         self.used(tokens if kind is RequestOutputKind.DELTA else tokens - (before or 0))
         counted[output.request_id] = tokens
 

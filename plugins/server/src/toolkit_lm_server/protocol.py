@@ -12,7 +12,7 @@ from toolkit_lm.errors import PluginError, RequestError, nearest
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams, shipped_with
 from toolkit_lm.plugin import LogitsProcessorRegistry
-from toolkit_lm.prompts import Prompt, TokensPrompt
+from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.errors import ApiError, printable
 
@@ -256,7 +256,10 @@ class CompletionBody(SamplingBody):
         {"prompt": "Once upon a time", "max_tokens": 8}, {"prompt": ["Once upon", "The cat"], "logprobs": 2, "stream": True}
     )
 
-    prompt: str | Items[str] | Items[int] | Items[Items[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]] | None = None
+    encoder_prompt: str | Items[int] | None = None
+    """Of an encoder-decoder model, in place of `prompt`, which is its encoder's too: so that the decoder's can be given beside it."""
+    decoder_prompt: str | Items[int] | None = None
     echo: bool = False
     logprobs: int | None = None
 
@@ -275,6 +278,10 @@ class CompletionBody(SamplingBody):
     def prompts(self, most: int) -> list[Prompt]:
         """Each prompt. Raises RequestError where there is none, or more than `most`."""
         prompts: Any = self.prompt
+        if self.encoder_prompt is not None or self.decoder_prompt is not None:
+            return [self._both_prompts()]
+        if prompts is None:
+            raise RequestError("a prompt is missing: give a prompt, or an encoder_prompt.", "prompt")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not prompts:
@@ -283,7 +290,19 @@ class CompletionBody(SamplingBody):
             raise RequestError(
                 f"prompt has {len(prompts)} prompts; this server takes at most {most} in one request (max_prompts).", "prompt"
             )
-        return [one if isinstance(one, str) else TokensPrompt(prompt_token_ids=one) for one in prompts]
+        return [_prompt(one) for one in prompts]
+
+    def _both_prompts(self) -> ExplicitEncoderDecoderPrompt:
+        if self.prompt is not None or self.encoder_prompt is None:
+            raise RequestError("give decoder_prompt beside encoder_prompt, and either of them without prompt.", "encoder_prompt")
+        both = ExplicitEncoderDecoderPrompt(encoder_prompt=_prompt(self.encoder_prompt))
+        if self.decoder_prompt is not None:
+            both["decoder_prompt"] = _prompt(self.decoder_prompt)
+        return both
+
+
+def _prompt(given: str | list[int]) -> SingletonPrompt:
+    return given if isinstance(given, str) else TokensPrompt(prompt_token_ids=given)
 
 
 class TokenizeBody(RenderBody):
