@@ -1,0 +1,72 @@
+"""What the model `tiny-dates` knows: dates from 1600 to 2199, as people write them in English, and as ISO 8601 has them. Needs no torch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from datetime import date, timedelta
+
+FIRST, LAST = date(1600, 1, 1), date(2199, 12, 31)
+MONTHS = (
+    "January February March April May June July August September October November December".split()  # noqa: SIM905
+)
+_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen"
+_NUMBERS = _ONES.split()
+_TENS = ["", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+_ORDINALS = {"one": "first", "two": "second", "three": "third", "five": "fifth", "eight": "eighth", "nine": "ninth", "twelve": "twelfth"}
+_HELD_OUT = 20
+"""One date of so many was kept from training."""
+
+
+def is_held_out(day: date) -> bool:
+    """The model has not seen it in training, in any form."""
+    return zlib.crc32(day.isoformat().encode()) % _HELD_OUT == 0
+
+
+def held_out() -> Iterator[date]:
+    """All such dates, in order."""
+    for offset in range((LAST - FIRST).days + 1):
+        if is_held_out(day := FIRST + timedelta(offset)):
+            yield day
+
+
+def forms(day: date) -> list[str]:
+    """The ways to write a date that the model reads."""
+    month, ordinal, year = MONTHS[day.month - 1], ordinal_words(day.day), year_words(day.year)
+    short = f"{day.day}{suffix(day.day)}"
+    return [
+        f"{month} {day.day}, {day.year}",
+        f"{day.day} {month} {day.year}",
+        f"{short} {month} {day.year}",
+        f"{day.day} {month[:3]} {day.year}",
+        f"the {ordinal} of {month}, {year}",
+        f"the {ordinal} of {month} {day.year}",
+        f"{month} the {ordinal}, {year}",
+        f"{month} {short}, {year}",
+    ]
+
+
+def suffix(number: int) -> str:
+    """Of an ordinal number in digits: "rd" for 3."""
+    return "th" if number // 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+
+
+def words(number: int) -> str:
+    """A number below 100: "twenty-three"."""
+    tens, ones = divmod(number, 10)
+    return _NUMBERS[number] if number < len(_NUMBERS) else _TENS[tens] + (f"-{_NUMBERS[ones]}" if ones else "")
+
+
+def ordinal_words(number: int) -> str:
+    """An ordinal number below 100: "twenty-third"."""
+    head, dash, last = words(number).rpartition("-")
+    ending = _ORDINALS.get(last) or (f"{last[:-1]}ieth" if last.endswith("y") else f"{last}th")
+    return head + dash + ending
+
+
+def year_words(year: int) -> str:
+    """A year of four digits: "nineteen oh five", "two thousand nine", "eighteen hundred"."""
+    century, rest = divmod(year, 100)
+    if century == 20 and rest < 10:
+        return "two thousand" + (f" {words(rest)}" if rest else "")
+    return f"{words(century)} " + ("hundred" if not rest else f"oh {words(rest)}" if rest < 10 else words(rest))
