@@ -81,7 +81,7 @@ def test_links_are_followed_as_the_cache_of_the_hub_needs(tmp_path):
         read_checkpoint(VllmConfig.make(model=str(folder)), plugins())
 
 
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("nested", [None, "text_config", "encoder", "decoder"])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -93,6 +93,8 @@ def test_links_are_followed_as_the_cache_of_the_hub_needs(tmp_path):
         ("num_key_value_heads", 0),
         ("n_head", 0),
         ("head_dim", 10**9),
+        ("encoder_layers", 10**9),
+        ("num_heads", 0),
         ("n_positions", 10**18),
         ("n_embd", 1.5),
         ("intermediate_size", True),
@@ -101,7 +103,7 @@ def test_links_are_followed_as_the_cache_of_the_hub_needs(tmp_path):
 )
 def test_sizes_have_bounds(resolve, key, value, nested):
     with pytest.raises(CheckpointError, match=rf"config\.json': {key} must be an integer of at least 1, at most \d+, not .{{0,99}}$"):
-        resolve(**({"text_config": {key: value}} if nested else {key: value}))
+        resolve(**({nested: {key: value}} if nested else {key: value}))
 
 
 def test_what_must_be_an_object(resolve):

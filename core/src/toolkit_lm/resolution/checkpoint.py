@@ -149,8 +149,11 @@ def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
 
 _MOST = (
     dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 2**10)
+    | dict.fromkeys(("encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers"), 2**10)
     | dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "n_heads", "head_dim"), 2**12)
+    | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_heads", "d_kv"), 2**12)
     | dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "n_embd", "n_inner", "ffn_dim", "d_model", "dim"), 2**24)
+    | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "d_ff", "decoder_vocab_size"), 2**24)
     | dict.fromkeys(("max_position_embeddings", "n_positions"), 2**48)
 )
 """Keys of config.json that, where they are given, are counts of at least 1, and the most that each may be: far more than any model has."""
@@ -158,7 +161,8 @@ _MOST = (
 
 def _check_config(hf_config: dict[str, Any], path: Path) -> None:
     """What would otherwise fail deep inside a model class, or never end."""
-    for key, value in [*hf_config.items(), *HFConfig(hf_config).get("text_config", dict, {}).items()]:
+    sides = [side for key in ("encoder", "decoder") if isinstance(side := hf_config.get(key), dict)]
+    for key, value in [item for part in (hf_config, HFConfig(hf_config).get("text_config", dict, {}), *sides) for item in part.items()]:
         most = _MOST.get(key)
         # A list has a count for each layer: classes that take none say so.
         if most and value is not None and not isinstance(value, list) and not (type(value) is int and 1 <= value <= most):
