@@ -33,7 +33,8 @@ class RelativeBias(nn.Module):
             )
         heads = Part.even(config.require("num_heads", int), vllm_config.parallel, "attention heads")
         offsets = torch.arange(-self.max_distance, self.max_distance + 1)
-        loader = TableLoader(heads, num_buckets, buckets_of(offsets, num_buckets, self.max_distance, is_causal=is_causal))
+        buckets = buckets_of(offsets, num_buckets, self.max_distance, is_causal=is_causal)
+        loader = TableLoader(parts=(heads,), num_buckets=num_buckets, buckets=buckets)
         self.weight = new_parameter((heads.size, len(offsets)), torch_dtype(vllm_config.model.dtype), loader)
 
     def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -41,19 +42,19 @@ class RelativeBias(nn.Module):
         return self.weight.index_select(1, offsets.flatten()).view(-1, *offsets.shape)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TableLoader:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TableLoader(ShardLoader):
     """Fills a RelativeBias from the table of a checkpoint."""
 
-    heads: Part
     num_buckets: int
     buckets: Tensor
     """[offsets] int64: of each offset."""
 
     def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
-        table = param.new_empty(self.num_buckets, self.heads.size)
-        ShardLoader((self.heads,), dim=1)(table, loaded, shard_id)
-        param.data.copy_(table[self.buckets].t())
+        shape = [self.num_buckets, self.parts[0].full]
+        if list(loaded.shape) != shape:
+            raise CheckpointError(f"has shape {list(loaded.shape)}, not {shape}")
+        super().__call__(param, loaded[self.buckets.to(loaded.device)].t(), shard_id)
 
 
 def buckets_of(offsets: Tensor, num_buckets: int, max_distance: int, *, is_causal: bool) -> Tensor:
