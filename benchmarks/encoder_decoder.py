@@ -1,0 +1,129 @@
+"""Encoder-decoder models against transformers' `generate`, in one run, in turns: the encoder alone, the decoder, a beam search, shared inputs.
+
+    python benchmarks/encoder_decoder.py [--dtype bfloat16] [--rounds 3] [--shape bart-base]
+
+Weights are random: both compute all tokens. Prints a table of medians and their ratios, larger is better for us.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm_devkit import write_tokenizer
+
+BATCH, ENCODER_TOKENS, OUTPUT_TOKENS, LONG = 16, 256, 128, 1000
+BART_BASE = {"d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
+BART_HEADS = {"encoder_attention_heads": 12, "decoder_attention_heads": 12}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart-base": ("Bart", {"vocab_size": 50265, "max_position_embeddings": 1024, **BART_BASE, **BART_HEADS}),
+    "t5-base": ("T5", {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
+}
+IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+
+
+def make(shape: str, folder: Path) -> Any:
+    """Writes a checkpoint; returns the model of transformers."""
+    family, fields = SHAPES[shape]
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(getattr(transformers, f"{family}Config")(**fields, **IDS)).eval()
+    model.generation_config = transformers.GenerationConfig(**IDS)
+    model.save_pretrained(folder)
+    write_tokenizer(folder, fields["vocab_size"])
+    return model
+
+
+def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    found: list[list[int]] = torch.randint(5, vocab_size, (count, length), generator=generator).tolist()
+    return found
+
+
+def timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Ours:
+    def __init__(self, folder: Path, dtype: str) -> None:
+        options = {"device": "cpu", "dtype": dtype, "max_num_seqs": 64, "max_encoder_len": 1024, "max_model_len": 512}
+        self.llm = LLM(str(folder), kv_cache_memory="3GiB", **options)
+
+    def generate(self, given: list[list[int]], count: int, beams: int = 1) -> float:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        if beams > 1:
+            params = SamplingParams(use_beam_search=True, beam_width=beams, n=1, max_tokens=count, ignore_eos=True)
+        asked: list[Any] = [{"prompt_token_ids": one} for one in given]
+        self.llm.reset_prefix_cache()
+        return timed(lambda: self.llm.generate(asked, params, use_tqdm=False))
+
+    def first_token(self, one: list[int], decoder: list[int]) -> float:
+        asked: Any = {"encoder_prompt": {"prompt_token_ids": one}, "decoder_prompt": {"prompt_token_ids": decoder}}
+        return timed(lambda: self.llm.generate([asked], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False))
+
+
+class Theirs:
+    def __init__(self, model: Any, dtype: str) -> None:
+        self.model = model.to(getattr(torch, dtype))
+
+    @torch.inference_mode()
+    def generate(self, given: list[list[int]], count: int, beams: int = 1) -> float:
+        ids = torch.tensor(given)
+        options = {"max_new_tokens": count, "min_new_tokens": count, "num_beams": beams, "do_sample": False}
+        return timed(lambda: self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options))
+
+
+def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """By row of the table, seconds of ours and of theirs, one pair for each round."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for index in range(rounds + 1):
+        given = prompts(BATCH, ENCODER_TOKENS, vocab_size, index)
+        pairs = {
+            "encoder and one token": (ours.generate(given, 1), theirs.generate(given, 1)),
+            "greedy": (ours.generate(given, OUTPUT_TOKENS), theirs.generate(given, OUTPUT_TOKENS)),
+            "beams": (ours.generate(given[:4], OUTPUT_TOKENS, beams=4), theirs.generate(given[:4], OUTPUT_TOKENS, beams=4)),
+            "greedy of the same four": (ours.generate(given[:4], OUTPUT_TOKENS), theirs.generate(given[:4], OUTPUT_TOKENS)),
+        }
+        first, second, decode = pairs["encoder and one token"], pairs["greedy"], []
+        decode = [whole - begin for whole, begin in zip(second, first, strict=True)]
+        pairs["decode"] = (decode[0], decode[1])
+        [long] = prompts(1, LONG, vocab_size, 100 + index)
+        ours.llm.reset_prefix_cache()
+        # Other decoder prompts each time: what is shared is the encoder's.
+        pairs["first token, repeated and new"] = (ours.first_token(long, [2, 0, 9]), ours.first_token(long, [2, 0, 8]))[::-1]
+        if index:
+            for name, pair in pairs.items():
+                found.setdefault(name, []).append(pair)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="bart-base")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = make(arguments.shape, Path(folder))
+        vocab_size = SHAPES[arguments.shape][1]["vocab_size"]
+        found = measure(Ours(Path(folder), arguments.dtype), Theirs(model, arguments.dtype), vocab_size, arguments.rounds)
+    print(f"{arguments.shape}, {arguments.dtype}, {torch.get_num_threads()} threads, batch {BATCH}, {ENCODER_TOKENS} tokens in")
+    print("| | ours, s | transformers, s | ratio |\n| --- | --- | --- | --- |")
+    for name, pairs in found.items():
+        mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"| {name} | {mine:.3f} | {other:.3f} | {other / mine:.2f} |")
+    beams, greedy = (statistics.median(ours for ours, _ in found[name]) for name in ("beams", "greedy of the same four"))
+    print(f"\nBeams of width 4 take {beams / greedy:.2f} times as long as greedy.")
+
+
+if __name__ == "__main__":
+    main()
