@@ -1,4 +1,4 @@
-"""Encoder-decoder models against transformers' `generate`, in one run, in turns: the encoder alone, the decoder, a beam search, shared inputs.
+"""Encoder-decoder models against transformers' `generate`, in turns: the encoder alone, the decoder, a beam search, shared inputs.
 
     python benchmarks/encoder_decoder.py [--dtype bfloat16] [--rounds 3] [--shape bart-base]
 
