@@ -103,9 +103,10 @@ def test_it_is_not_converted(make, asked):
 
 
 def test_a_model_without_an_encoder_takes_one_prompt():
-    with LLM("tiny", max_model_len=64, num_kv_blocks=32) as llm:
-        with pytest.raises(RequestError, match="only encoder-decoder models take an encoder prompt"):
-            llm.generate([{"encoder_prompt": "a", "decoder_prompt": "b"}], use_tqdm=False)
+    asked = [{"encoder_prompt": "a", "decoder_prompt": "b"}]
+    only = "only encoder-decoder models take an encoder prompt"
+    with LLM("tiny", max_model_len=64, num_kv_blocks=32) as llm, pytest.raises(RequestError, match=only):
+        llm.generate(asked, use_tqdm=False)
     with pytest.raises(ConfigError, match="max_encoder_len is for encoder-decoder models"):
         LLM("tiny", max_encoder_len=8)
 
