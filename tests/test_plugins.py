@@ -22,6 +22,7 @@ SHIPPED = [
     "devkit",
     "encdec",
     "encoder",
+    "flex",
     "moe",
     "opentelemetry",
     "pooling_adapters",

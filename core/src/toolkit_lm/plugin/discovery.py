@@ -29,6 +29,7 @@ BUILTIN = frozenset(
         "devkit",
         "encdec",
         "encoder",
+        "flex",
         "moe",
         "opentelemetry",
         "pooling-adapters",

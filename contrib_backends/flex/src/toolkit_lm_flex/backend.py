@@ -1,0 +1,144 @@
+"""FlexBackend: paged attention by torch's FlexAttention."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from toolkit_lm.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    BatchView,
+    FullSpec,
+    GroupSetup,
+    KVCacheSpec,
+    LayerParams,
+    PageTensor,
+)
+from torch import Tensor
+
+from toolkit_lm_flex.kernel import ScoreMod, formula, fused
+from toolkit_lm_flex.plan import Group, Metadata
+
+_DEVICES = ("cpu", "cuda")
+_DTYPES = ("float32", "bfloat16", "float16")
+_WRITTEN_SCORES = 2**22
+"""Most scores of a group where they, or their biases, are written to memory."""
+_FUSED_SCORES = 2**28
+"""Most scores of a group in a kernel that writes none."""
+
+
+class FlexBackend(AttentionBackend):
+    """Exact attention of all types. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
+
+    Masks, soft caps and biases are functions, which FlexAttention applies to scores; sinks join by the logarithm of the denominator. Rows
+    are gathered out of the cache and are a batch with padding, so that no row meets the keys of another. In an encoder, a window hides
+    keys at a distance of `window` or more on both sides.
+    """
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec) -> str | None:
+        if spec.device not in _DEVICES:
+            return f"no kernel for device {spec.device}, only for {', '.join(_DEVICES)}"
+        if spec.dtype not in _DTYPES:
+            return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
+        if spec.type not in tuple(AttentionType):
+            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+        if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
+            return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
+        if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
+            return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        return None
+
+    @classmethod
+    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
+        assert isinstance(spec, FullSpec)
+        return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
+
+    def __init__(self, setup: GroupSetup) -> None:
+        super().__init__(setup)
+        # Compiled for a CPU it takes seconds and a compiler, decodes no faster, and does not give the denominators that sinks need.
+        self.fuses = setup.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+
+    def build(self, batch: BatchView) -> Metadata:
+        slots = batch.slot_mapping
+        stored = slots.ge(0).nonzero()[:, 0] if batch.has_padding and slots is not None else None
+        return Metadata(batch, stored)
+
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+        keys, values = _halves(kv_cache)
+        places = meta.slots(kv_cache[0].shape[2])
+        if meta.stored is not None:
+            k, v = k[meta.stored], v[meta.stored]
+        keys.index_copy_(0, places, k)
+        values.index_copy_(0, places, v)
+
+    def forward(
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        kv_cache: tuple[Tensor, ...] | None,
+        meta: Metadata,
+        out: Tensor,
+    ) -> None:
+        if kv_cache is None:
+            assert k is not None and v is not None
+            keys, values = k, v
+        else:
+            keys, values = _halves(kv_cache)
+        most = _FUSED_SCORES if self.fuses and layer.bias is None else _WRITTEN_SCORES
+        plan = meta.plan(layer, kv_cache, most)
+        for tokens in plan.keyless:
+            out[tokens].zero_()
+        for group in plan.groups:
+            self._attend(layer, q, keys, values, group, out)
+
+    def _attend(self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor) -> None:
+        arguments = (
+            *(_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)),
+            *(group.mask, _score_mod(layer, group), layer.scale),
+        )
+        found, logsumexp = fused(*arguments, logsumexp=layer.sinks is not None) if self.fuses else formula(*arguments)
+        if layer.sinks is not None:
+            assert logsumexp is not None
+            # Softmax with a sink is softmax without, times the share that the sink leaves.
+            share = torch.sigmoid(logsumexp - layer.sinks.float()[:, None])
+            found = (found * share[..., None]).to(out.dtype)
+        found = found.transpose(1, 2).flatten(0, 1)
+        out.index_copy_(0, group.tokens.flatten()[group.real], found.index_select(0, group.real))
+
+
+def _halves(kv_cache: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The cache as [N, num_kv_heads, head_size], from the first key on and from the first value on: one index finds both."""
+    vectors = kv_cache[0].view(-1, *kv_cache[0].shape[3:])
+    return vectors, vectors[kv_cache[0].shape[2] :]
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """[N, heads, L, size] of x [T, heads, size] and an index [N, L]."""
+    return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _score_mod(layer: LayerParams, group: Group) -> ScoreMod | None:
+    """What becomes of a scaled score: it is capped, then biased."""
+    soft_cap, bias = layer.soft_cap, _bias(layer, group)
+    if soft_cap is None and bias is None:
+        return None
+
+    def change(score: Tensor, piece: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if soft_cap is not None:
+            score = soft_cap * torch.tanh(score / soft_cap)
+        return score if bias is None else score + bias[piece, head, query, key]
+
+    return change
+
+
+def _bias(layer: LayerParams, group: Group) -> Tensor | None:
+    """[N, num_heads, Q, K] in fp32."""
+    if layer.bias is None:
+        return None
+    pieces = zip(group.q_positions, group.k_positions, strict=True)
+    return torch.stack([layer.bias(queries, keys).float() for queries, keys in pieces])

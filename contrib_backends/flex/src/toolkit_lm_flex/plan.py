@@ -1,0 +1,189 @@
+"""What one step's batch means for a layer: which pieces of rows are computed together, where their keys are, and what masks them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from toolkit_lm.attention import AttentionType, BatchView, LayerParams
+from torch import Tensor
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(piece, head, query, key), all indices -> whether the query sees the key."""
+
+
+class LayerKey(NamedTuple):
+    """The properties of a layer, and of its cache, that a plan depends on."""
+
+    type: AttentionType
+    window: int | None
+    num_heads: int
+    block_size: int | None
+    """None: nothing is cached."""
+    most_scores: int
+    """Most scores of a group, over all its heads."""
+
+
+class Piece(NamedTuple):
+    """Some queries of one row, and the keys that any of them can see."""
+
+    row: int
+    token: int
+    """The first query, of the step's tokens."""
+    position: int
+    """The first query, of the row's positions."""
+    num_queries: int
+    first_key: int
+    """Its position."""
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """N pieces of similar shape, padded to Q queries and K keys. Padding repeats a query or a key of the same piece."""
+
+    tokens: Tensor
+    """[N, Q] int64: the queries, of the step's tokens."""
+    real: Tensor
+    """[P] int64: the queries that are no padding, of N * Q."""
+    keys: Tensor
+    """[N, K] int64: the keys, of the step's tokens, or in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
+    q_positions: Tensor
+    """[N, Q] int64."""
+    k_positions: Tensor
+    """[N, K] int64."""
+    mask: MaskMod
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a layer computes a step."""
+
+    groups: list[Group]
+    keyless: list[slice]
+    """Tokens that have no key at all: their output is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts."""
+
+    batch: BatchView
+    stored: Tensor | None
+    """[S] int64: the tokens whose keys and values are stored; None: all."""
+    _plans: dict[LayerKey, Plan] = field(default_factory=dict)
+
+    def slots(self, block_size: int) -> Tensor:
+        """[S] int64: where the step's keys go in the cache, seen as vectors [num_blocks * 2 * block_size, ...]."""
+        slots = self.batch.slot_mapping
+        assert slots is not None
+        return key_places(slots if self.stored is None else slots[self.stored], block_size)
+
+    def plan(self, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None, most_scores: int) -> Plan:
+        block_size = None if kv_cache is None else kv_cache[0].shape[2]
+        key = LayerKey(layer.attention_type, layer.window, layer.num_heads, block_size, most_scores)
+        if key not in self._plans:
+            self._plans[key] = make_plan(self.batch, key)
+        return self._plans[key]
+
+
+def key_places(slots: Tensor, block_size: int) -> Tensor:
+    """Where the keys of slots are in a cache whose blocks hold keys and then values. A value is block_size after its key."""
+    return slots + slots.div(block_size, rounding_mode="floor") * block_size
+
+
+def make_plan(batch: BatchView, key: LayerKey) -> Plan:
+    pieces: list[Piece] = []
+    keyless: list[slice] = []
+    for row in range(batch.num_rows):
+        start, stop = int(batch.query_start[row]), int(batch.query_start[row + 1])
+        if batch.seq_lens[row] == 0:
+            keyless.append(slice(start, stop))
+        else:
+            pieces += _pieces(key, row, start, stop - start, int(batch.seq_lens[row]))
+    return Plan([_group(batch, key, part) for part in _similar(pieces, key.most_scores // key.num_heads)], keyless)
+
+
+def _pieces(key: LayerKey, row: int, token: int, num_queries: int, num_keys: int) -> Iterator[Piece]:
+    """A row's queries, as many at a time as their scores may be."""
+    decoder = key.type is AttentionType.DECODER
+    position = num_keys - num_queries if decoder else 0
+    step = max(1, key.most_scores // (key.num_heads * num_keys))
+    for first in range(0, num_queries, step):
+        count = min(step, num_queries - first)
+        begin, end = 0, num_keys
+        if decoder:
+            end = position + first + count
+            # The blocks before the window may be gone.
+            begin = 0 if key.window is None else max(0, position + first + 1 - key.window)
+        yield Piece(row, token + first, position + first, count, begin, end - begin)
+
+
+def _similar(pieces: Sequence[Piece], most: int) -> Iterator[list[Piece]]:
+    """Parts of the pieces, with at most that many pairs of a query and a key, such that padding at most doubles the pairs of a part."""
+    part: list[Piece] = []
+    pairs = longest = 0
+    for piece in sorted(pieces, key=lambda piece: (-piece.num_queries, -piece.num_keys)):
+        own, longest = piece.num_queries * piece.num_keys, max(longest, piece.num_keys)
+        padded = (len(part) + 1) * part[0].num_queries * longest if part else 0
+        if padded > min(most, 2 * (pairs + own)):
+            yield part
+            part, pairs, longest = [], 0, piece.num_keys
+        part.append(piece)
+        pairs += own
+    if part:
+        yield part
+
+
+def _group(batch: BatchView, key: LayerKey, pieces: list[Piece]) -> Group:
+    device = batch.seq_lens_device.device
+    rows, tokens, positions, num_queries, first_keys, num_keys = np.array(pieces, dtype=np.int64).T[:, :, None]
+    queries, keys = np.arange(num_queries.max())[None], np.arange(num_keys.max())[None]
+    inner, seen = np.minimum(queries, num_queries - 1), first_keys + np.minimum(keys, num_keys - 1)
+    real = np.flatnonzero(queries < num_queries)
+
+    def to(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
+    k_positions = to(seen)
+    if key.block_size is None:
+        places = k_positions + to(batch.query_start[rows].astype(np.int64))
+    else:
+        places = _cached_keys(batch, to(rows[:, 0]), k_positions, key.block_size)
+    return Group(
+        tokens=to(tokens + inner),
+        real=to(real),
+        keys=places,
+        q_positions=to(positions + inner),
+        k_positions=k_positions,
+        mask=_mask(key, to((first_keys - positions)[:, 0]), to(num_keys[:, 0])),
+    )
+
+
+def _cached_keys(batch: BatchView, rows: Tensor, positions: Tensor, block_size: int) -> Tensor:
+    """Where the keys of rows [N] at positions [N, K] are in the cache."""
+    assert batch.block_table is not None
+    blocks = batch.block_table[rows].gather(1, positions // block_size).long()
+    return key_places(blocks * block_size + positions % block_size, block_size)
+
+
+def _mask(key: LayerKey, ahead: Tensor, num_keys: Tensor) -> MaskMod:
+    """Which keys the queries of a group see.
+
+    Of each piece, `ahead` [N] is how far its first key lies ahead of its first query, and `num_keys` [N] how many are no padding.
+    """
+    causal, window = key.type is AttentionType.DECODER, key.window
+
+    def sees(piece: Tensor, head: Tensor, query: Tensor, other: Tensor) -> Tensor:
+        distance = ahead[piece] + other - query
+        seen = other < num_keys[piece]
+        if causal:
+            seen = seen & (distance <= 0)
+        if window is not None:
+            seen = seen & (distance > -window) & (distance < window)
+        return seen
+
+    return sees
