@@ -22,6 +22,7 @@ SHIPPED = [
     "devkit",
     "encdec",
     "encoder",
+    "flash_attn",
     "flex",
     "moe",
     "opentelemetry",

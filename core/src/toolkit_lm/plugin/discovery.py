@@ -29,6 +29,7 @@ BUILTIN = frozenset(
         "devkit",
         "encdec",
         "encoder",
+        "flash-attn",
         "flex",
         "moe",
         "opentelemetry",
