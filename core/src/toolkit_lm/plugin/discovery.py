@@ -42,6 +42,7 @@ BUILTIN = frozenset(
         "server",
         "tiny",
         "transformers",
+        "xformers",
     )
 )
 """The distributions of this repository: they load first, so that third parties win where one result counts."""

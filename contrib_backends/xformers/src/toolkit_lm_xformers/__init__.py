@@ -1,0 +1,10 @@
+"""Attention on NVIDIA GPUs by the kernels of xFormers."""
+
+from __future__ import annotations
+
+from toolkit_lm.plugin import AttentionBackendRegistry, hookimpl
+
+
+@hookimpl
+def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> None:
+    backends.add("xformers", "toolkit_lm_xformers.backend:XformersBackend", priority=15)
