@@ -1,4 +1,4 @@
-"""A stand-in for FlashAttention that runs anywhere: the same arguments, read as its documentation says, and plain torch."""
+"""A stand-in for FlashAttention that runs on a CPU: the same arguments, read as its documentation says, and plain torch."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ PAGING = GATHERING._replace(page_step=16)
 
 
 def backend_of(kernel: Kernel) -> type[FlashAttnBackend]:
-    """The backend as it would be with that kernel, on any device."""
+    """The backend as it would be with that kernel, on a CPU."""
 
     class StandIn(FlashAttnBackend):
         @classmethod
         def refuses(cls, spec):
-            return lacks(kernel, spec)
+            return "the stand-in is for a CPU" if spec.device != "cpu" else lacks(kernel, spec)
 
         def find_kernel(self):
             return kernel

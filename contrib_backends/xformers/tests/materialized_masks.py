@@ -1,9 +1,10 @@
-"""A stand-in for the kernels of xFormers that runs anywhere: its masks, written out, and plain torch."""
+"""A stand-in for the kernels of xFormers that runs on a CPU: its masks, written out, and plain torch."""
 
 from __future__ import annotations
 
 import torch
 from toolkit_lm.attention import AttentionBackend
+from toolkit_lm_xformers import kernel
 from toolkit_lm_xformers.backend import XformersBackend, lacks
 
 
@@ -18,19 +19,19 @@ def written_out(mask, num_queries: int, num_keys: int) -> torch.Tensor:
 
 def attend(q, k, v, mask, scale):
     seen = written_out(mask, q.shape[1], k.shape[1])
-    unseen = ~seen.any(0)[None, :, None, None, None]
-    k, v = (x.float().masked_fill(unseen, 0.0) for x in (k, v))
-    scores = torch.einsum("bqghd,bkghd->bghqk", q.float(), k) * scale
-    return torch.einsum("bghqk,bkghd->bqghd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).to(q.dtype)
+    scores = torch.einsum("bqghd,bkghd->bghqk", q.float(), k.float()) * scale
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    # A value that is NaN counts for nobody who does not see it; whoever sees it gets NaN from its key.
+    return torch.einsum("bghqk,bkghd->bqghd", weights, v.float().nan_to_num()).to(q.dtype)
 
 
 def backend_of(page_size: int | None) -> type[AttentionBackend]:
-    """The backend with that attention, on any device; it reads blocks that are multiples of page_size as pages."""
+    """The backend with that attention, on a CPU; it reads blocks that are multiples of page_size as pages."""
 
     class StandIn(XformersBackend):
         @classmethod
         def refuses(cls, spec):
-            return lacks(spec)
+            return "written out masks are for a CPU" if spec.device != "cpu" else kernel.missing() or lacks(spec)
 
         attend = staticmethod(attend)
         reads_pages = staticmethod(lambda block_size: bool(page_size and block_size and block_size % page_size == 0))

@@ -42,6 +42,9 @@ class BatchView:
 
     Row r owns the tokens query_start[r] : query_start[r + 1]; they are the last of its seq_lens[r] visible keys. In an encoder, the
     visible keys are the first seq_lens[r] of its tokens: all of them, or fewer.
+
+    For cross attention the visible keys are those of the row's encoder sequence, all of them for each of its tokens. A step may write the
+    keys of all encoder sequences, of some or of none: S encoder tokens, another number than T. Rows may share a block table.
     """
 
     query_start: np.ndarray
@@ -57,7 +60,8 @@ class BatchView:
     block_table: Tensor | None
     """[R, most blocks] int32; None where nothing is cached. Entries past a row's keys are arbitrary valid block ids."""
     slot_mapping: Tensor | None
-    """[T] int64: where each token's key and value go, block id * block_size + offset, -1 for padding; None where nothing is cached."""
+    """[T] int64: where each token's key and value go, block id * block_size + offset, -1 for padding; None where nothing is cached. For
+    cross attention [S]: where those of the encoders' tokens go that this step writes, which k and v of `write_kv` have in this order."""
     max_query_len: int
     max_seq_len: int
     has_padding: bool = False
@@ -132,7 +136,10 @@ class AttentionBackend(CacheBackend):
 
     @abstractmethod
     def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Any) -> None:
-        """Stores k and v [T, num_kv_heads, head_size] at the step's slots, but for those that are -1."""
+        """Stores k and v [T, num_kv_heads, head_size] at the step's slots, but for those that are -1. For cross attention they are [S].
+
+        It is not called where a step writes none.
+        """
 
     @abstractmethod
     def forward(
@@ -140,6 +147,6 @@ class AttentionBackend(CacheBackend):
     ) -> None:
         """Writes attention of q [T, num_heads, head_size] to out, of the same shape.
 
-        With a cache, keys and values are read from it (this step's are written already; k and v are None where it has none); without,
-        they are k and v, of the same tokens as q.
+        With a cache, keys and values are read from it (this step's are written already; k and v are None where it has none, and for cross
+        attention they are of other tokens than q); without, they are k and v, of the same tokens as q.
         """
