@@ -14,9 +14,10 @@ import torch
 from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, FullSpec, GroupSetup, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
-from toolkit_lm_flex import backend
+from toolkit_lm_flex import backend, kernel
 from toolkit_lm_flex.backend import FlexBackend
 from toolkit_lm_flex.plan import LayerKey, Piece, _pieces, _similar
+from torch.nn.attention.flex_attention import flex_attention
 
 SPEC = AttentionSpec(
     layer="model.layers.0.self_attn.attn",
@@ -129,6 +130,22 @@ def test_large_scores_do_not_overflow() -> None:
     step = make_step(sinks=True)
     step.layer.params = replace(step.layer.params, scale=1e4)
     assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-4
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "fields", [{}, {"window": 8, "sinks": True}, {"soft_cap": 2.0}, {"bias": "table"}, {"type": AttentionType.CROSS}], ids=str
+)
+def test_the_arguments_of_the_kernel(monkeypatch, fields) -> None:
+    """Not compiled, it needs no GPU."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(kernel, "_compiled", lambda: flex_attention)
+    monkeypatch.setattr(FlexBackend, "fuses", property(lambda self: True, lambda self, value: None), raising=False)
+    monkeypatch.setattr(backend, "formula", None)
+    step = make_step([(1, 90), (140, 140), (12, 70), (1, 1)], **fields)
+    with torch.inference_mode():
+        found = step.run()
+    assert np.abs(found.numpy() - step.naive()).max() <= 1e-5
 
 
 def test_entry_module_imports_no_torch() -> None:

@@ -97,11 +97,11 @@ class FlexBackend(AttentionBackend):
             self._attend(layer, q, keys, values, group, out)
 
     def _attend(self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor) -> None:
-        arguments = (
-            *(_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)),
-            *(group.mask, _score_mod(layer, group), layer.scale),
-        )
-        found, logsumexp = fused(*arguments, logsumexp=layer.sinks is not None) if self.fuses else formula(*arguments)
+        given, change = (_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)), _score_mod(layer, group)
+        if self.fuses:
+            found, logsumexp = fused(*given, group.blocks(), change, layer.scale, logsumexp=layer.sinks is not None)
+        else:
+            found, logsumexp = formula(*given, group.mask, change, layer.scale)
         if layer.sinks is not None:
             assert logsumexp is not None
             # Softmax with a sink is softmax without, times the share that the sink leaves.

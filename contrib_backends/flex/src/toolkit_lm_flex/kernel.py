@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from toolkit_lm_flex.plan import MaskMod
 
@@ -33,11 +33,9 @@ def formula(q: Tensor, k: Tensor, v: Tensor, mask: MaskMod, change: ScoreMod | N
 
 
 def fused(
-    q: Tensor, k: Tensor, v: Tensor, mask: MaskMod, change: ScoreMod | None, scale: float, *, logsumexp: bool
+    q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, change: ScoreMod | None, scale: float, *, logsumexp: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As `formula`, in one kernel, which torch compiles. The logarithm is None unless asked for."""
-    # Blocks of keys that no query of a block sees are left out.
-    blocks = create_block_mask(mask, len(q), None, q.shape[2], k.shape[2], device=q.device)
     arguments = {"score_mod": change, "block_mask": blocks, "scale": scale, "enable_gqa": True}
     if not logsumexp:
         return _compiled()(q, k, v, **arguments), None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from toolkit_lm.attention import AttentionType, BatchView, LayerParams
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(piece, head, query, key), all indices -> whether the query sees the key."""
@@ -56,6 +57,14 @@ class Group:
     k_positions: Tensor
     """[N, K] int64."""
     mask: MaskMod
+    _blocks: list[BlockMask] = field(default_factory=list)
+
+    def blocks(self) -> BlockMask:
+        """The mask, and which blocks of keys no query of a block sees, so that a kernel leaves them out. Made once for all layers."""
+        if not self._blocks:
+            (count, num_queries), num_keys = self.tokens.shape, self.keys.shape[1]
+            self._blocks.append(create_block_mask(self.mask, count, None, num_queries, num_keys, device=self.tokens.device))
+        return self._blocks[0]
 
 
 @dataclass(frozen=True, slots=True)
