@@ -95,7 +95,9 @@ def test_bad_prompts_are_told_what_is_wrong(make):
     assert cut.encoder_prompt_token_ids == [5, 6, 7, 5, 6, 7, 5, 6]
 
 
-@pytest.mark.parametrize("asked", [{"convert": "embed"}, {"runner": "pooling"}, {"extra_tasks": ["embed"]}])
+@pytest.mark.parametrize(
+    "asked", [{"convert": "classify"}, {"runner": "pooling"}, {"extra_tasks": ["embed"]}, {"runner": "generate", "convert": "embed"}]
+)
 def test_it_is_not_converted(make, asked):
     folder, _ = make()
     with pytest.raises(ConfigError, match="is an encoder-decoder model"):

@@ -18,6 +18,8 @@ MODELS = {
     "T5WithLMHeadModel": ("t5:T5ForConditionalGeneration", RULES),
 }
 """Architectures; the module and class of each; and what makes its prompts."""
+ENCODERS = ("T5EncoderModel", "MT5EncoderModel")
+"""Architectures of T5's encoder alone."""
 
 
 @hookimpl
@@ -25,3 +27,5 @@ def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, (target, rules) in MODELS.items():
         # T5 tells distances apart, and takes sequences that are longer than those of its training.
         models.add(architecture, f"toolkit_lm_encdec.{target}", bounded=not target.startswith("t5:"), encoder_decoder=rules)
+    for architecture in ENCODERS:
+        models.add(architecture, "toolkit_lm_encdec.t5_encoder:T5EncoderModel", runner="pooling", bounded=False)

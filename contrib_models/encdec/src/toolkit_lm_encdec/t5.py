@@ -160,6 +160,7 @@ class T5ForConditionalGeneration(EncoderDecoderModel):
         (r"\.([qkv])\.weight$", r".\1_proj.weight"),
         (r"\.o\.weight$", ".out_proj.weight"),
     )
+    embedder = "toolkit_lm_encdec.t5_encoder:T5EncoderModel"
     # A table that T5's first files have, and nothing reads.
     ignored = (r"\.cross_attn\.relative_attention_bias\.",)
 

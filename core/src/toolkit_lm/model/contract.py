@@ -66,6 +66,9 @@ class Model(nn.Module):
 class EncoderDecoderModel(Model):
     """A model whose decoder's cross attention reads what its encoder has made of another sequence. E tokens of encoder sequences."""
 
+    embedder: ClassVar[str | None] = None
+    """"module:Class" of its encoder alone, a pooling model, where it has one."""
+
     def encode(self, input_ids: Tensor, positions: Tensor, **features: list[Tensor]) -> Tensor:
         """Hidden states [E, H] of encoder tokens `input_ids` [E] at `positions` [E] (int64): those of all sequences that a step encodes.
 

@@ -20,6 +20,8 @@ _MOST_UNCUT = 8192
 """Tokens of the longest prompt for which a pooling model's step budget is raised, instead of cutting the prompt."""
 _MOST_UNASKED = 2**20
 """Tokens of the longest sequence that a checkpoint can have without being asked for: the rotary table of 2**20 has half a gigabyte."""
+_UNSTATED = 1024
+"""Tokens of the longest sequence of a checkpoint that states none, of a model that has none."""
 _WHOLE_TOKENS = {"float32": 4096, "bfloat16": 8192, "float16": 8192}
 """Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster, up to where a step's
 intermediate results leave the processor's last cache."""
@@ -121,6 +123,8 @@ def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
 def _max_model_len(wanted: int | None, checkpoint: Checkpoint, entry: ModelEntry) -> int:
     stated = next((value for key in entry.length_keys if isinstance(value := checkpoint.hf_config.get(key), int)), None)
     if stated is None:
+        if wanted is None and not entry.bounded:
+            return _UNSTATED
         if wanted is None:
             keys = " or ".join(entry.length_keys)
             lack = f"the checkpoint's config.json states no {keys}" if keys else f"{entry.key} has no longest sequence"

@@ -51,11 +51,16 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
 
 
 def _encoder_decoder(config: VllmConfig, name: str) -> RunnerChoice:
+    """It generates, or its encoder embeds: whether that is one, its class says."""
     model = config.model
+    if model.convert == "embed" and model.runner != "generate":
+        return RunnerChoice("pooling", "embed")
     asked = {"runner": model.runner == "pooling", "convert": model.convert not in ("auto", "none"), "extra_tasks": bool(model.extra_tasks)}
     for option in [option for option, refused in asked.items() if refused]:
         given = getattr(model, option)
-        raise ConfigError(f"{option} {given!r}: {name!r} is an encoder-decoder model, which generates and is not converted into others.")
+        raise ConfigError(
+            f"{option} {given!r}: {name!r} is an encoder-decoder model, which generates. Of some the encoder can --convert embed."
+        )
     return RunnerChoice("generate", "none")
 
 

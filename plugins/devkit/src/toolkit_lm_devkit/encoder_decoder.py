@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.errors import ConfigError, RequestError, UnsupportedError
 from toolkit_lm.model import EncoderDecoderModel
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt
@@ -122,9 +122,14 @@ class EncoderDecoderConformance(ModelConformance):
         assert given.prompt_token_ids == [start, 5, 6, 7]
 
     def test_pooling_without_a_cache(self, subjects: Callable[[str], Subject], variant: str) -> None:
-        """It is not converted into a pooling model."""
+        """It is not converted into a pooling model, unless it has an encoder that is one."""
+        subject = subjects(variant)
         with pytest.raises(ConfigError, match="encoder-decoder"):
-            LLM(str(subjects(variant).folder), convert="embed", **self.engine_options)
+            LLM(str(subject.folder), convert="classify", **self.engine_options)
+        model_class = self.model_class(subject)
+        if issubclass(model_class, EncoderDecoderModel) and model_class.embedder is None:
+            with pytest.raises(UnsupportedError, match="no encoder that embeds"):
+                LLM(str(subject.folder), convert="embed", **self.engine_options)
 
     def test_ranks_and_stages_compute_the_whole(self, first: Subject, ranks: int) -> None:
         """Ranks that each hold a shard give the logits of one rank."""
