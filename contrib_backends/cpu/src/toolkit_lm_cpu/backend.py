@@ -16,6 +16,7 @@ from toolkit_lm.attention import (
     GroupSetup,
     KVCacheSpec,
     LayerParams,
+    OffsetBias,
     PageTensor,
 )
 from torch import Tensor
@@ -107,6 +108,8 @@ class CpuBackend(AttentionBackend):
         use_threads()
         self.kernel = product_type(getattr(torch, layer.dtype), layer.head_size)
         """Its number in module.c."""
+        self._tables: dict[int, Tensor] = {}
+        """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
 
     def build(self, batch: BatchView) -> Metadata:
         starts = batch.query_start
@@ -144,6 +147,9 @@ class CpuBackend(AttentionBackend):
             keys, values = kv_cache
         if layer.bias is None:
             self._attend(layer, q, keys, values, kv_cache is not None, meta, None, to)
+        elif isinstance(layer.bias, OffsetBias):
+            table = self._by_offset(layer.bias, int(meta.seen.max(initial=1)))
+            self._attend(layer, q, keys, values, kv_cache is not None, meta, table, to)
         else:
             for begin, end, bias in _biases(layer, meta):
                 self._attend(layer, q[begin:end], keys, values, kv_cache is not None, meta.part(begin, end), bias, to[begin:end])
@@ -162,8 +168,23 @@ class CpuBackend(AttentionBackend):
             keys.shape[2] if cached else 0,
             (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.scale, layer.soft_cap or 0.0, layer.window or 0),
             SIGHT[layer.attention_type],
-            (0 if sinks is None else sinks.data_ptr(), *((0, 0) if bias is None else (bias.data_ptr(), bias.shape[2]))),
+            (0 if sinks is None else sinks.data_ptr(), *_bias_arguments(bias)),
         )
+
+    def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:
+        """[num_heads, offsets] float32, of keys that are up to `most` before or after their query, or farther."""
+        table = self._tables.get(id(bias))
+        if table is None or table.shape[1] <= 2 * most:
+            # It grows by doubling, so that most steps find one.
+            table = self._tables[id(bias)] = bias.by_offset(1 << most.bit_length()).float().contiguous()
+        return table
+
+
+def _bias_arguments(bias: Tensor | None) -> tuple[int, int, int]:
+    """Of biases [num_heads, T, keys], or by offset [num_heads, offsets], of which offset 0 is in the middle."""
+    if bias is None:
+        return 0, 0, -1
+    return bias.data_ptr(), bias.shape[-1], bias.shape[1] // 2 if bias.ndim == 2 else -1
 
 
 def _biases(layer: LayerParams, meta: Metadata) -> Iterator[tuple[int, int, Tensor]]:

@@ -41,6 +41,11 @@ class RelativeBias(nn.Module):
         offsets = (k_positions - q_positions[:, None]).clamp_(-self.max_distance, self.max_distance).add_(self.max_distance)
         return self.weight.index_select(1, offsets.flatten()).view(-1, *offsets.shape)
 
+    def by_offset(self, most: int) -> Tensor:
+        """[heads, 2 * most + 1]."""
+        offsets = torch.arange(-most, most + 1, device=self.weight.device)
+        return self.weight[:, offsets.clamp_(-self.max_distance, self.max_distance).add_(self.max_distance)]
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TableLoader(ShardLoader):

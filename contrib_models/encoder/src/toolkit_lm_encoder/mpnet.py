@@ -34,6 +34,10 @@ class RelativeBias(nn.Module):
     def forward(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         return self.weight[buckets(k_positions - q_positions[:, None])].permute(2, 0, 1)
 
+    def by_offset(self, most: int) -> Tensor:
+        """[heads, 2 * most + 1]."""
+        return self.weight[buckets(torch.arange(-most, most + 1, device=self.weight.device))].t()
+
 
 def buckets(offsets: Tensor) -> Tensor:
     """The bucket of each offset of a key from its query: half of them for either side; small distances apart, large ones by logarithm."""

@@ -6,6 +6,7 @@ from .backend import (
     CacheBackend as CacheBackend,
     GroupSetup as GroupSetup,
     LayerParams as LayerParams,
+    OffsetBias as OffsetBias,
     PageTensor as PageTensor,
 )
 from .context import Binding as Binding, StepContext as StepContext, current as current, step_context as step_context

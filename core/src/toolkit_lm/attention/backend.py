@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -15,6 +15,16 @@ from toolkit_lm.attention.spec import AttentionSpec, AttentionType, KVCacheSpec
 
 AttentionBias = Callable[[Tensor, Tensor], Tensor]
 """(query positions [Tq], key positions [Tk]) -> additive bias [num_heads, Tq, Tk], added to scaled scores before the softmax."""
+
+
+@runtime_checkable
+class OffsetBias(Protocol):
+    """An AttentionBias that depends on the offset of a key from its query alone (T5, ALiBi): backends need not hold one of each pair."""
+
+    def __call__(self, q_positions: Tensor, k_positions: Tensor) -> Tensor: ...
+
+    def by_offset(self, most: int) -> Tensor:
+        """[num_heads, 2 * most + 1]: of keys from `most` before their query to `most` after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

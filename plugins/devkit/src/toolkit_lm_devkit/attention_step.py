@@ -55,7 +55,26 @@ def relative_table(heads: int) -> Bias:
     )
 
 
-BIASES = {"alibi": alibi, "table": relative_table}
+class OffsetTable:
+    """The same table, which says that it depends on offsets alone."""
+
+    def __init__(self, heads: int) -> None:
+        self.table = torch.randn(heads, 17, generator=torch.Generator().manual_seed(8))
+
+    def __call__(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        return self.table.to(q_positions.device)[:, (k_positions[None] - q_positions[:, None]).clamp(-8, 8) + 8]
+
+    def by_offset(self, most: int) -> Tensor:
+        return self.table[:, torch.arange(-most, most + 1).clamp(-8, 8) + 8]
+
+
+def by_offset(heads: int) -> Bias:
+    """An OffsetBias."""
+    bias = OffsetTable(heads)
+    return Bias(bias, lambda head, i, j: float(bias.table[head, max(-8, min(8, j - i)) + 8]))
+
+
+BIASES = {"alibi": alibi, "table": relative_table, "offsets": by_offset}
 
 
 @dataclass

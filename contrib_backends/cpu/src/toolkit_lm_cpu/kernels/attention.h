@@ -400,7 +400,12 @@ TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *
     for (long d = 0; d < size; d += LANES) store_f32(s->converted + r * size + d, CONVERT(query + d));
     s->queries[r] = s->converted + r * size;
 #endif
-    s->bias[r] = step->bias == NULL ? NULL : step->bias + (head * step->starts[step->rows] + at) * step->bias_keys;
+    if (step->bias == NULL)
+        s->bias[r] = NULL;
+    else if (step->bias_center < 0)
+        s->bias[r] = step->bias + (head * step->starts[step->rows] + at) * step->bias_keys;
+    else
+        s->bias[r] = step->bias + head * step->bias_keys + step->bias_center - (step->first[work->row] + token);
     visible(step, work->row, token, &s->from[r], &s->to[r]);
 }
 

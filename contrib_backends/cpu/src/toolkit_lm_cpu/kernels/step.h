@@ -38,8 +38,9 @@ typedef struct {
     int sight;             /* SEE_ALL, SEE_PAST, or SEE_AROUND, which a window alone bounds */
     long window;           /* 0: none */
     const float *sinks;    /* [heads] or NULL */
-    const float *bias;     /* [heads, T, bias_keys] or NULL */
+    const float *bias;     /* [heads, T, bias_keys], or [heads, bias_keys] by the offset of a key from its query, or NULL */
     long bias_keys;
+    long bias_center; /* where offset 0 stands; below 0: it is not by offset */
 } Step;
 
 /* What a row has of some of its keys, beside the weighted sum of their values. */
