@@ -35,6 +35,7 @@ SHIPPED = [
     "server",
     "tiny",
     "transformers",
+    "whisper",
     "xformers",
 ]
 

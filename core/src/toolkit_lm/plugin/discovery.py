@@ -42,6 +42,7 @@ BUILTIN = frozenset(
         "server",
         "tiny",
         "transformers",
+        "whisper",
         "xformers",
     )
 )

@@ -1,0 +1,16 @@
+"""Whisper. This entry module only registers it; the rest is imported when it is selected."""
+
+from toolkit_lm.param_spec import ProcessorParams
+from toolkit_lm.plugin import LogitsProcessorRegistry, ModelRegistry, hookimpl
+
+
+@hookimpl
+def toolkit_register_models(models: ModelRegistry) -> None:
+    target, rules = "toolkit_lm_whisper.model:WhisperForConditionalGeneration", "toolkit_lm_whisper.rules:WhisperRules"
+    models.add("WhisperForConditionalGeneration", target, length_keys=("max_target_positions",), encoder_decoder=rules)
+
+
+@hookimpl
+def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
+    # Requests cannot ask for it: the model's rules do.
+    processors.add("whisper_suppress", "toolkit_lm_whisper.suppress:Suppress", params=ProcessorParams)

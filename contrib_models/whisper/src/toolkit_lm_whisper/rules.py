@@ -1,0 +1,82 @@
+"""What Whisper makes of prompts: recordings for its encoder, and tokens that name language and task for its decoder. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import Array, EncoderInput
+from toolkit_lm.renderer import EncoderDecoderRules, Renderer
+
+from toolkit_lm_whisper.features import LogMel
+
+
+class WhisperRules(EncoderDecoderRules):
+    """The encoder's prompt is {"audio": samples [N], "sampling_rate": hertz}, of one channel and 30 seconds at most."""
+
+    encoder_length_keys = ("max_source_positions",)
+
+    def __init__(self, config: VllmConfig, renderer: Renderer) -> None:
+        super().__init__(config, renderer)
+        assert config.checkpoint is not None
+        self.mel = LogMel.read(Path(config.checkpoint.path), config.hf_config.get("num_mel_bins", 80))
+
+    def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
+        if not isinstance(prompt, Mapping) or "audio" not in prompt:
+            raise RequestError(
+                "Whisper's encoder hears: give {'audio': samples, 'sampling_rate': hertz}. Text is for the decoder_prompt.", "prompt"
+            )
+        samples = self.check_samples(prompt["audio"], prompt.get("sampling_rate", self.mel.sampling_rate))
+        if len(samples) > self.mel.num_samples:
+            raise RequestError(
+                f"the audio has {len(samples) / self.mel.sampling_rate:.1f} seconds, and the model hears {self.mel.seconds} at a time: "
+                "cut it, or use toolkit_lm_whisper.Transcriber.",
+                "audio",
+            )
+        features = self.mel(samples)
+        return EncoderInput(num_tokens=self.config.max_encoder_len, features=Array.of(np.ascontiguousarray(features)))
+
+    def check_samples(self, audio: Any, sampling_rate: Any) -> np.ndarray:
+        """[N] float32, between -1 and 1 where they were integers. Raises RequestError, naming the parameter."""
+        if sampling_rate != self.mel.sampling_rate:
+            raise RequestError(
+                f"the audio has {sampling_rate} samples a second, and the model hears {self.mel.sampling_rate}: resample it.",
+                "sampling_rate",
+            )
+        try:
+            given = np.asarray(audio)
+        except ValueError as error:
+            raise RequestError(f"audio must be a list of numbers: {error}", "audio") from None
+        if given.ndim != 1 or given.dtype.kind not in "fiu":
+            what = f"{given.ndim} axes of {given.dtype}"
+            raise RequestError(f"audio must be an array of numbers with one axis, the samples of one channel, not {what}.", "audio")
+        if not given.size:
+            raise RequestError("the audio is empty: it needs at least one sample.", "audio")
+        scale = 1.0 if given.dtype.kind == "f" else float(np.iinfo(given.dtype).max)
+        samples: np.ndarray = given.astype(np.float32) / np.float32(scale)
+        if not np.isfinite(samples).all():
+            raise RequestError("the audio holds NaN or infinity.", "audio")
+        return samples
+
+    def default_decoder_prompt(self) -> list[int]:
+        """The start of a transcript: of the language and task that the checkpoint names, else English, transcribed; no timestamps."""
+        languages, tasks = self.generation.get("lang_to_id") or {}, self.generation.get("task_to_id") or {}
+        if not languages:
+            return [self.start_token_id, *self._no_timestamps()]
+        language = self.generation.get("language") or "<|en|>"
+        language = language if language in languages else f"<|{language}|>"
+        named = [languages.get(language, next(iter(languages.values()))), tasks.get(self.generation.get("task") or "transcribe")]
+        return [self.start_token_id, *(token for token in named if token is not None), *self._no_timestamps()]
+
+    def _no_timestamps(self) -> list[int]:
+        token = self.generation.get("no_timestamps_token_id")
+        return [] if token is None else [token]
+
+    def logits_processors(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[str, dict[str, Any]]:
+        """Tokens that are never drawn, and those that are not drawn first, as generation_config.json names them."""
+        always, begin = (self.generation.get(key) or [] for key in ("suppress_tokens", "begin_suppress_tokens"))
+        return {"whisper_suppress": {"always": always, "begin": begin}} if always or begin else {}

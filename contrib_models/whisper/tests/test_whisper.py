@@ -1,0 +1,187 @@
+"""Whisper against transformers: features, greedy tokens and beams of several recordings at a time, and what bad recordings are told."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm_devkit import assert_same_logits, assert_same_tokens, randomize, write_tokenizer
+from toolkit_lm_whisper.features import LogMel
+
+VOCAB_SIZE, START, NO_TIMESTAMPS = 300, 3, 9
+SIDES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}
+SHAPE = {"d_model": 64, "max_target_positions": 64, **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SIDES.items()}}
+IDS = {"decoder_start_token_id": START, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 2}
+LANGUAGES, TASKS = {"<|en|>": 4, "<|de|>": 5}, {"transcribe": 7, "translate": 8}
+SUPPRESSED = {"suppress_tokens": [40, 41, 200], "begin_suppress_tokens": [50, 1]}
+OPTIONS = {"device": "cpu", "num_kv_blocks": 1200, "max_num_seqs": 8, "max_logprobs": VOCAB_SIZE}
+
+
+def recordings() -> list[np.ndarray]:
+    """A tone, noise, a sweep that fills the window, and hardly anything."""
+    noise, time = np.random.default_rng(3), np.arange(16000 * 30) / 16000
+    return [
+        (0.3 * np.sin(2 * np.pi * 440 * time[:16000])).astype(np.float32),
+        noise.normal(0, 0.1, 52345).astype(np.float32),
+        (0.5 * np.sin(2 * np.pi * (100 + 50 * time) * time)).astype(np.float32),
+        np.full(1, 0.1, np.float32),
+    ]
+
+
+@pytest.mark.parametrize("num_mels", [80, 128])
+def test_features_are_those_of_transformers(num_mels):
+    extractor = transformers.WhisperFeatureExtractor(feature_size=num_mels)
+    for samples in recordings():
+        # Its path through torch is another one, in float32.
+        expected = extractor._np_extract_fbank_features(np.pad(samples, (0, 480000 - len(samples)))[None], "cpu")[0]
+        found = LogMel(num_mels)(samples)
+        assert (found.shape, found.dtype) == ((num_mels, 3000), np.float32)
+        assert np.abs(found - expected).max() < 1e-5
+        assert np.abs(found - extractor(samples, sampling_rate=16000).input_features[0]).max() < 2e-3
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory):
+    """A function of a generation config -> folder, transformers' model."""
+
+    def make(**generation):
+        suppressed = dict.fromkeys(SUPPRESSED)
+        config = transformers.WhisperConfig(vocab_size=VOCAB_SIZE, num_mel_bins=80, **suppressed, **SHAPE, **IDS)
+        model = transformers.WhisperForConditionalGeneration(config).eval()
+        positions = model.model.encoder.embed_positions.weight.clone()
+        randomize(model)
+        with torch.no_grad():
+            model.model.encoder.embed_positions.weight.copy_(positions)
+        folder = tmp_path_factory.mktemp("whisper")
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").write_text(json.dumps({**IDS, **generation}))
+        write_tokenizer(folder, VOCAB_SIZE)
+        return folder, model
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def multilingual(make):
+    return make(lang_to_id=LANGUAGES, task_to_id=TASKS, is_multilingual=True, no_timestamps_token_id=NO_TIMESTAMPS, **SUPPRESSED)
+
+
+def prompts(decoder=None):
+    rest = {} if decoder is None else {"decoder_prompt": {"prompt_token_ids": decoder}}
+    return [{"encoder_prompt": {"audio": samples, "sampling_rate": 16000}, **rest} for samples in recordings()]
+
+
+def features(samples):
+    return torch.from_numpy(LogMel()(samples))[None]
+
+
+def test_logits_and_greedy_tokens(make):
+    """Recordings in one batch, each in a step of its own."""
+    folder, model = make()
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=VOCAB_SIZE)
+    with LLM(str(folder), **OPTIONS) as llm:
+        outputs = llm.generate(prompts([START, 60, 70]), params, use_tqdm=False)
+    for samples, output in zip(recordings(), outputs, strict=True):
+        tokens = output.outputs[0].token_ids
+        with torch.inference_mode():
+            ids = torch.tensor([[*output.prompt_token_ids, *tokens]])
+            logits = model(input_features=features(samples), decoder_input_ids=ids).logits[0, 2:-1]
+        expected = torch.log_softmax(logits, -1)
+        found = torch.tensor([[entries[i].logprob for i in range(VOCAB_SIZE)] for entries in output.outputs[0].logprobs])
+        assert_same_logits(found, expected)
+        assert_same_tokens(tokens, expected)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1
+
+
+def test_suppressed_tokens_are_not_drawn(multilingual):
+    folder, model = multilingual
+    with LLM(str(folder), **OPTIONS) as llm:
+        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+    for samples, output in zip(recordings(), outputs, strict=True):
+        assert output.prompt_token_ids == [START, LANGUAGES["<|en|>"], TASKS["transcribe"], NO_TIMESTAMPS]
+        tokens: list[int] = []
+        # As transformers' processors have it, token by token.
+        while len(tokens) < 16 and tokens[-1:] != [1]:
+            with torch.no_grad():
+                ids = torch.tensor([[*output.prompt_token_ids, *tokens]])
+                logits = model(input_features=features(samples), decoder_input_ids=ids).logits[0, -1].clone()
+            logits[SUPPRESSED["suppress_tokens"] + ([] if tokens else SUPPRESSED["begin_suppress_tokens"])] = -torch.inf
+            tokens.append(int(logits.argmax()))
+        assert output.outputs[0].token_ids == tokens
+
+
+def test_a_recording_is_encoded_once(multilingual):
+    """Two tasks on one recording: the second finds what the encoder made."""
+    folder, _ = multilingual
+    params = SamplingParams(temperature=0, max_tokens=4)
+    tasks = [[START, 4, task, NO_TIMESTAMPS] for task in TASKS.values()]
+    with LLM(str(folder), **OPTIONS) as llm:
+        [first] = llm.generate(prompts(tasks[0])[:1], params, use_tqdm=False)
+        cross = llm.engine.client.core.scheduler.request_blocks.cross
+        allocated = []
+        allocate = cross.allocate
+        cross.allocate = lambda encoder, **how: allocated.append(encoder) or allocate(encoder, **how)
+        llm.generate(prompts(tasks[1])[:1], params, use_tqdm=False)
+        [again] = llm.generate(prompts(tasks[0])[:1], params, use_tqdm=False)
+    assert allocated == []
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_bfloat16_runs(multilingual):
+    folder, _ = multilingual
+    with LLM(str(folder), dtype="bfloat16", **OPTIONS) as llm:
+        outputs = llm.generate(prompts(), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert all(output.error is None for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("a text", "Whisper's encoder hears"),
+        ({"audio": []}, "the audio is empty"),
+        ({"audio": [0.0, float("nan")]}, "NaN or infinity"),
+        ({"audio": [[0.0], [0.0]]}, "one axis"),
+        ({"audio": [[0.0], []]}, "audio must be"),
+        ({"audio": ["a"]}, "audio must be an array of numbers"),
+        ({"audio": [0.0], "sampling_rate": 44100}, "44100 samples a second, and the model hears 16000"),
+        ({"audio": np.zeros(480001)}, r"30.0 seconds, and the model hears 30 at a time"),
+    ],
+)
+def test_bad_recordings_are_told_what_is_wrong(multilingual, prompt, message):
+    folder, _ = multilingual
+    with LLM(str(folder), **OPTIONS) as llm, pytest.raises(RequestError, match=message):
+        llm.generate([{"encoder_prompt": prompt}], use_tqdm=False)
+
+
+def test_integers_are_scaled(multilingual):
+    folder, _ = multilingual
+    tone = recordings()[0]
+    with LLM(str(folder), **OPTIONS) as llm:
+        given = [{"encoder_prompt": {"audio": samples}} for samples in (tone, (tone * 32767).round().astype(np.int16))]
+        one, other = llm.generate(given, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert one.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+def test_a_window_has_one_length(multilingual):
+    folder, _ = multilingual
+    with pytest.raises(ConfigError, match="the encoder has 1500 positions"):
+        LLM(str(folder), max_encoder_len=1600, **OPTIONS)
+    with pytest.raises(ConfigError, match="1500"):
+        LLM(str(folder), max_encoder_len=100, **OPTIONS)
+
+
+def test_english_alone_and_a_language_of_the_checkpoint(make):
+    cases = [
+        ({"no_timestamps_token_id": NO_TIMESTAMPS}, [START, NO_TIMESTAMPS]),
+        ({"lang_to_id": LANGUAGES, "task_to_id": TASKS, "language": "de", "task": "translate"}, [START, 5, 8]),
+    ]
+    for generation, expected in cases:
+        folder, _ = make(**generation)
+        with LLM(str(folder), **OPTIONS) as llm:
+            [output] = llm.generate(prompts()[:1], SamplingParams(max_tokens=1), use_tqdm=False)
+        assert output.prompt_token_ids == expected
