@@ -1,7 +1,7 @@
 """Whisper. This entry module only registers it; the rest is imported when it is selected."""
 
 from toolkit_lm.param_spec import ProcessorParams
-from toolkit_lm.plugin import LogitsProcessorRegistry, ModelRegistry, hookimpl
+from toolkit_lm.plugin import CommandRegistry, LogitsProcessorRegistry, ModelRegistry, hookimpl
 
 
 @hookimpl
@@ -12,5 +12,11 @@ def toolkit_register_models(models: ModelRegistry) -> None:
 
 @hookimpl
 def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
-    # Requests cannot ask for it: the model's rules do.
-    processors.add("whisper_suppress", "toolkit_lm_whisper.suppress:Suppress", params=ProcessorParams)
+    # Requests cannot ask for them: the model's rules do.
+    processors.add("whisper_suppress", "toolkit_lm_whisper.suppress:Suppress", params=ProcessorParams, priority=1)
+    processors.add("whisper_timestamps", "toolkit_lm_whisper.timestamps:Timestamps", params=ProcessorParams)
+
+
+@hookimpl
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    commands.add("transcribe", "toolkit_lm_whisper.cli:transcribe", help="Transcribe recordings with a Whisper model, offline.")

@@ -43,15 +43,21 @@ class LogMel:
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
         """`samples` [N] float32, at most a window's."""
-        padded = np.zeros(self.num_samples, np.float64)
+        padded = np.zeros(self.num_samples, np.float32)
         padded[: len(samples)] = samples
-        half = self.fft_size // 2
-        around = np.pad(padded, half, mode="reflect")
-        frames = np.lib.stride_tricks.sliding_window_view(around, self.fft_size)[:: self.hop][: self.num_frames]
-        power = np.abs(np.fft.rfft(frames * self._window)) ** 2
-        mel = np.log10(np.maximum(self._filters.T @ power.T, 1e-10))
-        mel = np.maximum(mel, mel.max() - 8.0)
-        features: np.ndarray = ((mel + 4.0) / 4.0).astype(np.float32)
+        return self.of_recording(padded)
+
+    def of_recording(self, samples: np.ndarray) -> np.ndarray:
+        """[num_mels, N // hop] float32, of a recording of any length: what is soft is soft beside the loudest of it."""
+        around = np.pad(samples, self.fft_size // 2, mode="reflect" if len(samples) > self.fft_size // 2 else "constant")
+        frames = np.lib.stride_tricks.sliding_window_view(around, self.fft_size)[:: self.hop][: len(samples) // self.hop]
+        mel = np.empty((self.num_mels, len(frames)), np.float32)
+        for start in range(0, len(frames), self.num_frames):
+            part = frames[start : start + self.num_frames]
+            power = np.abs(np.fft.rfft(part * self._window)) ** 2
+            mel[:, start : start + len(part)] = np.log10(np.maximum(self._filters.T @ power.T, 1e-10))
+        floor = mel.max(initial=-10.0) - np.float32(8.0)
+        features: np.ndarray = (np.maximum(mel, floor) + np.float32(4.0)) / np.float32(4.0)
         return features
 
     @cached_property

@@ -16,7 +16,10 @@ from toolkit_lm_whisper.features import LogMel
 
 
 class WhisperRules(EncoderDecoderRules):
-    """The encoder's prompt is {"audio": samples [N], "sampling_rate": hertz}, of one channel and 30 seconds at most."""
+    """The encoder's prompt is {"audio": samples [N], "sampling_rate": hertz}, of one channel and 30 seconds at most.
+
+    Or {"features": [num_mels, frames]}: a window of those of a longer recording.
+    """
 
     encoder_length_keys = ("max_source_positions",)
 
@@ -26,19 +29,33 @@ class WhisperRules(EncoderDecoderRules):
         self.mel = LogMel.read(Path(config.checkpoint.path), config.hf_config.get("num_mel_bins", 80))
 
     def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
-        if not isinstance(prompt, Mapping) or "audio" not in prompt:
+        if not isinstance(prompt, Mapping) or not {"audio", "features"} & set(prompt):
             raise RequestError(
                 "Whisper's encoder hears: give {'audio': samples, 'sampling_rate': hertz}. Text is for the decoder_prompt.", "prompt"
             )
+        features = self._window(prompt["features"]) if "features" in prompt else self._of_audio(prompt)
+        return EncoderInput(num_tokens=self.config.max_encoder_len, features=Array.of(np.ascontiguousarray(features)))
+
+    def _of_audio(self, prompt: Mapping[str, Any]) -> np.ndarray:
         samples = self.check_samples(prompt["audio"], prompt.get("sampling_rate", self.mel.sampling_rate))
         if len(samples) > self.mel.num_samples:
             raise RequestError(
                 f"the audio has {len(samples) / self.mel.sampling_rate:.1f} seconds, and the model hears {self.mel.seconds} at a time: "
-                "cut it, or use toolkit_lm_whisper.Transcriber.",
+                "cut it, or use toolkit_lm_whisper.transcriber.Transcriber.",
                 "audio",
             )
-        features = self.mel(samples)
-        return EncoderInput(num_tokens=self.config.max_encoder_len, features=Array.of(np.ascontiguousarray(features)))
+        return self.mel(samples)
+
+    def _window(self, given: Any) -> np.ndarray:
+        """Features [num_mels, frames], filled up with zeros. Raises RequestError."""
+        shape = (self.mel.num_mels, self.mel.num_frames)
+        if not isinstance(given, np.ndarray) or given.ndim != 2 or given.dtype.kind != "f" or not 0 < given.shape[1] <= shape[1]:
+            raise RequestError(f"features must be an array of floats [{shape[0]}, 1 to {shape[1]}].", "features")
+        if given.shape[0] != shape[0] or not np.isfinite(given).all():
+            raise RequestError(f"features must be {shape[0]} finite numbers for each frame.", "features")
+        window = np.zeros(shape, np.float32)
+        window[:, : given.shape[1]] = given
+        return window
 
     def check_samples(self, audio: Any, sampling_rate: Any) -> np.ndarray:
         """[N] float32, between -1 and 1 where they were integers. Raises RequestError, naming the parameter."""
@@ -77,6 +94,15 @@ class WhisperRules(EncoderDecoderRules):
         return [] if token is None else [token]
 
     def logits_processors(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[str, dict[str, Any]]:
-        """Tokens that are never drawn, and those that are not drawn first, as generation_config.json names them."""
+        """Tokens that are never drawn, and those that are not drawn first, as generation_config.json names them; the rules of timestamps.
+
+        These count where a decoder prompt names a task, and does not say that there are none.
+        """
         always, begin = (self.generation.get(key) or [] for key in ("suppress_tokens", "begin_suppress_tokens"))
-        return {"whisper_suppress": {"always": always, "begin": begin}} if always or begin else {}
+        found: dict[str, dict[str, Any]] = {"whisper_suppress": {"always": always, "begin": begin}} if always or begin else {}
+        without = self.generation.get("no_timestamps_token_id")
+        if without is not None and without not in decoder_prompt and decoder_prompt[-1] != self.start_token_id:
+            end = self.renderer.eos_token_ids[0]
+            most_first = self.generation.get("max_initial_timestamp_index")
+            found["whisper_timestamps"] = {"begin": without + 1, "end": end, "most_first": most_first}
+        return found

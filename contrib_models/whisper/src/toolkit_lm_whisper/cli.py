@@ -1,0 +1,77 @@
+"""`toolkit transcribe`: recordings to text, offline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_cli.options import engine_command
+
+from toolkit_lm_whisper.recordings import read_wav
+
+_FORMATS = ("txt", "srt", "vtt", "json")
+
+
+@engine_command()
+def transcribe(
+    config: VllmConfig,
+    plugins: Plugins,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: WAV, 16,000 samples a second.")],
+    format: Annotated[str, typer.Option(metavar="|".join(_FORMATS), help="Format of the transcripts.")] = "txt",
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the transcripts. Default: they are printed.")] = None,
+    language: Annotated[str | None, typer.Option(metavar="CODE", help="Language that is spoken, such as en. Default: detected.")] = None,
+    task: Annotated[str, typer.Option(metavar="transcribe|translate", help="Task. translate: to English.")] = "transcribe",
+) -> None:
+    """Transcribe recordings with a Whisper model, offline.
+
+    A file that cannot be read is told on stderr; the others go on, and the exit code is then 1.
+    """
+    if format not in _FORMATS:
+        raise ConfigError(f"option 'format': {format!r} must be one of {', '.join(_FORMATS)}.")
+    recordings, failed = {}, 0
+    for path in files:
+        try:
+            recordings[path] = read_wav(path)
+        except RequestError as error:
+            failed += 1
+            typer.echo(f"error: {error}", err=True)
+    if recordings:
+        texts = _transcripts(config, plugins, list(recordings.values()), format, language, task)
+        for path, text in zip(recordings, texts, strict=True):
+            if out is None:
+                typer.echo(text, nl=False)
+            else:
+                out.mkdir(parents=True, exist_ok=True)
+                (out / f"{path.stem}.{format}").write_text(text, encoding="utf-8")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _transcripts(config: VllmConfig, plugins: Plugins, given: list, format: str, language: str | None, task: str) -> list[str]:  # type: ignore[type-arg]
+    from toolkit_lm import LLM
+
+    from toolkit_lm_whisper.formats import FORMATS
+    from toolkit_lm_whisper.transcriber import Transcriber
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} s"),
+        TimeRemainingColumn(),
+    )
+    with (
+        LLM(config=config, plugins=plugins) as llm,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars,
+    ):
+        rows = [bars.add_task(f"recording {i}", total=len(samples) / rate) for i, (samples, rate) in enumerate(given, 1)]
+        found = Transcriber(llm).transcribe(
+            given, language=language, task=task, progress=lambda i, done: bars.update(rows[i], completed=done)
+        )
+    return [FORMATS[format](one) for one in found]

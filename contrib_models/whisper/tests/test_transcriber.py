@@ -1,0 +1,172 @@
+"""Long recordings: the rules of timestamps, windows, languages, fallbacks, and the command."""
+
+from __future__ import annotations
+
+import json
+import wave
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from toolkit_lm import LLM
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError, ToolkitError
+from toolkit_lm.sampling import ProcessorRow
+from toolkit_lm_devkit import randomize, write_tokenizer
+from toolkit_lm_whisper.formats import FORMATS
+from toolkit_lm_whisper.timestamps import Timestamps
+from toolkit_lm_whisper.transcriber import Segment, Thresholds, Transcriber, Transcript, split_at_pairs
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+WITHOUT, END, START = 300, 1, 290
+VOCAB_SIZE = WITHOUT + 1 + 1501
+GENERATION = {
+    "decoder_start_token_id": START,
+    "bos_token_id": END,
+    "eos_token_id": END,
+    "pad_token_id": 2,
+    "no_timestamps_token_id": WITHOUT,
+    "lang_to_id": {"<|en|>": 291, "<|de|>": 292},
+    "task_to_id": {"transcribe": 293, "translate": 294},
+    "prev_sot_token_id": 295,
+    "is_multilingual": True,
+    "max_initial_timestamp_index": 50,
+    "return_timestamps": True,
+}
+SIDES = {"layers": 1, "attention_heads": 2, "ffn_dim": 64}
+SHAPE = {"d_model": 32, "max_target_positions": 48, **{f"{side}_{key}": n for side in ("encoder", "decoder") for key, n in SIDES.items()}}
+
+
+@pytest.mark.parametrize("most_first", [None, 3])
+def test_rules_of_timestamps_are_those_of_transformers(most_first):
+    generator = np.random.default_rng(0)
+    config = transformers.GenerationConfig(no_timestamps_token_id=20, eos_token_id=5, max_initial_timestamp_index=most_first)
+    theirs = WhisperTimeStampLogitsProcessor(config, begin_index=2)
+    ours = Timestamps(VllmConfig.default(), torch.device("cpu"))
+    for length in [0] * 20 + list(generator.integers(1, 8, 400)):
+        scores = torch.from_numpy(generator.normal(0, 3, 40).astype(np.float32))
+        output = sorted(generator.integers(6, 40, length), key=lambda token: token if token > 20 else 0)
+        tokens = np.array([7, 8, *output], np.int32)
+        row = ProcessorRow(1, tokens, 2, 0)
+        ours.add(row, {"begin": 21, "end": 5, "most_first": most_first}, {})
+        expected = theirs(torch.from_numpy(tokens[None].astype(np.int64)), scores[None].clone())[0]
+        assert torch.equal(ours.apply(scores[None].clone(), [row])[0], expected), output
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pieces", "rest"),
+    [
+        ([], [], None),
+        ([100, 1, 2], [[100, 1, 2]], None),
+        ([100, 1, 2, 150], [[100, 1, 2, 150]], None),
+        ([100, 1, 150, 150, 2, 180], [[100, 1, 150], [150, 2, 180]], None),
+        ([100, 1, 150, 150, 2], [[100, 1, 150]], 50),
+        ([100, 1, 150, 160, 2, 180, 180], [[100, 1, 150], [160, 2, 180]], 80),
+    ],
+)
+def test_windows_are_cut_where_timestamps_meet(tokens, pieces, rest):
+    assert split_at_pairs(tokens, 100) == (pieces, rest)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whisper")
+    ids = {key: GENERATION[key] for key in ("decoder_start_token_id", "bos_token_id", "eos_token_id", "pad_token_id")}
+    config = transformers.WhisperConfig(vocab_size=VOCAB_SIZE, suppress_tokens=None, begin_suppress_tokens=None, **SHAPE, **ids)
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    randomize(model, seed=4)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    write_tokenizer(folder, VOCAB_SIZE)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint):
+    with LLM(str(checkpoint[0]), device="cpu", dtype="float32", num_kv_blocks=1200, max_num_seqs=8) as llm:
+        yield llm
+
+
+def recording(seconds: float, seed: int = 0) -> np.ndarray:
+    noise, time = np.random.default_rng(seed), np.arange(int(16000 * seconds)) / 16000
+    return (0.4 * np.sin(2 * np.pi * (200 + 20 * time) * time) + noise.normal(0, 0.05, len(time))).astype(np.float32)
+
+
+def test_long_recordings_are_those_of_transformers(checkpoint, llm):
+    """Greedy, without context: segments, and where the next window begins."""
+    folder, model = checkpoint
+    samples = recording(70)
+    [found] = Transcriber(llm, Thresholds(temperatures=(0.0,)), uses_context=False).transcribe([(samples, 16000)], language="en")
+    extractor = transformers.WhisperFeatureExtractor()
+    inputs = extractor(samples, sampling_rate=16000, truncation=False, padding="longest", return_attention_mask=True, return_tensors="pt")
+    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    with torch.no_grad():
+        expected = model.generate(**inputs, language="en", task="transcribe", return_timestamps=True, return_segments=True, do_sample=False)
+    segments = expected["segments"][0]
+    assert [[t for t in s["tokens"].tolist() if t < WITHOUT and t != END] for s in segments] == [s.token_ids for s in found.segments]
+    assert [round(float(s["start"]), 2) for s in segments] == [round(s.start, 2) for s in found.segments]
+    assert (found.language, found.duration) == ("en", 70.0)
+
+
+def test_several_at_once_are_those_of_each_alone(llm):
+    given = [(recording(40, 1), 16000), (recording(3, 2), 16000), (recording(65, 3), 16000)]
+    transcriber, seen = Transcriber(llm), []
+    together = transcriber.transcribe(given, progress=lambda index, seconds: seen.append((index, seconds)))
+    assert together == [transcriber.transcribe([one])[0] for one in given]
+    assert [max(seconds for i, seconds in seen if i == index) for index in range(3)] == [40, 3, 65]
+    assert {one.language for one in together} <= {"en", "de"}
+
+
+def test_what_fails_is_drawn_again(llm):
+    never = Thresholds(temperatures=(0.0, 0.5), least_logprob=0.0)
+    calls = []
+    transcriber = Transcriber(llm, never)
+    generate = llm.generate
+    llm.generate = lambda prompts, params, **how: calls.append(params.temperature) or generate(prompts, params, **how)
+    try:
+        transcriber.transcribe([(recording(2), 16000)], language="de")
+    finally:
+        del llm.generate
+    assert calls == [0.0, 0.5]
+
+
+def test_bad_requests(llm):
+    transcriber = Transcriber(llm)
+    with pytest.raises(RequestError, match="the audio is empty"):
+        transcriber.transcribe([([], 16000)])
+    with pytest.raises(RequestError, match="language 'xx' is not one"):
+        transcriber.transcribe([(recording(1), 16000)], language="xx")
+    with pytest.raises(RequestError, match="this model has transcribe, translate"):
+        transcriber.transcribe([(recording(1), 16000)], task="sing")
+    with LLM("tiny", num_kv_blocks=32, max_model_len=64) as other, pytest.raises(ToolkitError):
+        Transcriber(other)
+
+
+def test_formats():
+    found = Transcript("en", 4.5, [Segment(0.0, 1.5, " Good day.", [1]), Segment(3661.25, 3662.0, " Bye.", [2, 3])])
+    assert FORMATS["txt"](found) == "Good day. Bye.\n"
+    assert FORMATS["srt"](found).splitlines()[:3] == ["1", "00:00:00,000 --> 00:00:01,500", "Good day."]
+    assert FORMATS["vtt"](found).splitlines()[5:7] == ["01:01:01.250 --> 01:01:02.000", "Bye."]
+    assert json.loads(FORMATS["json"](found))["segments"][1] == {"start": 3661.25, "end": 3662.0, "text": " Bye.", "tokens": [2, 3]}
+
+
+def test_the_command(checkpoint, tmp_path, capsys):
+    from toolkit_lm_cli.app import run
+
+    path, short = tmp_path / "speech.wav", tmp_path / "short.wav"
+    for name, rate in ((path, 16000), (short, 16000)):
+        with wave.open(str(name), "wb") as file:
+            file.setparams((2, 2, rate, 0, "NONE", ""))
+            file.writeframes(np.repeat((recording(3) * 20000).astype("<i2"), 2).tobytes())
+    (tmp_path / "text.wav").write_text("no sound")
+    flags = ["--device", "cpu", "--num-kv-blocks", "1200", "--max-num-seqs", "4", "--language", "en"]
+    assert run(["transcribe", str(checkpoint[0]), str(path), str(short), "--format", "json", *flags]) == 0
+    one, other = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (one["duration"], one["language"]) == (3.0, "en")
+    assert one == other
+    out = tmp_path / "out"
+    assert run(["transcribe", str(checkpoint[0]), str(path), str(tmp_path / "text.wav"), "--format", "srt", "--out", str(out), *flags]) == 1
+    assert "text.wav cannot be read as WAV" in capsys.readouterr().err
+    assert [one.name for one in out.iterdir()] == ["speech.srt"]
+    assert run(["transcribe", str(checkpoint[0]), str(path), "--format", "pdf", *flags]) == 2
