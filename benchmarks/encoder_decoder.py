@@ -25,6 +25,18 @@ BART_BASE = {"d_model": 768, "encoder_layers": 6, "decoder_layers": 6, "encoder_
 BART_HEADS = {"encoder_attention_heads": 12, "decoder_attention_heads": 12}
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "bart-base": ("Bart", {"vocab_size": 50265, "max_position_embeddings": 1024, **BART_BASE, **BART_HEADS}),
+    "whisper-small": (
+        "Whisper",
+        {
+            "vocab_size": 51865,
+            **{key: value for key, value in BART_BASE.items() if "layers" not in key},
+            **BART_HEADS,
+            "encoder_layers": 12,
+            "decoder_layers": 12,
+            "suppress_tokens": None,
+            "begin_suppress_tokens": None,
+        },
+    ),
     "t5-base": ("T5", {"vocab_size": 32128, "d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12}),
 }
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}
@@ -41,10 +53,17 @@ def make(shape: str, folder: Path) -> Any:
     return model
 
 
-def prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+def prompts(count: int, length: int, vocab_size: int, seed: int, *, speech: bool = False) -> list[Any]:
+    """Token ids, or where the encoder hears, features of a window [80, 3000]."""
     generator = torch.Generator().manual_seed(seed)
-    found: list[list[int]] = torch.randint(5, vocab_size, (count, length), generator=generator).tolist()
+    if speech:
+        return list(torch.randn(count, 80, 3000, generator=generator))
+    found: list[Any] = torch.randint(5, vocab_size, (count, length), generator=generator).tolist()
     return found
+
+
+def as_prompt(one: Any) -> Any:
+    return {"prompt_token_ids": one} if isinstance(one, list) else {"features": one.numpy()}
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -55,19 +74,19 @@ def timed(work: Callable[[], object]) -> float:
 
 class Ours:
     def __init__(self, folder: Path, dtype: str) -> None:
-        options = {"device": "cpu", "dtype": dtype, "max_num_seqs": 64, "max_encoder_len": 1024, "max_model_len": 512}
+        options = {"device": "cpu", "dtype": dtype, "max_num_seqs": 64, "max_model_len": 448}
         self.llm = LLM(str(folder), kv_cache_memory="3GiB", **options)
 
-    def generate(self, given: list[list[int]], count: int, beams: int = 1) -> float:
+    def generate(self, given: list[Any], count: int, beams: int = 1) -> float:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         if beams > 1:
             params = SamplingParams(use_beam_search=True, beam_width=beams, n=1, max_tokens=count, ignore_eos=True)
-        asked: list[Any] = [{"prompt_token_ids": one} for one in given]
+        asked: list[Any] = [{"encoder_prompt": as_prompt(one)} for one in given]
         self.llm.reset_prefix_cache()
         return timed(lambda: self.llm.generate(asked, params, use_tqdm=False))
 
-    def first_token(self, one: list[int], decoder: list[int]) -> float:
-        asked: Any = {"encoder_prompt": {"prompt_token_ids": one}, "decoder_prompt": {"prompt_token_ids": decoder}}
+    def first_token(self, one: Any, decoder: list[int]) -> float:
+        asked: Any = {"encoder_prompt": as_prompt(one), "decoder_prompt": {"prompt_token_ids": decoder}}
         return timed(lambda: self.llm.generate([asked], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False))
 
 
@@ -76,17 +95,22 @@ class Theirs:
         self.model = model.to(getattr(torch, dtype))
 
     @torch.inference_mode()
-    def generate(self, given: list[list[int]], count: int, beams: int = 1) -> float:
-        ids = torch.tensor(given)
-        options = {"max_new_tokens": count, "min_new_tokens": count, "num_beams": beams, "do_sample": False}
-        return timed(lambda: self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options))
+    def generate(self, given: list[Any], count: int, beams: int = 1) -> float:
+        options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "num_beams": beams, "do_sample": False}
+        if isinstance(given[0], list):
+            ids = torch.tensor(given)
+            return timed(lambda: self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options))
+        # Whisper's own `generate` would do more than the same work.
+        generate, heard = transformers.GenerationMixin.generate, torch.stack(given).to(self.model.dtype)
+        start = torch.full((len(given), 1), IDS["decoder_start_token_id"])
+        return timed(lambda: generate(self.model, input_features=heard, decoder_input_ids=start, **options))
 
 
-def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech: bool) -> dict[str, list[tuple[float, float]]]:
     """By row of the table, seconds of ours and of theirs, one pair for each round."""
     found: dict[str, list[tuple[float, float]]] = {}
     for index in range(rounds + 1):
-        given = prompts(BATCH, ENCODER_TOKENS, vocab_size, index)
+        given = prompts(BATCH, ENCODER_TOKENS, vocab_size, index, speech=speech)
         pairs = {
             "encoder and one token": (ours.generate(given, 1), theirs.generate(given, 1)),
             "greedy": (ours.generate(given, OUTPUT_TOKENS), theirs.generate(given, OUTPUT_TOKENS)),
@@ -96,7 +120,7 @@ def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int) -> dict[st
         first, second, decode = pairs["encoder and one token"], pairs["greedy"], []
         decode = [whole - begin for whole, begin in zip(second, first, strict=True)]
         pairs["decode"] = (decode[0], decode[1])
-        [long] = prompts(1, LONG, vocab_size, 100 + index)
+        [long] = prompts(1, LONG, vocab_size, 100 + index, speech=speech)
         ours.llm.reset_prefix_cache()
         # Other decoder prompts each time: what is shared is the encoder's.
         pairs["first token, repeated and new"] = (ours.first_token(long, [2, 0, 9]), ours.first_token(long, [2, 0, 8]))[::-1]
@@ -114,9 +138,11 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make(arguments.shape, Path(folder))
-        vocab_size = SHAPES[arguments.shape][1]["vocab_size"]
-        found = measure(Ours(Path(folder), arguments.dtype), Theirs(model, arguments.dtype), vocab_size, arguments.rounds)
-    print(f"{arguments.shape}, {arguments.dtype}, {torch.get_num_threads()} threads, batch {BATCH}, {ENCODER_TOKENS} tokens in")
+        (family, fields), speech = SHAPES[arguments.shape], arguments.shape.startswith("whisper")
+        ours, theirs = Ours(Path(folder), arguments.dtype), Theirs(model, arguments.dtype)
+        found = measure(ours, theirs, fields["vocab_size"], arguments.rounds, speech=speech)
+    what = "a window" if speech else f"{ENCODER_TOKENS} tokens"
+    print(f"{family} ({arguments.shape}), {arguments.dtype}, {torch.get_num_threads()} threads, batch {BATCH}, {what} in")
     print("| | ours, s | transformers, s | ratio |\n| --- | --- | --- | --- |")
     for name, pairs in found.items():
         mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))

@@ -107,11 +107,25 @@ def test_clients_that_are_gone_are_forgotten():
 _numbers = count()
 
 
-def request(client: str, tokens: int) -> SimpleNamespace:
+class Asked(SimpleNamespace):
+    """As much of a request as the policy reads."""
+
+    num_to_encode = 0
+
+    @property
+    def num_wanted_tokens(self) -> int:
+        return self.num_to_encode + self.num_rows - 1 + self.leader.num_pending_tokens
+
+    @property
+    def least_tokens(self) -> int:
+        return self.num_to_encode + 1 if self.chunkable else self.num_wanted_tokens
+
+
+def request(client: str, tokens: int) -> Asked:
     params = SimpleNamespace(num_sequences=1)
     leader = SimpleNamespace(num_pending_tokens=tokens, num_computed_tokens=0)
-    fields = {"num_prompt_tokens": tokens, "max_output_tokens": 0, "num_rows": 1, "chunkable": True, "search": None, "swapped": False}
-    return SimpleNamespace(context={"client": client}, params=params, leader=leader, gave_way=False, number=next(_numbers), **fields)
+    fields = {"num_prompt_tokens": tokens, "max_output_tokens": 0, "num_rows": 1, "chunkable": True}
+    return Asked(context={"client": client}, params=params, leader=leader, gave_way=False, number=next(_numbers), **fields)
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -190,11 +204,16 @@ def test_a_step_is_shared(wanted, granted):
     assert planned(FairPolicy(SchedulerConfig()), **wanted) == granted
 
 
-def test_what_cannot_be_cut_saves_up():
-    """A prompt of 100 tokens beside one that decodes: 5 tokens a step come to it, until they are as many as it has."""
+@pytest.mark.parametrize("encodes", [False, True])
+def test_what_cannot_be_cut_saves_up(encodes):
+    """A prompt of 100 tokens beside one that decodes: 5 tokens a step come to it, until they are as many as it has.
+
+    An encoder's prompt cannot be cut, whatever the decoder's can.
+    """
     policy = FairPolicy(SchedulerConfig())
-    whole, other = request("a", 100), request("b", 1)
-    whole.chunkable, whole.sort_key, other.sort_key, other.leader.num_computed_tokens = False, (0.0,), (0.0,), 1
+    whole, other = request("a", 1 if encodes else 100), request("b", 1)
+    whole.num_to_encode = 99 if encodes else 0
+    whole.chunkable, whole.sort_key, other.sort_key, other.leader.num_computed_tokens = encodes, (0.0,), (0.0,), 1
     granted = []
     for _ in range(21):
         policy.begin_step([other], [whole])
