@@ -225,10 +225,13 @@ def test_buckets_are_those_of_transformers(sizes, is_causal):
 def test_every_architecture_is_registered_and_can_be_loaded():
     models = ModelRegistry(owner=PluginInfo("encdec"))
     toolkit_lm_encdec.toolkit_register_models(models)
-    assert len(models.keys()) == 9
+    assert len(models.keys()) == 11
     for entry in models.entries():
-        assert (entry.runner, entry.bounded) == ("generate", not entry.target.startswith("toolkit_lm_encdec.t5:"))
-        assert issubclass(models.load(entry.key), EncoderDecoderModel)
+        encodes_only = entry.encoder_decoder is None
+        assert encodes_only == entry.key.endswith("EncoderModel")
+        is_t5 = entry.target.partition(":")[0] in ("toolkit_lm_encdec.t5", "toolkit_lm_encdec.t5_encoder")
+        assert (entry.runner, entry.bounded) == ("pooling" if encodes_only else "generate", not is_t5)
+        assert issubclass(models.load(entry.key), EncoderDecoderModel) != encodes_only
 
 
 @pytest.mark.parametrize("module", ["toolkit_lm_encdec", "toolkit_lm_encdec.rules"])

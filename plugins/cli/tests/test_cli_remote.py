@@ -131,7 +131,7 @@ def test_where_no_server_answers(toolkit):
 
 def test_an_interrupt_ends_it_quietly_and_no_torch_is_imported(url):
     code = (
-        "import sys, atexit\nfrom toolkit_lm_cli import main\n"
+        "import atexit, signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom toolkit_lm_cli import main\n"
         "atexit.register(lambda: sys.stderr.write(str('torch' in sys.modules)))\nmain()"
     )
     arguments = [sys.executable, "-c", code, "chat", "--url", url]
