@@ -138,7 +138,7 @@ def _generate(llm: LLM, prompts: Sequence[Prompt], params: Sequence[SamplingPara
         if output.error is not None:
             raise ToolkitError(f"a prompt failed: {output.error}")
     num_outputs = sum(len(one.token_ids) for output in outputs for one in output.outputs)
-    return seconds, sum(len(output.prompt_token_ids) for output in outputs), num_outputs
+    return seconds, sum(output.num_prompt_tokens for output in outputs), num_outputs
 
 
 def _params(sampling: SamplingOptions, max_tokens: int) -> SamplingParams:

@@ -126,7 +126,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 def _row(line: str | dict[str, Any], output: RequestOutput) -> dict[str, Any]:
     outputs = [_output(one) for one in output.outputs]
-    return {"prompt": _prompt_of(line), "num_prompt_tokens": len(output.prompt_token_ids), "outputs": outputs, "error": output.error}
+    return {"prompt": _prompt_of(line), "num_prompt_tokens": output.num_prompt_tokens, "outputs": outputs, "error": output.error}
 
 
 def _output(one: CompletionOutput) -> dict[str, Any]:
