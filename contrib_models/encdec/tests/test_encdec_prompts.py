@@ -85,6 +85,11 @@ def test_bad_prompts_are_told_what_is_wrong(make):
     with LLM(str(folder), max_encoder_len=8, **OPTIONS) as llm:
         with pytest.raises(ContextLengthError, match=r"encoder prompt has 9 tokens.* 8 tokens for its encoder \(max_encoder_len\)"):
             llm.generate([{"prompt_token_ids": [5] * 9}], params, use_tqdm=False)
+        for empty in ({"prompt_token_ids": []}, "", {"encoder_prompt": ""}):
+            with pytest.raises(RequestError, match="empty"):
+                llm.generate([empty], params, use_tqdm=False)
+        with pytest.raises(RequestError, match="encoder prompt is empty|truncate_prompt_tokens"):
+            llm.generate([ENCODER], params.replace(truncate_prompt_tokens=0), use_tqdm=False)
         with pytest.raises(RequestError, match="needs an encoder prompt beside it"):
             llm.generate([{"decoder_prompt": "b"}], params, use_tqdm=False)
         with pytest.raises(RequestError, match="unknown key 'prompt' beside encoder_prompt"):

@@ -37,6 +37,8 @@ class RequestLimits:
         if prompt == 0:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt")
         encoded = message.encoder.num_tokens if message.encoder is not None else 0
+        if message.encoder is not None and encoded == 0:
+            raise RequestError("the encoder prompt is empty: it needs at least one token.", "prompt")
         if encoded > self.max_encoder_len:
             raise ContextLengthError(
                 f"the encoder prompt has {encoded} tokens; this model's maximum context length is {self.max_encoder_len} tokens for its "
