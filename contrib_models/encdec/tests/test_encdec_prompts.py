@@ -88,8 +88,6 @@ def test_bad_prompts_are_told_what_is_wrong(make):
         for empty in ({"prompt_token_ids": []}, "", {"encoder_prompt": ""}):
             with pytest.raises(RequestError, match="empty"):
                 llm.generate([empty], params, use_tqdm=False)
-        with pytest.raises(RequestError, match="the encoder prompt is empty"):
-            llm.generate([ENCODER], params.replace(truncate_prompt_tokens=0), use_tqdm=False)
         with pytest.raises(RequestError, match="needs an encoder prompt beside it"):
             llm.generate([{"decoder_prompt": "b"}], params, use_tqdm=False)
         with pytest.raises(RequestError, match="unknown key 'prompt' beside encoder_prompt"):
