@@ -155,6 +155,11 @@ def test_a_wrong_hook_is_an_error(text, error):
         load(module_from("from toolkit_lm.plugin import hookimpl\n" + text))
 
 
+def test_a_hook_of_a_plugin_that_is_not_there_may_be_optional():
+    text = "from toolkit_lm.plugin import hookimpl\n@hookimpl(optionalhook=True)\ndef toolkit_brought_by_another(): ..."
+    assert load(module_from(text)).info("from_text").hooks == []
+
+
 def test_a_class_is_no_plugin():
     with pytest.raises(PluginError, match=r"Model is a class"):
         load(Model)

@@ -128,6 +128,8 @@ class Loader:
             if options is None:
                 raise PluginError(f"{name!r} is not marked with @hookimpl, so that it would never be called")
             hook = options.get("specname") or name
+            if hook not in known and options.get("optionalhook"):
+                continue
             if hook not in known:
                 raise PluginError(f"there is no hook {hook!r}. {nearest(hook, known)}")
             for refused in ("wrapper", "hookwrapper", "tryfirst", "trylast"):

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
 from toolkit_lm.errors import QueueFullError, RequestError
@@ -159,6 +159,10 @@ class BudgetedLLM:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
+
+    def hold(self, cost: Cost, options: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+        """What a route itself takes of memory, beside the requests that it makes. Raises RequestError, QueueFullError on entry."""
+        return self._budget.spend(cost, _client(options), 0)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         outputs = self._engine.generate(prompt, params, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from fastapi import Response
@@ -12,15 +12,22 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from toolkit_lm_server.errors import as_api_error
-from toolkit_lm_server.generation import Generation
 from toolkit_lm_server.route import unless_disconnected
 
 _DONE = b"data: [DONE]\n\n"
+
+
+class Source(Protocol):
+    """What events are made of."""
+
+    async def aclose(self) -> None: ...
+
+
 _encode = msgspec.json.Encoder().encode
 
 
 class EventStream(Response):
-    """Sends objects as they come, then "[DONE]". `generation`, their source, is closed when the client goes away.
+    """Sends objects as they come, then "[DONE]". `source`, what they are made of, is closed when the client goes away.
 
     Objects that come together are sent together. An error after the start of the stream is an event of its own, in the shape of an error
     body.
@@ -28,14 +35,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[list[dict[str, Any]], None], generation: Generation) -> None:
+    def __init__(self, events: AsyncGenerator[list[dict[str, Any]], None], source: Source) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
-        self._generation = generation
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._generation), aclosing(self._events):
+        async with aclosing(self._source), aclosing(self._events):
             try:
                 await unless_disconnected(receive, self._send_all(send))
             except (ClientDisconnect, OSError):

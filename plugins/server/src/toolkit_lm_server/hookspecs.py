@@ -19,8 +19,9 @@ def toolkit_register_routes(router: APIRouter, engine: AsyncLLM, options: Any) -
 
     `options` are the plugin's own: an instance of its `Options`, or None where it has none.
 
-    Caller: `create_router`, once, for the plugins that the option `routes` names and for no others. Process: the server's. Thread: the
-    one that makes the app. Return: None, or the lifespan of what the routes need, a function that makes an async context manager: it is
-    entered before the routes are served, and left when the last request has ended. Routes get the server's API key check, body limit and
-    error shape. An implementation that raises, adds anything but plain HTTP routes, or takes a path that is in use, is fatal.
+    Caller: `create_router`, once, for the plugins that the option `routes` names, and the one whose model is served. Process: the
+    server's. Thread: the one that makes the app. Return: None, or the lifespan of what the routes need, a function that makes an async
+    context manager: it is entered before the routes are served, and left when the last request has ended. Routes get the server's API key
+    check, body limit and error shape. An implementation that raises, adds anything but plain HTTP routes, or takes a path that is in use,
+    is fatal.
     """

@@ -29,14 +29,16 @@ def check_names(plugins: Plugins, names: Sequence[str]) -> None:
 
 
 def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str], kind: type[APIRoute]) -> None:
-    """Adds the routes of the named plugins to `router`, as routes of class `kind`, and their lifespans to its own.
+    """Adds the routes of the named plugins, and of the one whose model is served, to `router`, as routes of class `kind`, and their
+    lifespans to its own.
 
     Raises ConfigError or PluginError.
     """
     check_names(engine.plugins, names)
+    wanted = {*names, _of_model(engine)}
     lifespans: list[tuple[PluginInfo, Lifespan]] = []
     for info, register in engine.plugins.implementations(HOOK):
-        if info.name not in names:
+        if info.name not in wanted:
             continue
         own = APIRouter(route_class=kind)
         options = engine.plugins.options(info.name)
@@ -66,6 +68,13 @@ def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str],
             yield
 
     router.lifespan_context = together
+
+
+def _of_model(engine: AsyncLLM) -> str | None:
+    """The plugin that brings the model's class; None for a class that stands in for others."""
+    assert engine.config.checkpoint is not None
+    models, architecture = engine.plugins.models, engine.config.checkpoint.architecture
+    return models.get(architecture).plugin if architecture in models else None
 
 
 @asynccontextmanager

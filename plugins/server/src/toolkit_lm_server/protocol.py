@@ -65,7 +65,7 @@ Items = Annotated[list[Item], _FailFast()]
 """A list of which the first wrong item is told. A body has room for millions of them, and each error costs time and memory."""
 
 
-def _unknown(name: str, known: Iterable[str], inside: str = "", hint: str = "") -> PydanticCustomError:
+def unknown_field(name: str, known: Iterable[str], inside: str = "", hint: str = "") -> PydanticCustomError:
     """The error of a field that there is not, with a hint at what may be meant."""
     name = printable(name)
     hint = hint or nearest(name, known, 1, otherwise="")
@@ -102,7 +102,7 @@ class Body(BaseModel):
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
             elif name not in _NEUTRAL and name not in _NOTES:
                 # The first is enough, as with lists.
-                raise _unknown(name, cls.model_fields, hint=shipped_with(name))
+                raise unknown_field(name, cls.model_fields, hint=shipped_with(name))
         return kept
 
 
@@ -116,7 +116,7 @@ class StreamOptions(BaseModel):
     def _check_names(cls, data: Any) -> Any:
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
-                raise _unknown(name, cls.model_fields, "stream_options.")
+                raise unknown_field(name, cls.model_fields, "stream_options.")
         return data
 
 
