@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import wave
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import transformers
 from toolkit_lm import LLM
@@ -15,8 +17,10 @@ from toolkit_lm.errors import RequestError, ToolkitError
 from toolkit_lm.sampling import ProcessorRow
 from toolkit_lm_devkit import randomize, write_tokenizer
 from toolkit_lm_whisper.formats import FORMATS
+from toolkit_lm_whisper.long_form import LongForm, Recording, Segment, Thresholds, Transcript, split_at_pairs
+from toolkit_lm_whisper.recordings import read_recording
 from toolkit_lm_whisper.timestamps import Timestamps
-from toolkit_lm_whisper.transcriber import Segment, Thresholds, Transcriber, Transcript, split_at_pairs
+from toolkit_lm_whisper.transcriber import Transcriber
 from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 WITHOUT, END, START = 300, 1, 290
@@ -93,16 +97,18 @@ def recording(seconds: float, seed: int = 0) -> np.ndarray:
     return (0.4 * np.sin(2 * np.pi * (200 + 20 * time) * time) + noise.normal(0, 0.05, len(time))).astype(np.float32)
 
 
-def test_long_recordings_are_those_of_transformers(checkpoint, llm):
-    """Greedy, without context: segments, and where the next window begins."""
+@pytest.mark.parametrize("uses_context", [False, True])
+def test_long_recordings_are_those_of_transformers(checkpoint, llm, uses_context):
+    """Greedy: segments, and where the next window begins."""
     folder, model = checkpoint
     samples = recording(70)
-    [found] = Transcriber(llm, Thresholds(temperatures=(0.0,)), uses_context=False).transcribe([(samples, 16000)], language="en")
+    [found] = Transcriber(llm, Thresholds(temperatures=(0.0,)), uses_context=uses_context).transcribe([(samples, 16000)], language="en")
     extractor = transformers.WhisperFeatureExtractor()
     inputs = extractor(samples, sampling_rate=16000, truncation=False, padding="longest", return_attention_mask=True, return_tensors="pt")
     model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    asked = {"language": "en", "task": "transcribe", "return_timestamps": True, "return_segments": True, "do_sample": False}
     with torch.no_grad():
-        expected = model.generate(**inputs, language="en", task="transcribe", return_timestamps=True, return_segments=True, do_sample=False)
+        expected = model.generate(**inputs, **asked, condition_on_prev_tokens=uses_context)
     segments = expected["segments"][0]
     assert [[t for t in s["tokens"].tolist() if t < WITHOUT and t != END] for s in segments] == [s.token_ids for s in found.segments]
     assert [round(float(s["start"]), 2) for s in segments] == [round(s.start, 2) for s in found.segments]
@@ -123,12 +129,73 @@ def test_what_fails_is_drawn_again(llm):
     calls = []
     transcriber = Transcriber(llm, never)
     generate = llm.generate
-    llm.generate = lambda prompts, params, **how: calls.append(params.temperature) or generate(prompts, params, **how)
+    llm.generate = lambda prompts, params, **how: calls.append([one.temperature for one in params]) or generate(prompts, params, **how)
     try:
         transcriber.transcribe([(recording(2), 16000)], language="de")
     finally:
         del llm.generate
-    assert calls == [0.0, 0.5]
+    assert calls == [[0.0], [0.0], [0.5]], "the second asks for the probability of silence"
+
+
+def test_silence_has_no_text(checkpoint, llm):
+    """The probability is that of the token before <|notimestamps|>, where the transcript starts."""
+    _, model = checkpoint
+    samples = recording(35)
+    model_of_speech, limits = LongForm(llm.config, llm.engine.renderer), Thresholds(temperatures=(0.0,))
+    told = Recording(model_of_speech, samples, 16000, language="de", thresholds=limits, tells_no_speech=True, uses_context=False)
+    steps = told.steps()
+    ask = next(steps)
+    while ask is not None:
+        try:
+            ask = steps.send(llm.generate([ask.prompt], ask.params, use_tqdm=False)[0])
+        except StopIteration:
+            ask = None
+    features = transformers.WhisperFeatureExtractor()(samples, sampling_rate=16000, truncation=False, padding=False, return_tensors="pt")
+    with torch.no_grad():
+        logits = model(input_features=features.input_features[:, :, :3000], decoder_input_ids=torch.tensor([[START]])).logits
+    assert told.transcript.segments[0].no_speech_prob == pytest.approx(logits[0, 0].softmax(-1)[WITHOUT - 1].item(), rel=1e-4)
+    for most, expected in ((0.0, 0), (1.0, len(told.transcript.segments))):
+        limits = Thresholds(temperatures=(0.0,), least_logprob=0.0, most_no_speech=most)
+        [found] = Transcriber(llm, limits, uses_context=False).transcribe([(samples, 16000)], language="de")
+        assert len(found.segments) == expected
+        assert found.duration == 35
+
+
+def test_what_was_said_before_is_read(llm):
+    """Tokens that are marks of the model's are not taken from a client's text."""
+    model = LongForm(llm.config, llm.engine.renderer)
+    given = []
+    marked = [5, START, 6, 291, 293, END, 7, WITHOUT - 1, WITHOUT, WITHOUT + 5]
+    model.renderer = SimpleNamespace(render_prompt=lambda text, add_special_tokens: given.append(text) or marked)
+    first = next(Recording(model, recording(2), 16000, language="en", prompt="  A name. ").steps())
+    assert first.prompt["decoder_prompt"]["prompt_token_ids"] == [295, 5, 6, 7, START, 291, 293]
+    assert given == [" A name."]
+    bare = next(Recording(model, recording(2), 16000, language="en", prompt=" ").steps())
+    assert bare.prompt["decoder_prompt"]["prompt_token_ids"] == [START, 291, 293]
+
+
+@pytest.mark.parametrize(("name", "rate", "channels"), [("a.flac", 44100, 2), ("a.ogg", 48000, 1), ("a.mp3", 22050, 2), ("a.wav", 8000, 1)])
+def test_files_are_decoded_and_resampled(tmp_path, name, rate, channels):
+    time = np.arange(rate) / rate
+    tone = 0.5 * np.sin(2 * np.pi * 440 * time)
+    soundfile.write(tmp_path / name, np.repeat(tone[:, None], channels, axis=1), rate)
+    found = read_recording(tmp_path / name, 16000)
+    assert len(found) == pytest.approx(16000, rel=0.11 if name.endswith("mp3") else 0.001)
+    spectrum = np.abs(np.fft.rfft(found))
+    assert spectrum.argmax() * 16000 / len(found) == pytest.approx(440, abs=2)
+
+
+def test_files_that_are_no_recordings(tmp_path):
+    soundfile.write(tmp_path / "none.wav", np.zeros(0), 16000)
+    soundfile.write(tmp_path / "many.wav", np.zeros((10, 9)), 16000)
+    soundfile.write(tmp_path / "slow.wav", np.zeros(10), 10)
+    (tmp_path / "text.mp3").write_text("no sound")
+    for name, why in (("none", "is empty"), ("many", "has 9 channels: up to 8"), ("slow", "states 10 samples a second: 1,000 to 384,000")):
+        with pytest.raises(RequestError, match=f"{name}.wav {why}"):
+            read_recording(tmp_path / f"{name}.wav", 16000)
+    for name in ("text.mp3", "missing.wav"):
+        with pytest.raises(RequestError, match=f"{name} cannot be read as audio: .*WAV, FLAC, Ogg and MP3 are read"):
+            read_recording(tmp_path / name, 16000)
 
 
 def test_bad_requests(llm):
@@ -167,6 +234,6 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert one == other
     out = tmp_path / "out"
     assert run(["transcribe", str(checkpoint[0]), str(path), str(tmp_path / "text.wav"), "--format", "srt", "--out", str(out), *flags]) == 1
-    assert "text.wav cannot be read as WAV" in capsys.readouterr().err
+    assert "text.wav cannot be read as audio" in capsys.readouterr().err
     assert [one.name for one in out.iterdir()] == ["speech.srt"]
     assert run(["transcribe", str(checkpoint[0]), str(path), "--format", "pdf", *flags]) == 2

@@ -1,7 +1,15 @@
 """Whisper. This entry module only registers it; the rest is imported when it is selected."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.plugin import CommandRegistry, LogitsProcessorRegistry, ModelRegistry, hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from toolkit_lm import AsyncLLM
 
 
 @hookimpl
@@ -20,3 +28,11 @@ def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> N
 @hookimpl
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("transcribe", "toolkit_lm_whisper.cli:transcribe", help="Transcribe recordings with a Whisper model, offline.")
+
+
+# Optional: models are served without the server's plugin, too.
+@hookimpl(optionalhook=True)
+def toolkit_register_routes(router: APIRouter, engine: AsyncLLM) -> None:
+    from toolkit_lm_whisper.routes import add_routes
+
+    add_routes(router, engine)

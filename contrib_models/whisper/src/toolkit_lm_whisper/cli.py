@@ -13,7 +13,8 @@ from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli.options import engine_command
 
-from toolkit_lm_whisper.recordings import read_wav
+from toolkit_lm_whisper.features import LogMel
+from toolkit_lm_whisper.recordings import read_recording
 
 _FORMATS = ("txt", "srt", "vtt", "json")
 
@@ -22,7 +23,7 @@ _FORMATS = ("txt", "srt", "vtt", "json")
 def transcribe(
     config: VllmConfig,
     plugins: Plugins,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: WAV, 16,000 samples a second.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: WAV, FLAC, Ogg, MP3.")],
     format: Annotated[str, typer.Option(metavar="|".join(_FORMATS), help="Format of the transcripts.")] = "txt",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the transcripts. Default: they are printed.")] = None,
     language: Annotated[str | None, typer.Option(metavar="CODE", help="Language that is spoken, such as en. Default: detected.")] = None,
@@ -37,7 +38,7 @@ def transcribe(
     recordings, failed = {}, 0
     for path in files:
         try:
-            recordings[path] = read_wav(path)
+            recordings[path] = (read_recording(path, LogMel.sampling_rate), LogMel.sampling_rate)
         except RequestError as error:
             failed += 1
             typer.echo(f"error: {error}", err=True)

@@ -1,11 +1,13 @@
-"""Transcripts as text: txt, srt, vtt, json."""
+"""Transcripts as text: txt, srt, vtt, json, and the bodies of OpenAI's API."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from typing import Any
 
-from toolkit_lm_whisper.transcriber import Transcript
+from toolkit_lm_whisper.long_form import Segment, Transcript
 
 
 def _txt(found: Transcript) -> str:
@@ -28,6 +30,25 @@ def _json(found: Transcript) -> str:
 
 
 FORMATS: dict[str, Callable[[Transcript], str]] = {"txt": _txt, "srt": _srt, "vtt": _vtt, "json": _json}
+
+
+def usage(found: Transcript) -> dict[str, Any]:
+    """As OpenAI counts recordings: by started seconds."""
+    return {"type": "duration", "seconds": math.ceil(found.duration)}
+
+
+def verbose(found: Transcript, task: str) -> dict[str, Any]:
+    """OpenAI's `verbose_json`."""
+    segments = [_segment(i, one) for i, one in enumerate(found.segments)]
+    about = {"task": task, "language": found.language, "duration": round(found.duration, 2), "text": found.text}
+    return {**about, "segments": segments, "usage": usage(found)}
+
+
+def _segment(index: int, one: Segment) -> dict[str, Any]:
+    times = {"start": round(one.start, 2), "end": round(one.end, 2)}
+    drawn = {"temperature": one.temperature, "avg_logprob": one.avg_logprob, "compression_ratio": one.compression_ratio}
+    said = {"text": one.text, "tokens": one.token_ids, "no_speech_prob": one.no_speech_prob}
+    return {"id": index, "seek": one.seek, **times, **said, **drawn}
 
 
 def _clock(seconds: float, point: str) -> str:

@@ -1,32 +1,82 @@
-"""Files of recordings: WAV by Python itself."""
+"""Recordings in files, decoded by libsndfile (WAV, FLAC, Ogg, MP3, ...) and resampled by soxr, a block at a time."""
 
 from __future__ import annotations
 
-import wave
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from toolkit_lm.errors import RequestError
 
+_BLOCK = 2**16
+"""Frames that are decoded at a time."""
+_MOST_CHANNELS = 8
+_RATES = (1_000, 384_000)
+BYTES_PER_SAMPLE = 12
+"""Of memory, while features are computed: its own and its copies'."""
 _MOST_SECONDS = 24 * 3600
 
 
-def read_wav(path: Path) -> tuple[np.ndarray, int]:
-    """Samples [N] float32 between -1 and 1, the mean of the channels; and samples a second. Raises RequestError, naming the file."""
+class Audio:
+    """An open file, of which the header is read."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+        rate, channels = file.samplerate, file.channels
+        if not _RATES[0] <= rate <= _RATES[1]:
+            raise RequestError(f"{name} states {rate} samples a second: {_RATES[0]:,} to {_RATES[1]:,} are read.", "file")
+        if not 0 < channels <= _MOST_CHANNELS:
+            raise RequestError(f"{name} has {channels} channels: up to {_MOST_CHANNELS} are read.", "file")
+        if file.frames <= 0:
+            raise RequestError(f"{name} is empty: it needs at least one sample.", "file")
+
+    @property
+    def seconds(self) -> float:
+        """As the header has it."""
+        seconds: float = self._file.frames / self._file.samplerate
+        return seconds
+
+    def read(self, sampling_rate: int) -> np.ndarray:
+        """Samples [N] float32, the mean of the channels, `sampling_rate` a second. Raises RequestError."""
+        import soundfile
+        import soxr
+
+        stream = soxr.ResampleStream(self._file.samplerate, sampling_rate, 1, dtype="float32")
+        is_same, parts, left = self._file.samplerate == sampling_rate, [], self._file.frames
+        try:
+            while left > 0:
+                block = self._file.read(min(_BLOCK, left), dtype="float32", always_2d=True)
+                left -= len(block) if len(block) else left
+                mono = np.ascontiguousarray(block.mean(axis=1, dtype=np.float32))
+                parts.append(mono if is_same else stream.resample_chunk(mono, last=left <= 0))
+        except soundfile.LibsndfileError as error:
+            raise RequestError(f"{self._name} is damaged: {error.error_string}", "file") from None
+        samples: np.ndarray = np.concatenate(parts)
+        if not len(samples):
+            raise RequestError(f"{self._name} is empty: it needs at least one sample.", "file")
+        return samples
+
+
+@contextmanager
+def open_audio(file: Path | IO[bytes], name: str) -> Iterator[Audio]:
+    """Reads the header. `name`: for errors. Raises RequestError."""
+    import soundfile
+
     try:
-        with wave.open(str(path), "rb") as file:
-            channels, width, rate, count = file.getnchannels(), file.getsampwidth(), file.getframerate(), file.getnframes()
-            if count > _MOST_SECONDS * max(rate, 1):
-                raise RequestError(f"{path}: no more than {_MOST_SECONDS // 3600} hours are read.", "file")
-            data = file.readframes(count)
-    except (OSError, EOFError, wave.Error) as error:
-        how = f"ffmpeg -i {path.name} -ar 16000 -ac 1 out.wav"
-        raise RequestError(f"{path} cannot be read as WAV: {error}. Other formats: `{how}`.", "file") from None
-    samples: np.ndarray
-    if width == 1:
-        samples = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
-    elif width in (2, 4):
-        samples = np.frombuffer(data, f"<i{width}").astype(np.float32) / np.float32(2 ** (8 * width - 1))
-    else:
-        raise RequestError(f"{path} has samples of {8 * width} bits: 8, 16 and 32 are read.", "file")
-    return samples.reshape(-1, channels).mean(axis=1, dtype=np.float32), rate
+        opened = soundfile.SoundFile(file if not isinstance(file, Path) else str(file))
+    except (soundfile.LibsndfileError, OSError) as error:
+        told = error.error_string if isinstance(error, soundfile.LibsndfileError) else str(error)
+        formats = "WAV, FLAC, Ogg and MP3 are"
+        raise RequestError(f"{name} cannot be read as audio: {told.strip().rstrip('.')}. {formats} read.", "file") from None
+    with opened:
+        yield Audio(opened, name)
+
+
+def read_recording(path: Path, sampling_rate: int) -> np.ndarray:
+    """Samples [N] float32 of a file, the mean of its channels, `sampling_rate` a second. Raises RequestError, naming the file."""
+    with open_audio(path, str(path)) as audio:
+        if audio.seconds > _MOST_SECONDS:
+            raise RequestError(f"{path} has {audio.seconds / 3600:.1f} hours: no more than {_MOST_SECONDS // 3600} are read.", "file")
+        return audio.read(sampling_rate)

@@ -89,6 +89,12 @@ class WhisperRules(EncoderDecoderRules):
         named = [languages.get(language, next(iter(languages.values()))), tasks.get(self.generation.get("task") or "transcribe")]
         return [self.start_token_id, *(token for token in named if token is not None), *self._no_timestamps()]
 
+    def decoder_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Text from before the window stands before the start of the transcript."""
+        before = self.generation.get("prev_sot_token_id")
+        has_context = before is not None and list(token_ids[:1]) == [before] and self.start_token_id in token_ids
+        return list(token_ids) if has_context else super().decoder_prompt(token_ids)
+
     def _no_timestamps(self) -> list[int]:
         token = self.generation.get("no_timestamps_token_id")
         return [] if token is None else [token]
@@ -96,12 +102,13 @@ class WhisperRules(EncoderDecoderRules):
     def logits_processors(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[str, dict[str, Any]]:
         """Tokens that are never drawn, and those that are not drawn first, as generation_config.json names them; the rules of timestamps.
 
-        These count where a decoder prompt names a task, and does not say that there are none.
+        These count unless the decoder prompt says that there are none, or asks which language is spoken: it then names none.
         """
         always, begin = (self.generation.get(key) or [] for key in ("suppress_tokens", "begin_suppress_tokens"))
         found: dict[str, dict[str, Any]] = {"whisper_suppress": {"always": always, "begin": begin}} if always or begin else {}
         without = self.generation.get("no_timestamps_token_id")
-        if without is not None and without not in decoder_prompt and decoder_prompt[-1] != self.start_token_id:
+        asks_language = self.generation.get("lang_to_id") and decoder_prompt[-1] == self.start_token_id
+        if without is not None and without not in decoder_prompt and not asks_language:
             end = self.renderer.eos_token_ids[0]
             most_first = self.generation.get("max_initial_timestamp_index")
             found["whisper_timestamps"] = {"begin": without + 1, "end": end, "most_first": most_first}

@@ -1,0 +1,162 @@
+"""POST /v1/audio/transcriptions and /v1/audio/translations, as OpenAI has them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
+from functools import cached_property
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import numpy as np
+from fastapi import APIRouter, Form, Request, Response, UploadFile
+from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm_server.answers import answer
+from toolkit_lm_server.cost import BudgetedLLM
+from toolkit_lm_server.errors import ApiError, described, printable
+from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.protocol import check_model, unknown_field
+from toolkit_lm_server.route import request_context
+
+from toolkit_lm_whisper.formats import FORMATS, usage, verbose
+from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
+from toolkit_lm_whisper.recordings import BYTES_PER_SAMPLE, open_audio
+from toolkit_lm_whisper.transcriber import AsyncTranscriber
+
+if TYPE_CHECKING:
+    from toolkit_lm import AsyncLLM
+    from toolkit_lm.processing.requests import RequestOptions
+
+_TEXTS = {"text": "txt", "srt": "srt", "vtt": "vtt"}
+_GRANULARITIES = "timestamp_granularities[]"
+
+
+class TranslationForm(BaseModel):
+    """POST /v1/audio/translations."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    file: UploadFile
+    """WAV, FLAC, Ogg or MP3."""
+    model: str | None = None
+    """None: the model that is served."""
+    prompt: Annotated[str, Field(max_length=10_000)] = ""
+    """What was said before, or names that are to be spelled so."""
+    response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """0: a window that repeats itself, or of which the model is unsure, is drawn again at higher ones."""
+    stream: bool = False
+    """Events `transcript.text.delta`, window by window, then `transcript.text.done`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, data: Any) -> Any:
+        known = [one.alias or name for name, one in cls.model_fields.items()]
+        for name in data if isinstance(data, dict) else ():
+            if name not in known:
+                raise unknown_field(name, known)
+        return data
+
+
+class TranscriptionForm(TranslationForm):
+    """POST /v1/audio/transcriptions."""
+
+    language: str | None = None
+    """As the model names it: "en". None: it is detected."""
+    chunking_strategy: Literal["auto"] | None = None
+    """It has no effect: windows follow the timestamps that the model sets."""
+    timestamp_granularities: Annotated[list[Literal["segment"]], Field(alias=_GRANULARITIES, max_length=1)] = []
+    """Of verbose_json."""
+
+
+class _Work:
+    """A recording on its way, and what it costs."""
+
+    def __init__(self, recording: Recording, segments: AsyncGenerator[list[Segment], None], paid: ExitStack) -> None:
+        self.recording = recording
+        self.segments = segments
+        self._paid = paid
+
+    async def aclose(self) -> None:
+        """Aborts what is not finished."""
+        try:
+            await self.segments.aclose()
+        finally:
+            self._paid.close()
+
+
+class Audio:
+    """Recordings to text."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = cast(BudgetedLLM, engine)
+
+    @cached_property
+    def _transcriber(self) -> AsyncTranscriber:
+        """Raises ApiError for a model that sets no timestamps."""
+        try:
+            return AsyncTranscriber(cast("AsyncLLM", self._engine))
+        except ToolkitError as error:
+            raise ApiError(400, str(error), param="model") from error
+
+    async def transcribe(self, form: Annotated[TranscriptionForm, Form()], request: Request) -> Response:
+        """Transcribes a recording, in the language that is spoken."""
+        return await self._answer(form, request, "transcribe", form.language)
+
+    async def translate(self, form: Annotated[TranslationForm, Form()], request: Request) -> Response:
+        """Translates what is said in a recording to English."""
+        return await self._answer(form, request, "translate", None)
+
+    async def _answer(self, form: TranslationForm, request: Request, task: str, language: str | None) -> Response:
+        check_model(cast("AsyncLLM", self._engine), form.model)
+        if form.stream and form.response_format not in ("json", "text"):
+            raise ApiError(400, f"stream gives text: response_format {form.response_format!r} cannot be streamed.", param="stream")
+        work = await self._begin(form, task, language, {"context": request_context(request)})
+        if form.stream:
+            return EventStream(_events(work), work)
+        async with aclosing(work):
+            async for _ in work.segments:
+                pass
+        found = work.recording.transcript
+        if form.response_format in _TEXTS:
+            return PlainTextResponse(FORMATS[_TEXTS[form.response_format]](found))
+        if form.response_format == "verbose_json":
+            return await answer(lambda: verbose(found, task))
+        return await answer(lambda: {"text": found.text, "usage": usage(found)})
+
+    async def _begin(self, form: TranslationForm, task: str, language: str | None, options: RequestOptions) -> _Work:
+        """Decodes the file, and computes its features. Raises RequestError, QueueFullError."""
+        with ExitStack() as paid:
+            samples = await asyncio.to_thread(self._decode, form.file, paid, options)
+            thresholds = Thresholds(temperatures=(form.temperature,)) if form.temperature else None
+            recording = await self._transcriber.begin(
+                samples,
+                self._transcriber.sampling_rate,
+                language=language,
+                task=task,
+                prompt=form.prompt,
+                thresholds=thresholds,
+                tells_no_speech=form.response_format == "verbose_json",
+            )
+            return _Work(recording, self._transcriber.segments(recording, **options), paid.pop_all())
+
+    def _decode(self, file: UploadFile, paid: ExitStack, options: RequestOptions) -> np.ndarray:
+        rate = self._transcriber.sampling_rate
+        with open_audio(file.file, printable(repr(file.filename or "the file"))) as audio:
+            paid.enter_context(self._engine.hold({"seconds of audio": int(audio.seconds * rate * BYTES_PER_SAMPLE)}, options))
+            return audio.read(rate)
+
+
+async def _events(work: _Work) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async for found in work.segments:
+        yield [{"type": "transcript.text.delta", "delta": one.text} for one in found]
+    done = work.recording.transcript
+    yield [{"type": "transcript.text.done", "text": done.text, "usage": usage(done)}]
+
+
+def add_routes(router: APIRouter, engine: AsyncLLM) -> None:
+    audio = Audio(engine)
+    for path, handler in (("/v1/audio/transcriptions", audio.transcribe), ("/v1/audio/translations", audio.translate)):
+        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=described(404, 429, 504))
