@@ -1,10 +1,14 @@
 """What decoders begin with."""
 
 import importlib
+import json
 
 import msgspec
 import pytest
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution.resolution import resolve
+from toolkit_lm_devkit import write_tokenizer
 from toolkit_lm_encdec import MODELS
 
 START = {"decoder_start_token_id": 2}
@@ -16,6 +20,17 @@ def prompt_of(architecture, config, generation):
     module, name = MODELS[architecture][1].split(":")
     # The rules of these families ask a renderer nothing.
     return getattr(importlib.import_module(module), name)(resolved, None).default_decoder_prompt()
+
+
+def test_sides_may_state_lengths_of_their_own(tmp_path):
+    config = {"architectures": ["T5GemmaForConditionalGeneration"], "model_type": "t5gemma", "vocab_size": 300}
+    sides = {"encoder": {"max_position_embeddings": 96}, "decoder": {"max_position_embeddings": 48}}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sides}))
+    write_tokenizer(tmp_path, 300)
+    plugins = Plugins.load()
+    for given, expected in (({}, (48, 96)), ({"max_model_len": 64, "max_encoder_len": 128}, (64, 128))):
+        resolved = resolve(VllmConfig.make(model=str(tmp_path), device="cpu", load_format="dummy", **given), plugins)
+        assert (resolved.max_model_len, resolved.max_encoder_len) == expected
 
 
 @pytest.mark.parametrize(

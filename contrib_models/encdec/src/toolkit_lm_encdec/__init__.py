@@ -1,5 +1,7 @@
 """Encoder-decoder language models. This entry module only registers them; each is imported when it is selected."""
 
+from typing import Any
+
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 RULES = "toolkit_lm.renderer:EncoderDecoderRules"
@@ -13,7 +15,7 @@ MODELS = {
     "MarianMTModel": ("bart:MarianMTModel", RULES),
     "PegasusForConditionalGeneration": ("bart:PegasusForConditionalGeneration", RULES),
     "T5ForConditionalGeneration": ("t5:T5ForConditionalGeneration", RULES),
-    "T5GemmaForConditionalGeneration": ("t5gemma:T5GemmaForConditionalGeneration", RULES),
+    "T5GemmaForConditionalGeneration": ("t5gemma:T5GemmaForConditionalGeneration", "toolkit_lm_encdec.rules:T5GemmaRules"),
     # What t5-3b and t5-11b call themselves.
     "T5WithLMHeadModel": ("t5:T5ForConditionalGeneration", RULES),
 }
@@ -25,7 +27,9 @@ ENCODERS = ("T5EncoderModel", "MT5EncoderModel")
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, (target, rules) in MODELS.items():
-        # T5 tells distances apart, and takes sequences that are longer than those of its training.
-        models.add(architecture, f"toolkit_lm_encdec.{target}", bounded=not target.startswith("t5:"), encoder_decoder=rules)
+        stated: dict[str, Any] = {"length_keys": ("decoder.max_position_embeddings",)} if target.startswith("t5gemma:") else {}
+        # T5 and T5Gemma tell distances apart, and take sequences that are longer than those of their training.
+        bounded = not target.startswith("t5")
+        models.add(architecture, f"toolkit_lm_encdec.{target}", bounded=bounded, encoder_decoder=rules, **stated)
     for architecture in ENCODERS:
         models.add(architecture, "toolkit_lm_encdec.t5_encoder:T5EncoderModel", runner="pooling", bounded=False)

@@ -5,6 +5,12 @@ from __future__ import annotations
 from toolkit_lm.renderer import EncoderDecoderRules
 
 
+class T5GemmaRules(EncoderDecoderRules):
+    """Each side states the length of its own sequences."""
+
+    encoder_length_keys = ("encoder.max_position_embeddings",)
+
+
 class MBartRules(EncoderDecoderRules):
     """The start token, and the language that the checkpoint forces, if any: mBART-50. Others begin with their language itself."""
 

@@ -32,7 +32,8 @@ class ModelEntry(Entry):
     reserved_positions: int = 0
     """Of the positions that the checkpoint states, how many no token ever has (RoBERTa: those up to padding's)."""
     length_keys: tuple[str, ...] = LENGTH_KEYS
-    """Keys of config.json: the first that is there states the longest sequence. Empty: there is none, as with ALiBi."""
+    """Keys of config.json: the first that is there states the longest sequence. "decoder.x" is x of its object `decoder`. Empty: there is
+    none, as with ALiBi."""
     caches_prefixes: bool = True
     """What it keeps of a prompt can serve other requests that begin alike. False: prefix caching is off for it."""
     bounded: bool = True
@@ -56,7 +57,7 @@ class RendererEntry(Entry):
     """A renderer class."""
 
     reads: tuple[str, ...] = ()
-    """File names; it can read a checkpoint folder that holds any of them."""
+    """File names; it can read a checkpoint folder that holds any of them. Empty: it is taken by its name only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

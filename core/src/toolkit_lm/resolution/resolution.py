@@ -5,6 +5,7 @@ Two choices stay with the loaded model: each layer's attention backend (the runn
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
 
 
 def _max_model_len(wanted: int | None, checkpoint: Checkpoint, entry: ModelEntry) -> int:
-    stated = next((value for key in entry.length_keys if isinstance(value := checkpoint.hf_config.get(key), int)), None)
+    stated = _stated(checkpoint.hf_config, entry.length_keys)
     if stated is None:
         if wanted is None and not entry.bounded:
             return _UNSTATED
@@ -146,13 +147,23 @@ def _max_encoder_len(config: VllmConfig, plugins: Plugins) -> int | None:
         if wanted is not None:
             raise ConfigError(f"max_encoder_len is for encoder-decoder models, and {entry.key!r} is none.")
         return None
-    keys, hf_config = plugins.models.load_rules(entry.key).encoder_length_keys, config.hf_config
-    longest = next((value for key in keys if isinstance(value := hf_config.get(key), int)), None)
+    longest = _stated(config.hf_config, plugins.models.load_rules(entry.key).encoder_length_keys)
     if wanted is not None and longest is not None and wanted > longest and entry.bounded:
         raise ConfigError(
             f"max_encoder_len is {wanted}, but the encoder has {longest} positions: give --max-encoder-len {longest} or less."
         )
     return wanted or longest or config.max_model_len
+
+
+def _stated(hf_config: dict[str, Any], keys: Sequence[str]) -> int | None:
+    """The first of these that config.json states as an integer. "decoder.x" is x of its object `decoder`."""
+    for key in keys:
+        value: Any = hf_config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def _stretched(length: int, hf_config: dict[str, Any]) -> int:
@@ -178,7 +189,8 @@ def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
     def refusal(entry: RendererEntry, by_name: bool) -> str | None:
         if by_name or any((folder / name).exists() for name in entry.reads):
             return plugins.renderers.ask(entry.key, config, by_name=by_name)
-        return f"{str(folder)!r} has none of {', '.join(entry.reads)}"
+        files = ", ".join(entry.reads)
+        return f"{str(folder)!r} has none of {files}" if files else f"only --renderer {entry.key} takes it"
 
     wanted = config.renderer.renderer
     if wanted == "auto":
