@@ -1,14 +1,18 @@
 """Encoder-decoder models against transformers' `generate`, in turns: the encoder alone, the decoder, a beam search, shared inputs.
 
-    python benchmarks/encoder_decoder.py [--dtype bfloat16] [--rounds 3] [--shape bart-base]
+    python benchmarks/encoder_decoder.py [--dtype bfloat16] [--rounds 3] [--shape bart-base] [--mixed] [--ctranslate2]
 
-Weights are random: both compute all tokens. Prints a table of medians and their ratios, larger is better for us.
+Weights are random: both compute all tokens. Prints a table of medians and their ratios, larger is better for us. `--mixed`: encoder prompts
+of 64 to 448 tokens, which transformers pads. `--ctranslate2`: Whisper also by CTranslate2, in float32, its only float type on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,11 +57,14 @@ def make(shape: str, folder: Path) -> Any:
     return model
 
 
-def prompts(count: int, length: int, vocab_size: int, seed: int, *, speech: bool = False) -> list[Any]:
-    """Token ids, or where the encoder hears, features of a window [80, 3000]."""
+def prompts(count: int, length: int, vocab_size: int, seed: int, *, speech: bool = False, mixed: bool = False) -> list[Any]:
+    """Token ids, or where the encoder hears, features of a window [80, 3000]. `mixed`: of a quarter to seven quarters of `length`."""
     generator = torch.Generator().manual_seed(seed)
     if speech:
         return list(torch.randn(count, 80, 3000, generator=generator))
+    if mixed:
+        lengths = torch.linspace(length // 4, length * 7 // 4, count).int().tolist()
+        return [torch.randint(5, vocab_size, (one,), generator=generator).tolist() for one in lengths]
     found: list[Any] = torch.randint(5, vocab_size, (count, length), generator=generator).tolist()
     return found
 
@@ -98,19 +105,55 @@ class Theirs:
     def generate(self, given: list[Any], count: int, beams: int = 1) -> float:
         options: dict[str, Any] = {"max_new_tokens": count, "min_new_tokens": count, "num_beams": beams, "do_sample": False}
         if isinstance(given[0], list):
-            ids = torch.tensor(given)
-            return timed(lambda: self.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options))
+            longest = max(map(len, given))
+            ids = torch.tensor([one + [IDS["pad_token_id"]] * (longest - len(one)) for one in given])
+            mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in given])
+            return timed(lambda: self.model.generate(input_ids=ids, attention_mask=mask, **options))
         # Whisper's own `generate` would do more than the same work.
         generate, heard = transformers.GenerationMixin.generate, torch.stack(given).to(self.model.dtype)
         start = torch.full((len(given), 1), IDS["decoder_start_token_id"])
         return timed(lambda: generate(self.model, input_features=heard, decoder_input_ids=start, **options))
 
 
-def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech: bool) -> dict[str, list[tuple[float, float]]]:
+class Peer:
+    """CTranslate2, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        from ctranslate2_whisper import convert
+
+        convert(folder, folder / "ctranslate2")
+        script = Path(__file__).with_name("ctranslate2_whisper.py")
+        command = [sys.executable, str(script), str(folder / "ctranslate2"), str(torch.get_num_threads())]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def generate(self, batch: int, count: int) -> float:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([batch, count]), file=self._process.stdin, flush=True)
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+def measure_peer(ours: Ours, peer: Peer, vocab_size: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """As `measure`."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for index in range(rounds + 1):
+        given = prompts(BATCH, 0, vocab_size, index, speech=True)
+        first = ours.generate(given, 1), peer.generate(BATCH, 1)
+        second = ours.generate(given, OUTPUT_TOKENS), peer.generate(BATCH, OUTPUT_TOKENS)
+        decode = second[0] - first[0], second[1] - first[1]
+        if index:
+            for name, pair in {"encoder and one token": first, "greedy": second, "decode": decode}.items():
+                found.setdefault(name, []).append(pair)
+    return found
+
+
+def measure(ours: Ours, theirs: Theirs, vocab_size: int, rounds: int, *, speech: bool, mixed: bool) -> dict[str, list[tuple[float, float]]]:
     """By row of the table, seconds of ours and of theirs, one pair for each round."""
     found: dict[str, list[tuple[float, float]]] = {}
     for index in range(rounds + 1):
-        given = prompts(BATCH, ENCODER_TOKENS, vocab_size, index, speech=speech)
+        given = prompts(BATCH, ENCODER_TOKENS, vocab_size, index, speech=speech, mixed=mixed)
         pairs = {
             "encoder and one token": (ours.generate(given, 1), theirs.generate(given, 1)),
             "greedy": (ours.generate(given, OUTPUT_TOKENS), theirs.generate(given, OUTPUT_TOKENS)),
@@ -135,18 +178,27 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="bart-base")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mixed", action="store_true")
+    parser.add_argument("--ctranslate2", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = make(arguments.shape, Path(folder))
         (family, fields), speech = SHAPES[arguments.shape], arguments.shape.startswith("whisper")
         ours, theirs = Ours(Path(folder), arguments.dtype), Theirs(model, arguments.dtype)
-        found = measure(ours, theirs, fields["vocab_size"], arguments.rounds, speech=speech)
-    what = "a window" if speech else f"{ENCODER_TOKENS} tokens"
+        found = measure(ours, theirs, fields["vocab_size"], arguments.rounds, speech=speech, mixed=arguments.mixed)
+        compared = {}
+        if arguments.ctranslate2:
+            del theirs, model
+            peer = Peer(Path(folder))
+            compared = measure_peer(ours, peer, fields["vocab_size"], arguments.rounds)
+            peer.close()
+    what = "a window" if speech else f"{ENCODER_TOKENS} tokens on average" if arguments.mixed else f"{ENCODER_TOKENS} tokens"
     print(f"{family} ({arguments.shape}), {arguments.dtype}, {torch.get_num_threads()} threads, batch {BATCH}, {what} in")
-    print("| | ours, s | transformers, s | ratio |\n| --- | --- | --- | --- |")
-    for name, pairs in found.items():
-        mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"| {name} | {mine:.3f} | {other:.3f} | {other / mine:.2f} |")
+    for other, rows in (("transformers", found), ("CTranslate2 (float32)", compared)):
+        print(f"\n| | ours, s | {other}, s | ratio |\n| --- | --- | --- | --- |" if rows else "")
+        for name, pairs in rows.items():
+            mine, its = (statistics.median(column) for column in zip(*pairs, strict=True))
+            print(f"| {name} | {mine:.3f} | {its:.3f} | {its / mine:.2f} |")
     beams, greedy = (statistics.median(ours for ours, _ in found[name]) for name in ("beams", "greedy of the same four"))
     print(f"\nBeams of width 4 take {beams / greedy:.2f} times as long as greedy.")
 
