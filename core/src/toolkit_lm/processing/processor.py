@@ -145,6 +145,8 @@ class Processor:
         self, request_ids: Sequence[str], rendered: Iterable[RenderedPrompt], params: SamplingParams, options: RequestOptions
     ) -> list[PreparedRequest]:
         check_bounds(params, self.config.limits)
+        if params.stop and not self.renderer.has_text:
+            raise RequestError("stop is a text, and this engine makes none of its tokens: use stop_token_ids.", "stop")
         inputs = SequenceInputs()
         if params.bad_words or params.extra_args:
             inputs = SequenceInputs(

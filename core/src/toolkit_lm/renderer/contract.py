@@ -59,6 +59,11 @@ class Renderer(ABC):
         """
 
     @property
+    def has_text(self) -> bool:
+        """It makes text of tokens. False: what it makes is empty, and stop texts are refused."""
+        return True
+
+    @property
     def has_chat_template(self) -> bool:
         """It can render conversations."""
         return True

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from toolkit_lm.renderer import DecodeStream, RenderedText, Renderer
 
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
+from toolkit_lm_renderer_hf.end_tokens import end_tokens, text_config
 from toolkit_lm_renderer_hf.joining import Joiner
 from toolkit_lm_renderer_hf.panic import is_panic, panics_as
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
@@ -48,9 +48,9 @@ class HfRenderer(Renderer):
         self._chat_template = find_chat_template(config.renderer.chat_template, folder, tokenizer_config, special_tokens)
         vocab = self._tokenizer.get_vocab()
         tokenizer_size = max(vocab.values(), default=-1) + 1
-        self._vocab_size = max(tokenizer_size, _text_config(config.hf_config).get("vocab_size") or 0)
+        self._vocab_size = max(tokenizer_size, text_config(config.hf_config).get("vocab_size") or 0)
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
-        self._eos_token_ids = _eos_token_ids(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
+        self._eos_token_ids = end_tokens(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
 
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
         for name in kwargs:
@@ -162,34 +162,3 @@ def _cut(text: str, encoding: Encoding, most: int) -> str:
     end, next_start = encoding.offsets[most - 1][1], encoding.offsets[most][0]
     # A character of several tokens is left out when not all of them fit, unless it is the first one.
     return text[: min(end, next_start) or end]
-
-
-def _text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
-    nested = hf_config.get("text_config")
-    return {**hf_config, **nested} if isinstance(nested, dict) else hf_config
-
-
-def _eos_token_ids(config: VllmConfig, of_tokenizer: int | None, vocab_size: int) -> list[int]:
-    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit for are left out: it never draws them.
-
-    Raises CheckpointError for what is no token id.
-    """
-    found: dict[int, None] = {}
-    for file, token_id in _stated_eos(config):
-        if not 0 <= token_id < vocab_size:
-            logger.warning("%s: eos_token_id %d is not in the vocabulary of %d tokens, and never ends a text.", file, token_id, vocab_size)
-        else:
-            found[token_id] = None
-    if of_tokenizer is not None and of_tokenizer < vocab_size:
-        found[of_tokenizer] = None
-    return list(found)
-
-
-def _stated_eos(config: VllmConfig) -> Iterator[tuple[Path, int]]:
-    assert config.checkpoint is not None
-    for name, values in (("generation_config.json", config.checkpoint.generation_config), ("config.json", _text_config(config.hf_config))):
-        file, value = Path(config.checkpoint.path, name), values.get("eos_token_id")
-        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if type(token_id) is not int:
-                raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them, not {reprlib.repr(token_id)}.")
-            yield file, token_id

@@ -65,6 +65,7 @@ class Message(BaseModel):
 
 class ChatChoice(BaseModel):
     index: int
+    token_ids: list[int] | None = None
     message: Message
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
@@ -76,6 +77,7 @@ class ChatCompletion(Head):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Delta(BaseModel):
@@ -85,6 +87,8 @@ class Delta(BaseModel):
 
 class ChatDelta(BaseModel):
     index: int
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
@@ -110,6 +114,8 @@ class CompletionChoice(BaseModel):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     prompt_logprobs: PromptLogprobs = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(Head):

@@ -46,7 +46,8 @@ class Chat:
     def _whole(self, body: ChatBody, generation: Generation, choices: Sequence[Piece]) -> dict[str, Any]:
         """The answer that is not a stream."""
         found = (_choice(choice, body) for choice in choices)
-        reply = {**self._head(generation, "chat.completion"), "choices": found, "usage": generation.usage()}
+        prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids} if body.return_token_ids else {}
+        reply = {**self._head(generation, "chat.completion"), "choices": found, "usage": generation.usage(), **prompt}
         if body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(generation.prompt(0).prompt_logprobs)
         return reply
@@ -54,17 +55,18 @@ class Chat:
     async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
         head = self._head(generation, "chat.completion.chunk") | ({"usage": None} if body.include_usage else {})
 
-        def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None) -> dict[str, Any]:
-            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
+            choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
             return {**head, "choices": [choice]}
 
         yield [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
         async for deltas in generation.pieces():
             chunks = []
             for delta in deltas:
-                if delta.text or delta.logprobs:
+                wanted = generation.token_ids(delta) if body.return_token_ids else {}
+                if delta.text or delta.logprobs or wanted.get("token_ids"):
                     logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
-                    chunks.append(chunk(delta.index, {"content": delta.text}, logprobs))
+                    chunks.append(chunk(delta.index, {"content": delta.text}, logprobs, **wanted))
                 if delta.finish_reason is not None:
                     chunks.append(chunk(delta.index, {}, finish_reason=delta.finish_reason))
             yield chunks
@@ -88,4 +90,4 @@ def _choice(choice: Piece, body: ChatBody) -> dict[str, Any]:
         "logprobs": logprobs,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-    }
+    } | ({"token_ids": choice.token_ids} if body.return_token_ids else {})

@@ -63,7 +63,7 @@ class Completions:
 
     def _whole_choice(self, body: CompletionBody, generation: Generation, one: Piece) -> dict[str, Any]:
         echo: dict[str, Any] = self._echo(body, generation, one.index) if body.echo else {"text": ""}
-        choice = _choice(one, body.logprobs, len(echo["text"]))
+        choice = _choice(one, body.logprobs, len(echo["text"])) | (generation.token_ids(one) if body.return_token_ids else {})
         if body.echo:
             choice["text"] = echo["text"] + choice["text"]
             choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
@@ -81,8 +81,9 @@ class Completions:
                     echo = await asyncio.to_thread(self._echo, body, generation, one.index)
                     echoed[one.index] = len(echo["text"])
                     chunks.append({**head, "choices": [echo]})
-                if one.text or one.logprobs or one.finish_reason is not None:
-                    chunks.append({**head, "choices": [_choice(one, body.logprobs, echoed.get(one.index, 0))]})
+                wanted = generation.token_ids(one) if body.return_token_ids else {}
+                if one.text or one.logprobs or one.finish_reason is not None or wanted.get("token_ids"):
+                    chunks.append({**head, "choices": [_choice(one, body.logprobs, echoed.get(one.index, 0)) | wanted]})
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]

@@ -34,6 +34,8 @@ class Piece:
     text_offset: int = 0
     """Characters of the choice before this text."""
     token_ids: list[int] = field(default_factory=list)
+    token_offset: int = 0
+    """Tokens of the choice before these."""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     """One per token, where asked for."""
     finish_reason: str | None = None
@@ -56,7 +58,7 @@ class Generation:
         self._n = n
         self._latest: dict[int, RequestOutput] = {}
         self._num_characters = [0] * (num_prompts * n)
-        self._num_tokens = 0
+        self._num_tokens = [0] * (num_prompts * n)
 
     async def check_first(self) -> None:
         """Raises ApiError where a sequence failed at once (400, 500), or the time was over before there was any token (504).
@@ -79,6 +81,11 @@ class Generation:
         """What is known of a choice's prompt: the tokens that the engine read, its log probabilities once the choice has a token."""
         return self._latest[choice // self._n]
 
+    def token_ids(self, one: Piece) -> dict[str, Any]:
+        """vLLM's fields of a choice: its token ids, and with the first of them those of its prompt."""
+        first = {} if one.token_offset else {"prompt_token_ids": self.prompt(one.index).prompt_token_ids}
+        return {"token_ids": one.token_ids, **first}
+
     async def pieces(self) -> AsyncGenerator[list[Piece], None]:
         """What is new, as it comes. Raises ApiError when a sequence fails: 400 where the request's parameters are why, else 500."""
         yield self._pieces(self._first)
@@ -95,11 +102,11 @@ class Generation:
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far. Prompts count as the engine read them."""
-        prompt = sum(output.num_prompt_tokens for output in self._latest.values())
+        prompt, completion = sum(output.num_prompt_tokens for output in self._latest.values()), sum(self._num_tokens)
         return {
             "prompt_tokens": prompt,
-            "completion_tokens": self._num_tokens,
-            "total_tokens": prompt + self._num_tokens,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in self._latest.values())},
         }
 
@@ -113,10 +120,10 @@ class Generation:
         return pieces
 
     def _piece(self, index: int, new: CompletionOutput) -> Piece:
-        offset = self._num_characters[index]
+        offset, before = self._num_characters[index], self._num_tokens[index]
         self._num_characters[index] += len(new.text)
-        self._num_tokens += len(new.token_ids)
-        return Piece(index, new.text, offset, new.token_ids, new.logprobs or [], new.finish_reason, new.stop_reason)
+        self._num_tokens[index] += len(new.token_ids)
+        return Piece(index, new.text, offset, new.token_ids, before, new.logprobs or [], new.finish_reason, new.stop_reason)
 
 
 def are_large(choices: Sequence[Piece]) -> bool:

@@ -171,6 +171,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    """The answer has the token ids of prompts and outputs, too."""
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
