@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from fake_engine import Groups, check_blocks, kv_cache
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import BlockCopy, StepPlan
 from toolkit_lm.scheduler import BlockManager, TokenRange
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
 from toolkit_lm.scheduler.prefix import PrefixHashes
+from toolkit_lm.scheduler.request_blocks import Cached, RequestBlocks
 
 CHUNK = 6
 LAYOUTS: list[Groups] = [[(2, None)], [(4, None), (3, None, 1)], [(2, None), (4, 5)], [(2, None), (4, 5, 1), (3, None)]]
@@ -216,3 +220,17 @@ def test_double_allocation_is_refused():
     blocks.append_slots(TokenRange(1, 0, 1), StepPlan())
     with pytest.raises(AssertionError, match="holds blocks already"):
         blocks.fork(0, 1, 1)
+
+
+def test_windows_move_on_the_host():
+    """Tokens that were drafts when a request gave way may have been verified when it comes back."""
+    blocks = make_blocks(12, [(2, None), (2, 4)], host_blocks=12)
+    blocks.append_slots(TokenRange(0, 0, 10), StepPlan())
+    blocks.trim(0, 6)
+    assert blocks.get_block_table(0, 1)[:2] == [NO_BLOCK, blocks.get_block_table(0, 1)[1]]
+    assert len(blocks.swap_out([0])) == blocks.num_used_on_host == 9
+    request = SimpleNamespace(swapped=True, seq_ids=[0], unfinished=[SimpleNamespace(seq_id=0, num_kept_tokens=9)])
+    copies = RequestBlocks(VllmConfig.default(), blocks, None, None).admit(request, Cached())
+    assert (len(copies), blocks.num_used, blocks.num_used_on_host, request.swapped) == (7, 7, 0, False)
+    assert blocks.get_block_table(0, 1)[:3] == [NO_BLOCK] * 3
+    check_blocks(blocks)

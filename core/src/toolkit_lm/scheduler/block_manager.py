@@ -83,7 +83,7 @@ class GroupBlocks:
         for index in range(min(len(table), self.spec.first_needed(num_computed_tokens)) - 1, -1, -1):
             if table[index] == NO_BLOCK:
                 break
-            self.pool.release(table[index])
+            self.release([table[index]])
             table[index] = NO_BLOCK
 
     def fork(self, table: Sequence[int], num_tokens: int) -> list[int]:

@@ -90,6 +90,8 @@ class RequestBlocks:
         """Brings a waiting request's blocks back from the host, or gives it what is cached. Returns what is to be copied."""
         if request.swapped:
             request.swapped = False
+            # Drafts that were verified meanwhile have moved its windows.
+            self.trim(request)
             return self.blocks.swap_in(request.seq_ids)
         if cached.num_tokens:
             self.blocks.adopt(request.leader.seq_id, request.leader.block_hashes, cached.num_tokens)
