@@ -229,7 +229,7 @@ def test_every_architecture_is_registered_and_can_be_loaded():
     for entry in models.entries():
         encodes_only = entry.encoder_decoder is None
         assert encodes_only == entry.key.endswith("EncoderModel")
-        is_t5 = entry.target.partition(":")[0] in ("toolkit_lm_encdec.t5", "toolkit_lm_encdec.t5_encoder")
+        is_t5 = entry.target.startswith("toolkit_lm_encdec.t5")
         assert (entry.runner, entry.bounded) == ("pooling" if encodes_only else "generate", not is_t5)
         assert issubclass(models.load(entry.key), EncoderDecoderModel) != encodes_only
 

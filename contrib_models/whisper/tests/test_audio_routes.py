@@ -89,6 +89,9 @@ async def test_formats_and_streams_are_those_of_the_transcriber(folder):
             assert answer.status_code == 200, answer.text
             return answer
 
+        described = (await http.get("/openapi.json")).json()["paths"][PATH]["post"]
+        assert set(described["requestBody"]["content"]) == {"multipart/form-data"}
+        assert {"application/json", "text/plain", "text/event-stream"} <= set(described["responses"]["200"]["content"])
         plain = (await ask()).json()
         assert plain == {"text": expected.text, "usage": {"type": "duration", "seconds": 40}}
         for name, ours in (("text", "txt"), ("srt", "srt"), ("vtt", "vtt")):

@@ -71,6 +71,23 @@ class TranscriptionForm(TranslationForm):
     """Of verbose_json."""
 
 
+class Duration(BaseModel):
+    type: Literal["duration"]
+    seconds: int
+
+
+class Transcription(BaseModel):
+    """What `json` answers are; those of `verbose_json` have more."""
+
+    model_config = ConfigDict(extra="allow")
+
+    text: str
+    usage: Duration
+
+
+_SUCCESS: dict[int | str, dict[str, Any]] = {200: {"model": Transcription, "content": {"text/plain": {}, "text/event-stream": {}}}}
+
+
 class _Work:
     """A recording on its way, and what it costs."""
 
@@ -101,11 +118,11 @@ class Audio:
         except ToolkitError as error:
             raise ApiError(400, str(error), param="model") from error
 
-    async def transcribe(self, form: Annotated[TranscriptionForm, Form()], request: Request) -> Response:
+    async def transcribe(self, form: Annotated[TranscriptionForm, Form(media_type="multipart/form-data")], request: Request) -> Response:
         """Transcribes a recording, in the language that is spoken."""
         return await self._answer(form, request, "transcribe", form.language)
 
-    async def translate(self, form: Annotated[TranslationForm, Form()], request: Request) -> Response:
+    async def translate(self, form: Annotated[TranslationForm, Form(media_type="multipart/form-data")], request: Request) -> Response:
         """Translates what is said in a recording to English."""
         return await self._answer(form, request, "translate", None)
 
@@ -157,6 +174,9 @@ async def _events(work: _Work) -> AsyncGenerator[list[dict[str, Any]], None]:
 
 
 def add_routes(router: APIRouter, engine: AsyncLLM) -> None:
+    """Where the model is a Whisper; to others they would be of no use."""
+    if engine.config.hf_config.get("model_type") != "whisper":
+        return
     audio = Audio(engine)
     for path, handler in (("/v1/audio/transcriptions", audio.transcribe), ("/v1/audio/translations", audio.translate)):
-        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=described(404, 429, 504))
+        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=_SUCCESS | described(404, 429, 504))
