@@ -57,8 +57,10 @@ class LogMel:
             power = np.abs(np.fft.rfft(part * self._window)) ** 2
             mel[:, start : start + len(part)] = np.log10(np.maximum(self._filters.T @ power.T, 1e-10))
         floor = mel.max(initial=-10.0) - np.float32(8.0)
-        features: np.ndarray = (np.maximum(mel, floor) + np.float32(4.0)) / np.float32(4.0)
-        return features
+        np.maximum(mel, floor, out=mel)
+        mel += np.float32(4.0)
+        mel /= np.float32(4.0)
+        return mel
 
     @cached_property
     def _window(self) -> np.ndarray:

@@ -169,7 +169,8 @@ class Recording:
         checked = model.rules.check_samples(samples, sampling_rate)
         mel = model.rules.mel
         self.transcript = Transcript(None, len(checked) / mel.sampling_rate)
-        self._features = mel.of_recording(np.pad(checked, (0, max(0, mel.hop - len(checked)))))
+        # A frame at least.
+        self._features = mel.of_recording(checked if len(checked) >= mel.hop else np.pad(checked, (0, mel.hop - len(checked))))
         self._position = 0
         """Frames that are transcribed."""
         self._context = model.tokens(prompt)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from functools import cached_property
@@ -146,11 +147,15 @@ class Audio:
     async def _begin(self, form: TranslationForm, task: str, language: str | None, options: RequestOptions) -> _Work:
         """Decodes the file, and computes its features. Raises RequestError, QueueFullError."""
         with ExitStack() as paid:
-            samples = await asyncio.to_thread(self._decode, form.file, paid, options)
+            data, name, rate = await form.file.read(), printable(repr(form.file.filename or "the file")), self._transcriber.sampling_rate
+            # A thread may outlive a request that is cancelled: so it holds nothing, and its file is its own.
+            seconds = await asyncio.to_thread(_seconds, data, name)
+            paid.enter_context(self._engine.hold({"seconds of audio": int(seconds * rate * BYTES_PER_SAMPLE)}, options))
+            samples = await asyncio.to_thread(_samples, data, name, rate)
             thresholds = Thresholds(temperatures=(form.temperature,)) if form.temperature else None
             recording = await self._transcriber.begin(
                 samples,
-                self._transcriber.sampling_rate,
+                rate,
                 language=language,
                 task=task,
                 prompt=form.prompt,
@@ -159,11 +164,15 @@ class Audio:
             )
             return _Work(recording, self._transcriber.segments(recording, **options), paid.pop_all())
 
-    def _decode(self, file: UploadFile, paid: ExitStack, options: RequestOptions) -> np.ndarray:
-        rate = self._transcriber.sampling_rate
-        with open_audio(file.file, printable(repr(file.filename or "the file"))) as audio:
-            paid.enter_context(self._engine.hold({"seconds of audio": int(audio.seconds * rate * BYTES_PER_SAMPLE)}, options))
-            return audio.read(rate)
+
+def _seconds(data: bytes, name: str) -> float:
+    with open_audio(io.BytesIO(data), name) as audio:
+        return audio.seconds
+
+
+def _samples(data: bytes, name: str, sampling_rate: int) -> np.ndarray:
+    with open_audio(io.BytesIO(data), name) as audio:
+        return audio.read(sampling_rate)
 
 
 async def _events(work: _Work) -> AsyncGenerator[list[dict[str, Any]], None]:

@@ -73,8 +73,9 @@ class WhisperRules(EncoderDecoderRules):
             raise RequestError(f"audio must be an array of numbers with one axis, the samples of one channel, not {what}.", "audio")
         if not given.size:
             raise RequestError("the audio is empty: it needs at least one sample.", "audio")
-        scale = 1.0 if given.dtype.kind == "f" else float(np.iinfo(given.dtype).max)
-        samples: np.ndarray = given.astype(np.float32) / np.float32(scale)
+        samples: np.ndarray = given.astype(np.float32, copy=False)
+        if given.dtype.kind != "f":
+            samples = samples / np.float32(np.iinfo(given.dtype).max)
         if not np.isfinite(samples).all():
             raise RequestError("the audio holds NaN or infinity.", "audio")
         return samples
