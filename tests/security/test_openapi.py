@@ -14,18 +14,23 @@ from typing import Any
 import pytest
 import schemathesis
 import toolkit_lm_tiny
+from fastapi import FastAPI
 from schemathesis.config import SchemathesisConfig
 from schemathesis.engine import events, from_schema
 from toolkit_lm import AsyncLLM, VllmConfig
+from toolkit_lm.plugin import Plugins
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import HOOK
+from toolkit_lm_server.rendering import Rendering, create_render_app
+from toolkit_lm_server.route import Readiness
 
 SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 48, "engine_process": False}
 EMBEDS = ("/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 CLASSIFIES = ("/classify",)
-ENGINES = ("generate", "embed", "classify")
+ENGINES = ("generate", "embed", "classify", "render")
+RENDERS = ("/v1/chat/completions/render", "/v1/completions/render", "/derender", "/tokenize", "/detokenize", "/v1/models")
 CHECKS_OFF = ("positive_data_acceptance",)
 """What follows the schema may still not fit the model (its tasks, vocabulary and length), or another field."""
 EXPECTED = ["2xx", "3xx", "4xx", "504"]
@@ -37,14 +42,15 @@ PHASES_OFF = ("stateful",)
 @pytest.fixture(scope="module")
 def engine_of(tmp_path_factory) -> Iterator[Any]:
     """engine_of(name): one of ENGINES."""
-    made: dict[str, AsyncLLM] = {}
+    made: dict[str, AsyncLLM | Rendering] = {}
 
-    def get(name: str) -> AsyncLLM:
+    def get(name: str) -> AsyncLLM | Rendering:
         if name not in made:
             options = {"model": "tiny", "convert": "embed"} if name == "embed" else {"model": "tiny"}
             if name == "classify":
                 options = {"model": str(classifier(tmp_path_factory.mktemp("classifier"))), "load_format": "dummy"}
-            made[name] = AsyncLLM(VllmConfig.make(**options, **SMALL))
+            config = VllmConfig.make(**options, **SMALL)
+            made[name] = Rendering(config, Plugins.load(config.plugins)) if name == "render" else AsyncLLM(config)
         return made[name]
 
     yield get
@@ -92,10 +98,17 @@ class Findings:
                     self.wrong.append(f"{check.name}: {case.method} {case.path} {case.body!s:.300}: {found}")
 
 
-def findings(engine: AsyncLLM, name: str, max_examples: int) -> Findings:
-    """Of all operations that this engine can succeed in."""
+def app_of(engine: AsyncLLM | Rendering) -> FastAPI:
+    """All routes that may be served over it."""
+    if isinstance(engine, Rendering):
+        return create_render_app(engine, ServerOptions(), metrics=Metrics(), readiness=Readiness(engine))
     routes = [info.name for info, _ in engine.plugins.implementations(HOOK)]
-    app = create_app(engine, ServerOptions(admin_routes=True, routes=routes), metrics=Metrics())
+    return create_app(engine, ServerOptions(admin_routes=True, routes=routes), metrics=Metrics())
+
+
+def findings(engine: AsyncLLM | Rendering, name: str, max_examples: int) -> Findings:
+    """Of all operations that this engine can succeed in."""
+    app = app_of(engine)
     app.openapi_schema = strict(app.openapi())
     settings = {
         "seed": 1,
@@ -109,6 +122,8 @@ def findings(engine: AsyncLLM, name: str, max_examples: int) -> Findings:
     schema = schemathesis.openapi.from_asgi("/openapi.json", app, config=SchemathesisConfig.from_dict(settings))
     if name == "generate":
         schema = schema.exclude(path=[*EMBEDS, *CLASSIFIES])
+    elif name == "render":
+        schema = schema.include(path=list(RENDERS))
     else:
         schema = schema.include(path=list(EMBEDS if name == "embed" else CLASSIFIES))
     found = Findings()

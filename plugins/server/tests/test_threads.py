@@ -174,7 +174,7 @@ def test_a_server_has_such_threads():
 
     async def name() -> str:
         with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ConfigError, match="far enough"):
-            await Lifecycle(making, ServerOptions(), Metrics(), listener).run()
+            await Lifecycle(making, create_app, ServerOptions(), Metrics(), listener).run()
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
     assert asyncio.run(name()).startswith("toolkit_lm-shared")

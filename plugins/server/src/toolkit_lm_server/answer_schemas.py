@@ -242,6 +242,25 @@ class Text(BaseModel):
     prompt: str
 
 
+class Rendered(BaseModel):
+    """A prompt, as an engine takes it."""
+
+    model: str
+    token_ids: list[int]
+    sampling_params: dict[str, Any]
+    """Those that differ from their defaults."""
+    max_model_len: int
+
+
+class RenderedList(BaseModel):
+    object: Literal["list"]
+    data: list[Rendered]
+
+
+class Derendered(BaseModel):
+    text: str
+
+
 class Status(BaseModel):
     status: str
     reason: str = ""

@@ -138,12 +138,12 @@ def create_router(
         router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=answers(kind) | unknown)
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
-    _add_own_routes(router, options, keys, readiness, metrics)
+    add_own_routes(router, options, keys, readiness, metrics)
     add_plugin_routes(router, engine, options.routes, route_kind)
     return router
 
 
-def _add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None, readiness: Readiness, metrics: Metrics | None) -> None:
+def add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None, readiness: Readiness, metrics: Metrics | None) -> None:
     """Those that need no engine."""
     about, always = About(readiness, metrics), route_class(options, keys)
     router.add_api_route("/version", about.version, route_class_override=always)
@@ -178,17 +178,17 @@ def create_app(
 ) -> FastAPI:
     """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
     options = options or ServerOptions()
-    app = _app(options)
+    app = make_app(options)
     app.include_router(create_router(engine, options, metrics=metrics, readiness=readiness))
     return app
 
 
 def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readiness) -> FastAPI:
     """An app for as long as `readiness` refuses requests: its engine is being made. It answers as `create_app`'s would."""
-    app = _app(options)
+    app = make_app(options)
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
-    _add_own_routes(router, options, keys, readiness, metrics)
+    add_own_routes(router, options, keys, readiness, metrics)
     # Which others there will be depends on the engine.
     router.add_api_route("/{path:path}", _refused, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
     app.include_router(router)
@@ -199,7 +199,8 @@ async def _refused() -> None:
     raise AssertionError("the route's class refuses all requests while there is no engine")
 
 
-def _app(options: ServerOptions) -> FastAPI:
+def make_app(options: ServerOptions) -> FastAPI:
+    """Without routes."""
     # The generated pages describe the API to anyone, so they are on only where anyone may use it.
     openapi_url = None if options.needs_key else "/openapi.json"
     return FastAPI(

@@ -1,4 +1,4 @@
-"""`toolkit serve`."""
+"""`toolkit serve` and `toolkit render`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import asyncio
 import errno
 import signal
 import socket
+from collections.abc import Callable
 from concurrent.futures import wait
+from typing import TYPE_CHECKING
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
@@ -19,28 +21,69 @@ from toolkit_lm_server.plugin_routes import check_names
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
 from toolkit_lm_server.threads import CLOSING, close, in_thread
 
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from toolkit_lm.frontend import AsyncLLM
+
+    from toolkit_lm_server.lifecycle import MakeApp, ServableT
+    from toolkit_lm_server.rendering import Rendering
+    from toolkit_lm_server.route import Readiness
+
 
 @engine_command(ServerOptions)
 def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
-    open_closed_streams()
     if config.scheduler.scheduling_policy is None:
         config = config.replace(scheduling_policy="fair")
     metrics = Metrics()
     plugins.add_listener(metrics.name, metrics.toolkit_event)
     # What can fail at once does so before the engine starts.
     check_names(plugins, options.routes)
-    with bind(options.host, options.port) as listener:
+
+    def make() -> AsyncLLM:
         from toolkit_lm.frontend import AsyncLLM
 
+        return AsyncLLM(config, plugins=plugins, wait=False)
+
+    def make_app(engine: AsyncLLM, metrics: Metrics, readiness: Readiness) -> FastAPI:
+        from toolkit_lm_server.app import create_app
+
+        return create_app(engine, options, metrics=metrics, readiness=readiness)
+
+    _run(make, make_app, options, metrics)
+
+
+@engine_command(ServerOptions)
+def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
+    """Serve a model's renderer over HTTP: prompts and conversations to tokens, and tokens to text. No engine runs."""
+    if options.routes:
+        raise ConfigError("routes of plugins need an engine: leave --routes to toolkit serve.")
+
+    def make() -> Rendering:
+        from toolkit_lm_server.rendering import Rendering
+
+        return Rendering(config, plugins)
+
+    def make_app(rendering: Rendering, metrics: Metrics, readiness: Readiness) -> FastAPI:
+        from toolkit_lm_server.rendering import create_render_app
+
+        return create_render_app(rendering, options, metrics=metrics, readiness=readiness)
+
+    _run(make, make_app, options, Metrics())
+
+
+def _run(make: Callable[[], ServableT], make_app: MakeApp[ServableT], options: ServerOptions, metrics: Metrics) -> None:
+    """Serves what is made meanwhile, until a signal ends it."""
+    open_closed_streams()
+    with bind(options.host, options.port) as listener:
         # Until the lifecycle handles it: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         # Plugins and files may keep it for long, while the server answers already.
-        making = in_thread(lambda: AsyncLLM(config, plugins=plugins, wait=False))
+        making = in_thread(make)
         try:
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            lifecycle = Lifecycle(making, options, metrics, listener)
+            lifecycle = Lifecycle(making, make_app, options, metrics, listener)
             with logging_in_threads("uvicorn", "uvicorn.access"):
                 asyncio.run(lifecycle.run())
         finally:

@@ -10,27 +10,24 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.frontend.health import Health
 
-from toolkit_lm_server.app import create_app, create_early_app
+from toolkit_lm_server.app import create_early_app
 from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
-from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Readiness
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
-
-if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -44,6 +41,25 @@ _SWITCH = 0.0005
 """Seconds that a thread may compute while another wants to. A request passes through several: each would wait as long for a busy one."""
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[0-9A-Za-z._-]+)?")
 """Of a client; a link-local one names an interface."""
+
+
+class Servable(Watched, Protocol):
+    """An AsyncLLM, or what a server serves in place of one."""
+
+    @property
+    def served_model_name(self) -> str: ...
+
+    @property
+    def error(self) -> BaseException | None: ...
+
+    async def wait_ready(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+ServableT = TypeVar("ServableT", bound=Servable)
+MakeApp = Callable[[ServableT, Metrics, Readiness], FastAPI]
+"""What is served of an engine that has been made."""
 
 
 class InFlight:
@@ -91,8 +107,16 @@ class _StoppedError(Exception):
 class Lifecycle:
     """Serves an engine that is made meanwhile, and then loads, until a signal stops it or the engine dies."""
 
-    def __init__(self, making: Future[AsyncLLM], options: ServerOptions, metrics: Metrics, listener: socket.socket) -> None:
-        self._making = making
+    def __init__(
+        self,
+        making: Future[ServableT],
+        make_app: MakeApp[ServableT],
+        options: ServerOptions,
+        metrics: Metrics,
+        listener: socket.socket,
+    ) -> None:
+        self._making: Future[Any] = making
+        self._make_app: MakeApp[Any] = make_app
         self._options = options
         self._metrics = metrics
         self._listener = listener
@@ -142,11 +166,11 @@ class Lifecycle:
         if engine is not None and engine.error is not None:
             raise EngineDeadError(f"the engine has died: {engine.health().reason}") from engine.error
 
-    async def _open(self, engine: AsyncLLM, lifespan: AsyncExitStack) -> None:
+    async def _open(self, engine: Servable, lifespan: AsyncExitStack) -> None:
         """Puts the engine's routes in the place of the early ones."""
-        make = partial(create_app, engine, self._options, metrics=self._metrics, readiness=self._readiness)
         # Plugins add their routes, which may take a while.
-        app = await self._unless_stopped(asyncio.wrap_future(in_thread(make)))
+        making = in_thread(lambda: self._make_app(engine, self._metrics, self._readiness))
+        app = await self._unless_stopped(asyncio.wrap_future(making))
         await lifespan.enter_async_context(app.router.lifespan_context(app))
         self._in_flight.app, self._readiness.engine = app, engine
 

@@ -327,6 +327,17 @@ class DetokenizeBody(Body):
     tokens: Items[int]
 
 
+class DerenderBody(Body):
+    """POST /derender."""
+
+    model_config = examples({"token_ids": [5, 6, 7]})
+
+    token_ids: Items[int]
+    prompt_token_ids: Items[int] = []
+    """Those before them, on which depends how the first one joins on."""
+    skip_special_tokens: bool = True
+
+
 def check_model(engine: AsyncLLM, name: str | None) -> None:
     """Raises ApiError (404) for a model that is not served."""
     served = engine.served_model_name

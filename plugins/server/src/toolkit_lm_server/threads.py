@@ -13,10 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+from typing import Any, TypeVar
 
 CLOSING = 5
 """Seconds that the last answers, and then the engine, get at the end."""
@@ -121,7 +118,7 @@ def in_thread(work: Callable[[], Result]) -> Future[Result]:
     return future
 
 
-def close(making: Future[AsyncLLM]) -> Future[None]:
+def close(making: Future[Any]) -> Future[None]:
     """Closes an engine, which may have to be made first."""
 
     def end() -> None:

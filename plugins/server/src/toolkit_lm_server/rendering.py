@@ -1,0 +1,170 @@
+"""`toolkit render`: a model's renderer over HTTP. Neither an engine nor torch is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from msgspec import structs
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ContextLengthError, RequestError, UnsupportedError
+from toolkit_lm.frontend.health import Health
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing.validation import check_bounds, check_token_ids, cut_prompt
+from toolkit_lm.renderer import Renderer
+from toolkit_lm.resolution.resolution import resolve_configured
+
+from toolkit_lm_server.answer_schemas import Derendered, ModelCard, ModelList, Rendered, RenderedList, Text, TokenIds, answers
+from toolkit_lm_server.answers import answer
+from toolkit_lm_server.app import Served, add_own_routes, make_app
+from toolkit_lm_server.errors import ApiError, described
+from toolkit_lm_server.keys import Keys
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.protocol import ChatBody, CompletionBody, DerenderBody, check_model, with_plugin_fields
+from toolkit_lm_server.route import Readiness, route_class, with_body
+from toolkit_lm_server.tokens import Tokens
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+
+_UNSAID = SamplingParams()
+
+
+class Rendering:
+    """What a server of a renderer has in the place of an engine."""
+
+    num_restarts = 0
+    num_queued_tokens = 0
+    error: BaseException | None = None
+
+    def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
+        """Reads the checkpoint's config and tokenizer, and no weights. Raises ToolkitError."""
+        self.plugins = plugins
+        self.config = resolve_configured(plugins.configure(config), plugins)
+        assert self.config.checkpoint is not None
+        if plugins.models.load_rules(self.config.checkpoint.architecture) is not None:
+            raise UnsupportedError("toolkit render cannot render for an encoder-decoder model: its prompts go to toolkit serve.")
+        self.renderer: Renderer = plugins.renderers.make(self.config.renderer.renderer, self.config)
+        self.vocab_size = self.config.vocab_size or self.renderer.vocab_size
+        self.served_model_name = self.config.served_model_name
+
+    def health(self) -> Health:
+        return Health("ready")
+
+    async def wait_ready(self) -> None:
+        """It is, once it is made."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def check(self, token_ids: list[int], params: SamplingParams) -> list[int]:
+        """A prompt, cut where the request asks for it. Raises RequestError for one that no engine of this model takes."""
+        check_token_ids(token_ids, self.vocab_size)
+        longest = self.config.max_model_len
+        if params.truncate_prompt_tokens is not None:
+            token_ids = cut_prompt(token_ids, params, longest)
+        if len(token_ids) >= longest:
+            whole = f"the prompt has {len(token_ids)} tokens; this model's maximum context length is {longest} tokens (max_model_len)"
+            raise ContextLengthError(f"{whole}, output included.", "prompt")
+        return token_ids
+
+
+class Render:
+    """The routes that render, and the one that makes text of tokens again."""
+
+    def __init__(self, rendering: Rendering, options: ServerOptions) -> None:
+        self._rendering = rendering
+        self._options = options
+
+    async def chat(self, body: ChatBody, request: Request) -> Response:
+        """The prompt of a chat completion, in tokens."""
+        params = self._params(body)
+
+        def render() -> dict[str, Any]:
+            with self._rendering.plugins.boundary:
+                token_ids = self._rendering.renderer.render_conversation(body.messages, **body.render_options())
+            return self._rendered(token_ids, params)
+
+        return await answer(render)
+
+    async def completion(self, body: CompletionBody, request: Request) -> Response:
+        """The prompts of a completion, in tokens."""
+        params = self._params(body)
+        prompts = body.prompts(self._options.max_prompts)
+
+        def render(prompt: Any) -> dict[str, Any]:
+            with self._rendering.plugins.boundary:
+                token_ids = self._rendering.renderer.render_prompt(prompt)
+            return self._rendered(token_ids, params)
+
+        return await answer(lambda: {"object": "list", "data": [render(one) for one in prompts]})
+
+    async def derender(self, body: DerenderBody) -> Response:
+        """The text that tokens add to a prompt."""
+        check_model(self._engine, body.model)
+        for name, token_ids in (("token_ids", body.token_ids), ("prompt_token_ids", body.prompt_token_ids)):
+            try:
+                check_token_ids(token_ids, self._rendering.vocab_size, name)
+            except RequestError as error:
+                raise ApiError(400, str(error), param=name) from None
+
+        def text() -> dict[str, Any]:
+            with self._rendering.plugins.boundary:
+                stream = self._rendering.renderer.decode_stream(body.prompt_token_ids, skip_special_tokens=body.skip_special_tokens)
+                return {"text": stream.push(body.token_ids) + stream.flush()}
+
+        return await answer(text)
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        """As it looks to what asks it for its model only."""
+        return cast("AsyncLLM", self._rendering)
+
+    def _params(self, body: ChatBody | CompletionBody) -> SamplingParams:
+        """Those of a request, checked. Raises ApiError, RequestError."""
+        check_model(self._engine, body.model)
+        params: SamplingParams = body.params()
+        check_bounds(params, self._rendering.config.limits)
+        return params
+
+    def _rendered(self, token_ids: list[int], params: SamplingParams) -> dict[str, Any]:
+        said = {name: value for name, value in structs.asdict(params).items() if value != getattr(_UNSAID, name)}
+        # How outputs are to come is between a client and its engine.
+        said.pop("output_kind", None)
+        return {
+            "model": self._rendering.served_model_name,
+            "token_ids": self._rendering.check(token_ids, params),
+            "sampling_params": said,
+            "max_model_len": self._rendering.config.max_model_len,
+        }
+
+
+def create_render_app(rendering: Rendering, options: ServerOptions, *, metrics: Metrics, readiness: Readiness) -> FastAPI:
+    """An app that renders for engines elsewhere. Raises ConfigError, PluginError as `create_router` does."""
+    keys = Keys.of(options)
+    router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
+    render, unknown = Render(rendering, options), described(404)
+    engine = cast("AsyncLLM", rendering)
+    served, tokens = Served(engine), Tokens(engine)
+    for path, handler, body, whole_answer in (
+        ("/v1/chat/completions/render", render.chat, ChatBody, Rendered),
+        ("/v1/completions/render", render.completion, CompletionBody, RenderedList),
+    ):
+        whole = with_plugin_fields(body, rendering.plugins.logits_processors)
+        router.add_api_route(
+            path, with_body(handler, whole), methods=["POST"], response_model=None, responses=answers(whole_answer) | unknown
+        )
+    for path, convert, kind in (
+        ("/derender", render.derender, Derendered),
+        ("/tokenize", tokens.tokenize, TokenIds),
+        ("/detokenize", tokens.detokenize, Text),
+    ):
+        router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=answers(kind) | unknown)
+    router.add_api_route("/v1/models", served.models, response_model=None, responses=answers(ModelList))
+    router.add_api_route("/v1/models/{model:path}", served.model, response_model=None, responses=answers(ModelCard) | unknown)
+    add_own_routes(router, options, keys, readiness, metrics)
+    app = make_app(options)
+    app.include_router(router)
+    return app
