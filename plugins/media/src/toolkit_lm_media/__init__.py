@@ -1,0 +1,3 @@
+"""Images that clients send: `source.load_bytes` gets the bytes, `image.open_image` the pixels. Each bound is checked before the work."""
+
+from __future__ import annotations
