@@ -28,6 +28,7 @@ SHIPPED = [
     "opentelemetry",
     "pooling_adapters",
     "renderer_hf",
+    "renderer_mistral",
     "reward",
     "sampling_extra",
     "sdpa",

@@ -35,6 +35,7 @@ BUILTIN = frozenset(
         "opentelemetry",
         "pooling-adapters",
         "renderer-hf",
+        "renderer-mistral",
         "reward",
         "sampling-extra",
         "sdpa",

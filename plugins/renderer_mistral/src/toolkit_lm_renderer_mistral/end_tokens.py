@@ -1,0 +1,37 @@
+"""Tokens that end a text, as the files of a checkpoint state them."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
+
+
+def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """config.json, with what it says of the language model in front."""
+    nested = hf_config.get("text_config")
+    return {**hf_config, **nested} if isinstance(nested, dict) else hf_config
+
+
+def end_tokens(config: VllmConfig, of_tokenizer: int, vocab_size: int) -> list[int]:
+    """Of generation_config.json, config.json and the tokenizer. Those that the model has no logit for are left out: it never draws them.
+
+    Raises CheckpointError for what is no token id.
+    """
+    found = dict.fromkeys([*_stated(config), of_tokenizer])
+    return [token_id for token_id in found if 0 <= token_id < vocab_size]
+
+
+def _stated(config: VllmConfig) -> Iterator[int]:
+    assert config.checkpoint is not None
+    for name, values in (("generation_config.json", config.checkpoint.generation_config), ("config.json", text_config(config.hf_config))):
+        value = values.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(token_id) is not int:
+                file = Path(config.checkpoint.path, name)
+                raise CheckpointError(f"{file}: eos_token_id must be a token id or a list of them, not {reprlib.repr(token_id)}.")
+            yield token_id
