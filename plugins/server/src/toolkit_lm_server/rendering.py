@@ -99,7 +99,8 @@ class Render:
                 token_ids = self._rendering.renderer.render_prompt(prompt)
             return self._rendered(token_ids, params)
 
-        return await answer(lambda: {"object": "list", "data": [render(one) for one in prompts]})
+        # One at a time: texts may have far more tokens than fit in memory as Python integers.
+        return await answer(lambda: {"object": "list", "data": map(render, prompts)})
 
     async def derender(self, body: DerenderBody) -> Response:
         """The text that tokens add to a prompt."""
