@@ -4,24 +4,25 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-MISTRAL := $(VENV)-mistral
+RENDERERS := $(VENV)-renderers
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-mistral lint audit bench docs wheels clean
+.PHONY: demo test test-all test-renderers lint audit bench docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
-test: lint docs test-mistral
+test: lint docs test-renderers
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint docs test-mistral
+test-all: lint docs test-renderers
 	$(BIN)/python -m pytest
 
 # mistral-common needs an older numpy than the workspace has: an environment of its own, over that of the workspace.
-test-mistral: $(MISTRAL)/.installed
-	$(MISTRAL)/bin/python -m pytest -q plugins/renderer_mistral/tests
+# litellm carries the vocabulary of gpt-oss, and is not run.
+test-renderers: $(RENDERERS)/.installed
+	$(RENDERERS)/bin/python -m pytest -q plugins/renderer_mistral/tests plugins/renderer_harmony/tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -53,12 +54,13 @@ $(STAMP): requirements-dev.txt docs/requirements.txt constraints.txt pyproject.t
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
-$(MISTRAL)/.installed: $(STAMP) constraints-mistral.txt
-	@rm -rf $(MISTRAL) && $(PYTHON) -m venv $(MISTRAL)
+$(RENDERERS)/.installed: $(STAMP) requirements-renderers.txt
+	@rm -rf $(RENDERERS) && $(PYTHON) -m venv $(RENDERERS)
 	@$(BIN)/python -c 'import site; print("import site; site.addsitedir(" + repr(site.getsitepackages()[0]) + ")")' \
-		> $$($(MISTRAL)/bin/python -c 'import site; print(site.getsitepackages()[0])')/workspace.pth
-	@$(MISTRAL)/bin/pip install --quiet --disable-pip-version-check -r constraints-mistral.txt
+		> $$($(RENDERERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/workspace.pth
+	@$(RENDERERS)/bin/pip install --quiet --disable-pip-version-check -r requirements-renderers.txt
+	@$(RENDERERS)/bin/pip install --quiet --disable-pip-version-check --no-deps litellm==1.109.1
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(MISTRAL) site dist build
+	rm -rf $(VENV) $(RENDERERS) site dist build

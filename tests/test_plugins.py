@@ -27,6 +27,7 @@ SHIPPED = [
     "moe",
     "opentelemetry",
     "pooling_adapters",
+    "renderer_harmony",
     "renderer_hf",
     "renderer_mistral",
     "reward",

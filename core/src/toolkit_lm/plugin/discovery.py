@@ -34,6 +34,7 @@ BUILTIN = frozenset(
         "moe",
         "opentelemetry",
         "pooling-adapters",
+        "renderer-harmony",
         "renderer-hf",
         "renderer-mistral",
         "reward",
