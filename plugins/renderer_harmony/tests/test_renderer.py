@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import random
+import time
 
 import pytest
 
@@ -131,6 +132,10 @@ def test_what_ends_an_answer(renderer, harmony_folder, resolved):
         ([USER, {"role": "assistant", "tool_calls": 3}], {}, "messages", "list"),
         ([USER], {"tools": 3}, "tools", "list"),
         ([USER], {"tools": [{"function": {}}]}, "tools", "name"),
+        ([USER], {"tools": [{"function": {"name": "f", "parameters": "x"}}]}, "tools", "mapping"),
+        ([USER], {"tools": [{"function": {"name": "\ud800"}}]}, "tools", "surrogate"),
+        ([USER, {"role": "tool", "name": "x" * 2**21, "content": "x"}], {}, "messages", "characters"),
+        ([USER, {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "\ud800"}}]}], {}, "messages", "surrogate"),
         ([USER], {"tools": [{"function": {"name": "f", "parameters": {"x": float("nan")}}}]}, "tools", "JSON"),
         ([USER], {"chat_template_kwargs": {"reasoning_effort": "most"}}, "chat_template_kwargs", "low, medium, high"),
         ([USER], {"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs", "'thinking'"),
@@ -150,7 +155,32 @@ def test_texts_are_bounded(renderer):
     with pytest.raises(ContextLengthError, match="characters"):
         renderer.render_prompt("a" * (most + 1))
     with pytest.raises(ContextLengthError, match="characters"):
-        renderer.render_conversation([{"role": "user", "content": "a" * (most // 2)}] * 3)
+        renderer.render_conversation([{"role": "user", "content": "a " * (most // 4)}] * 3)
+
+
+@pytest.mark.parametrize("run", ["a", " ", "\n", "!", "_", "\u4e2d"])
+def test_long_runs_are_refused_before_they_take_long(renderer, run):
+    """The library takes 36 seconds for 2**18 letters in a row, and panics at more."""
+    start = time.perf_counter()
+    with pytest.raises(RequestError, match="in a row"):
+        renderer.render_prompt(run * 2**18)
+    with pytest.raises(RequestError, match="in a row"):
+        renderer.render_conversation([{"role": "user", "content": run * 2**15}] * 3)
+    assert time.perf_counter() - start < 5
+    assert renderer.render_prompt(run * 2**12)
+    # Words, lines and numbers are no runs.
+    assert len(renderer.render_prompt("word 1234567890\n" * 2**15)) > 2**16
+
+
+def test_a_panic_is_refused(renderer, monkeypatch):
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    def encode(*_, **__):
+        raise panic("StackOverflow")
+
+    monkeypatch.setattr(renderer._encoding, "encode", encode)
+    with pytest.raises(RequestError, match="StackOverflow"):
+        renderer.render_prompt("a")
 
 
 def test_the_vocabulary_of_a_tokenizer_json(vocabulary, tmp_path):

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from toolkit_lm.errors import ContextLengthError, RequestError, nearest
+from toolkit_lm.errors import RequestError, nearest
 from toolkit_lm.prompts import Conversation
+
+from toolkit_lm_renderer_harmony.bounds import TextBudget
 
 _SETTINGS = "chat_template_kwargs"
 _EFFORTS = ("low", "medium", "high")
@@ -20,7 +22,7 @@ class Chat:
     """Reads one conversation of at most `max_chars` characters. Its methods raise RequestError."""
 
     def __init__(self, max_chars: int) -> None:
-        self._left = self._max_chars = max_chars
+        self._budget = TextBudget("the conversation", max_chars)
         self._called: dict[str, str] = {}
         """By id of a tool call, the function that was called."""
 
@@ -65,6 +67,8 @@ class Chat:
         if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions):
             raise RequestError("each of tools must have a 'function' with a 'name'.", "tools")
         plain = [self._plain(dict(one), "tools") for one in functions if isinstance(one, Mapping)]
+        if not all(isinstance(one.get("parameters"), dict | None) for one in plain):
+            raise RequestError("the 'parameters' of a function must be a mapping: a JSON schema.", "tools")
         listed = [
             {"name": one["name"], "description": str(one.get("description") or ""), "parameters": one.get("parameters")} for one in plain
         ]
@@ -80,7 +84,7 @@ class Chat:
             name = message.get("name") or self._called.get(str(message.get("tool_call_id")))
             if not isinstance(name, str):
                 raise RequestError("a message of role 'tool' must name a tool call of the conversation: 'tool_call_id'.", "messages")
-            name = name if "." in name else f"functions.{name}"
+            name = self._text(name if "." in name else f"functions.{name}", "messages")
             return [_of("tool", [_part(self._content(message))], name=name, recipient="assistant", channel="commentary")]
         if role == "user":
             return [_of("user", [_part(self._content(message))])]
@@ -98,7 +102,7 @@ class Chat:
             function = call.get("function") if isinstance(call, Mapping) else None
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise RequestError("each of tool_calls must have a 'function' with a 'name'.", "messages")
-            name, arguments = function["name"], function.get("arguments") or "{}"
+            name, arguments = self._text(function["name"], "messages"), function.get("arguments") or "{}"
             self._called[str(call.get("id"))] = name
             text = self._text(arguments if isinstance(arguments, str) else json.dumps(self._plain(arguments, "messages")), "messages")
             to = {"recipient": f"functions.{name}", "content_type": "<|constrain|>json"}
@@ -121,19 +125,12 @@ class Chat:
     def _text(self, value: Any, param: str) -> str:
         if not isinstance(value, str):
             raise RequestError(f"a message's content must be a text or a list of texts, not a {type(value).__name__}.", param)
-        self._left -= len(value)
-        if self._left < 0:
-            raise ContextLengthError(f"the conversation has more than {self._max_chars} characters; longer ones are not tokenized.", param)
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"a text is not valid: lone surrogate at position {error.start}.", param) from None
-        return value
+        return self._budget.take(value, param)
 
     def _plain(self, value: Any, param: str) -> Any:
         """A copy of JSON types only."""
         try:
-            text = json.dumps(value, allow_nan=False)
+            text = json.dumps(value, allow_nan=False, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise RequestError(f"{param} must hold JSON values only: {error}.", param) from None
         return json.loads(self._text(text, param))

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, nearest
+from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import DecodeStream, Renderer
 
+from toolkit_lm_renderer_harmony.bounds import TextBudget, refusals
 from toolkit_lm_renderer_harmony.chat import Chat
 from toolkit_lm_renderer_harmony.vocabulary import load_encoding, missing
 
@@ -63,14 +64,12 @@ class HarmonyRenderer(Renderer):
         chat = Chat(self._max_chars).read(messages, kwargs.get("tools"), kwargs.get("chat_template_kwargs"))
         if goes_on and (chat[-1]["role"], chat[-1].get("channel")) != ("assistant", "final"):
             raise RequestError("continue_final_message needs a final message of the assistant, with content.", "continue_final_message")
-        try:
+        with refusals("messages"):
             conversation = harmony.Conversation.from_messages([harmony.Message.from_dict(one) for one in chat])
             if generates:
                 return list(self._encoding.render_conversation_for_completion(conversation, harmony.Role.ASSISTANT))
             # What the assistant thought stays: a later message decides that it goes.
             token_ids = list(self._encoding.render_conversation(conversation, harmony.RenderConversationConfig(auto_drop_analysis=False)))
-        except (harmony.HarmonyError, ValueError) as error:
-            raise RequestError(f"openai-harmony refuses this conversation: {str(error)[:300]}", "messages") from error
         # The last token ends the message.
         return token_ids[:-1] if goes_on else token_ids
 
@@ -85,13 +84,9 @@ class HarmonyRenderer(Renderer):
         text = parsed["prompt"]
         if not text:
             raise RequestError("the prompt is empty.", "prompt")
-        if len(text) > self._max_chars:
-            raise ContextLengthError(f"the prompt has {len(text)} characters; no more than {self._max_chars} are tokenized.", "prompt")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not a valid text: lone surrogate at position {error.start}.", "prompt") from None
-        return list(self._encoding.encode(text, disallowed_special=()))
+        TextBudget("the prompt", self._max_chars).take(text, "prompt")
+        with refusals("prompt"):
+            return list(self._encoding.encode(text, disallowed_special=()))
 
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self, skip_special_tokens)
