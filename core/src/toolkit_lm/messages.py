@@ -98,6 +98,38 @@ class EncoderInput(Struct, kw_only=True, frozen=True):
         return cls(num_tokens=len(token_ids), token_ids=token_ids)
 
 
+class PlaceholderRange(Struct, frozen=True):
+    """Where an item of media stands among a prompt's tokens."""
+
+    offset: int
+    length: int
+    mask: list[bool] | None = None
+    """Which of its tokens the item's embeddings replace; None: all. The others, such as ends of rows, are tokens like any."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+    @property
+    def num_embeds(self) -> int:
+        """Embeddings of the item."""
+        return self.length if self.mask is None else sum(self.mask)
+
+
+class MultiModalFeatureSpec(Struct, kw_only=True, frozen=True):
+    """One item of media in a prompt: five images are five of them. Needs no torch."""
+
+    modality: str
+    """Such as "image", "video", "audio"."""
+    mm_identifier: str
+    """Of its content: equal ones have equal data, whoever sent them."""
+    mm_position: PlaceholderRange
+    data: dict[str, Array] | None = None
+    """The arrays that the model's encoder reads; or `embeds` [n, hidden size] alone, what it would give. None: the engine holds them."""
+    layout: dict[str, list[float]] = field(default_factory=dict)
+    """Small facts that the positions of its tokens depend on, such as a grid of patches."""
+
+
 class EngineRequest(Struct, kw_only=True):
     """Tokens in. All preparation of input has ended: no text from here on."""
 
@@ -106,6 +138,8 @@ class EngineRequest(Struct, kw_only=True):
     params: SamplingParams
     encoder: EncoderInput | None = None
     """Of an encoder-decoder model; `prompt_token_ids` are then the decoder's."""
+    features: list[MultiModalFeatureSpec] = field(default_factory=list)
+    """By offset; none overlap."""
     eos_token_ids: list[int] = field(default_factory=list)
     """End a sequence unless params.ignore_eos."""
     inputs: SequenceInputs = field(default_factory=SequenceInputs)
