@@ -37,6 +37,7 @@ SHIPPED = [
     "server",
     "tiny",
     "transformers",
+    "vision",
     "whisper",
     "xformers",
 ]

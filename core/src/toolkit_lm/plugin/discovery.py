@@ -44,6 +44,7 @@ BUILTIN = frozenset(
         "server",
         "tiny",
         "transformers",
+        "vision",
         "whisper",
         "xformers",
     )
