@@ -2,9 +2,11 @@ from .activation import gate as gate, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
 from .contract import (
     EncoderDecoderModel as EncoderDecoderModel,
+    EncoderSequences as EncoderSequences,
     FallbackModel as FallbackModel,
     IntermediateTensors as IntermediateTensors,
     Model as Model,
+    MultiModalModel as MultiModalModel,
     check_constructor as check_constructor,
 )
 from .embedding import ParallelLMHead as ParallelLMHead, VocabParallelEmbedding as VocabParallelEmbedding
@@ -43,7 +45,7 @@ from .linear_method import (
     Quantization as Quantization,
     UnquantizedMethod as UnquantizedMethod,
 )
-from .loader import construct as construct, load_model as load_model, select_kernels as select_kernels
+from .loader import construct as construct, load_model as load_model, make_part as make_part, select_kernels as select_kernels
 from .norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from .parameters import (
     Part as Part,

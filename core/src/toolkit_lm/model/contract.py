@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
+import numpy as np
 from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.messages import EncoderInput
+from toolkit_lm.messages import Array, EncoderInput, MultiModalFeatureSpec
 from toolkit_lm.model.kernels import choose_kernels
 from toolkit_lm.model.matching import load_parameters
 from toolkit_lm.model.state import ModelState
 
 IntermediateTensors = dict[str, Tensor]
 """What a pipeline rank hands to the next one, by name; [T, H] each."""
+EncoderSequences = Callable[[Sequence[int]], AbstractContextManager[None]]
+"""Inside `with sequences(lengths):`, attention of type ENCODER has a flat batch of sequences of these lengths. Entering again is cheap."""
 
 
 class Model(nn.Module):
@@ -86,6 +90,43 @@ class EncoderDecoderModel(Model):
         `encoder_hidden_states` [E, H]: what `encode` has given in this step, of which cross attention stores keys and values. None: those
         of all sequences are cached.
         """
+        raise NotImplementedError
+
+
+class MultiModalModel(Model):
+    """A language model that reads items of media too: where an item stands among the tokens, embeddings of the item replace theirs.
+
+    Its language part is a model of its own, most often made by `make_part`.
+    """
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of tokens [T], as the decoder goes on with them: those of items stand beside them as they are."""
+        raise NotImplementedError
+
+    def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
+        """Embeddings [n, H] of each item of a modality, from its named arrays. What they are does not depend on the other items."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
+    ) -> Tensor | IntermediateTensors:
+        """As of other models. `inputs_embeds` [T, H] stand in the place of `embed(input_ids)`; None: no token is an item's."""
+        raise NotImplementedError
+
+    def prompt_positions(self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]) -> np.ndarray | None:
+        """Rotary positions [3, N] (int64) of a prompt's tokens, below N; those after it go on from the greatest, all three alike.
+
+        None: each token's index. `features` are without their data.
+        """
+        return None
+
+    def example_items(self) -> list[tuple[str, dict[str, Array]]]:
+        """The largest usual item of each modality, which the encoder is warmed up with."""
         raise NotImplementedError
 
 

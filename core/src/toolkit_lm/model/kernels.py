@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model.linear_method import LinearMethod, LinearSpec, Quantization, UnquantizedMethod
+
+if TYPE_CHECKING:
+    from toolkit_lm.plugin import ModelRegistry
 
 FusedLayer = Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Tensor] | None]
 """(x [T, H], residual [T, H] or None, Rotation) -> (x, residual) after the layer. It may write to both. None: not in this step."""
@@ -88,17 +91,22 @@ class Kernels:
 
 
 PLAIN = Kernels()
+_OUTSIDE = None, PLAIN, None
 _local = threading.local()
 
 
 @contextmanager
-def construction(*, quantization: Quantization | None = None, kernels: Kernels = PLAIN) -> Iterator[None]:
+def construction(
+    *, quantization: Quantization | None = None, kernels: Kernels = PLAIN, models: ModelRegistry | None = None
+) -> Iterator[None]:
     """Has layers that this thread makes inside ask these for their methods, and compute with these kernels. Refuses to nest.
+
+    `make_part` finds the classes of models within the model in `models`.
 
     It is to models what `torch.device` is: their constructors need not hand it from layer to layer.
     """
     assert not hasattr(_local, "made_with"), "a model is constructed inside the construction of another one"
-    _local.made_with = quantization, kernels
+    _local.made_with = quantization, kernels, models
     try:
         yield
     finally:
@@ -107,13 +115,20 @@ def construction(*, quantization: Quantization | None = None, kernels: Kernels =
 
 def choose_kernels() -> Kernels:
     """What a layer that is being made computes with: inside `construction` its kernels, else plain torch."""
-    _, kernels = getattr(_local, "made_with", (None, PLAIN))
+    _, kernels, _ = getattr(_local, "made_with", _OUTSIDE)
     return kernels
+
+
+def choose_models() -> ModelRegistry:
+    """Where the classes of models within the one that is being made are found: inside `construction` of an engine's model."""
+    models: ModelRegistry | None = getattr(_local, "made_with", _OUTSIDE)[2]
+    assert models is not None, "a model with models in it is made outside of construction(models=...)"
+    return models
 
 
 def choose_method(spec: LinearSpec) -> LinearMethod:
     """The linear method of a layer: inside `construction` that of its quantization, or of its kernels. Raises UnsupportedError."""
-    quantization, kernels = getattr(_local, "made_with", (None, PLAIN))
+    quantization, kernels, _ = getattr(_local, "made_with", _OUTSIDE)
     method = quantization.method(spec) if quantization is not None else None
     if method is not None and spec.kind == "embedding" and type(method).embed is LinearMethod.embed:
         raise UnsupportedError(f"{type(method).__name__} cannot look up the embeddings of {spec.prefix}: it has no method embed.")

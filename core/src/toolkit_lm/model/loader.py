@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from toolkit_lm.errors import CapacityError, CheckpointError, UnsupportedError
 from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 from toolkit_lm.model.contract import Model, check_constructor
 from toolkit_lm.model.fused import FusibleLayer
-from toolkit_lm.model.kernels import Kernels, construction
+from toolkit_lm.model.kernels import Kernels, choose_models, construction
 from toolkit_lm.model.linear import LinearBase
 from toolkit_lm.model.linear_method import Quantization, UnquantizedMethod
 from toolkit_lm.plugin import Plugins
@@ -60,7 +62,7 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
         quantization = plugins.quantization.make(name, vllm_config)
     kernels: Kernels = plugins.kernels.make(select_kernels(vllm_config, plugins)[0], vllm_config)
     try:
-        with torch.device(device), construction(quantization=quantization, kernels=kernels):
+        with torch.device(device), construction(quantization=quantization, kernels=kernels, models=plugins.models):
             model = model_cls(vllm_config=vllm_config)
     except Exception as error:
         assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
@@ -72,6 +74,20 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
     methods = [module.method for module in model.modules() if isinstance(module, LinearBase)]
     if quantization is not None and all(isinstance(method, UnquantizedMethod) for method in methods):
         raise UnsupportedError(f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Use --quantization none.")
+    return model
+
+
+def make_part(vllm_config: VllmConfig, hf_config: Mapping[str, Any], prefix: str) -> Model:
+    """A model within the one that is being constructed, whose config.json is `hf_config`: its `architectures` names the class.
+
+    `prefix` is what the checkpoint calls it. Raises UnsupportedError where no plugin registers the class, and no fallback runs it.
+    """
+    assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    models, name = choose_models(), hf_config["architectures"][0]
+    own = vllm_config.with_checkpoint(msgspec.structs.replace(vllm_config.checkpoint, architecture=name, hf_config=dict(hf_config)))
+    if name not in models.architectures():
+        name = next((fallback for fallback in models.fallbacks() if models.ask(fallback, own) is None), name)
+    model: Model = models.load(name)(vllm_config=own, prefix=prefix)
     return model
 
 
