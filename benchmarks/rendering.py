@@ -43,7 +43,7 @@ def chat_of(renderer: Renderer, num_tokens: int) -> list[dict[str, str]]:
     while True:
         sentences += 1
         messages = [{"role": ("user", "assistant")[i % 2], "content": TURN * sentences} for i in range(NUM_TURNS)]
-        if len(renderer.render_conversation(messages)) >= num_tokens:
+        if len(renderer.render_conversation(messages).token_ids) >= num_tokens:
             return messages
 
 
@@ -62,7 +62,7 @@ def main() -> int:
     renderer = make_renderer()
     tokenizer = Tokenizer.from_file(str(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json"))
     messages = chat_of(renderer, args.tokens)
-    token_ids = renderer.render_conversation(messages)
+    token_ids = renderer.render_conversation(messages).token_ids
     text = renderer.decode(token_ids)
     assert tokenizer.encode(text, add_special_tokens=False).ids == token_ids, "both do the same work"
     ours, raw = [], []

@@ -59,7 +59,7 @@ def main() -> int:
     args = parser.parse_args()
     with LLM(model="tiny") as llm:
         renderer = llm.engine.renderer
-        ids = renderer.render_prompt(TEXT)
+        ids = renderer.render_prompt(TEXT).token_ids
         answers = {length: list(islice(cycle(ids), length)) for length in LENGTHS}
         assert stream(ids, renderer).strip() == TEXT.strip(), "the stream gives another text"
         times: dict[int, list[float]] = {length: [] for length in LENGTHS}

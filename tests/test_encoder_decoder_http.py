@@ -50,7 +50,7 @@ async def test_completions_and_chats(checkpoint):
                 answer = await client.post(path, json={**common, **body})
                 return answer.status_code, answer.json()
 
-            text = llm.renderer.render_prompt("A long text.")
+            text = llm.renderer.render_prompt("A long text.").token_ids
             status, plain = await ask(prompt="A long text.")
             assert status == 200
             assert plain["usage"]["prompt_tokens"] == len(text) + 2

@@ -150,4 +150,4 @@ def test_texts_are_read_as_by_a_pooling_engine(checkpoint, tmp_path):
         first, second = (llm.score("A Cat", "a dog", use_tqdm=False)[0].score for llm in (pooling, both))
         assert first == pytest.approx(second, abs=1e-5)
         (text,) = both.generate("A Cat", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-        assert text.prompt_token_ids == both.engine.renderer.render_prompt("A Cat")
+        assert text.prompt_token_ids == both.engine.renderer.render_prompt("A Cat").token_ids

@@ -37,7 +37,7 @@ GOOD = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0, "logpro
 @pytest.fixture(scope="module")
 def engine() -> Iterator[AsyncLLM]:
     engine = AsyncLLM(VllmConfig.make(model="tiny", device="cpu", dtype="float32", max_num_seqs=8, engine_process=False))
-    assert [engine.renderer.render_prompt(text, add_special_tokens=False) for text in ("a", "b", "qq")] == [[A], [B], [Q, Q]]
+    assert [engine.renderer.render_prompt(text, add_special_tokens=False).token_ids for text in ("a", "b", "qq")] == [[A], [B], [Q, Q]]
     assert engine.renderer.eos_token_ids == [EOS]
     yield engine
     engine.close()

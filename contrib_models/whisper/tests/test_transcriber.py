@@ -14,6 +14,7 @@ import transformers
 from toolkit_lm import LLM
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError, ToolkitError
+from toolkit_lm.renderer import Rendered
 from toolkit_lm.sampling import ProcessorRow
 from toolkit_lm_devkit import randomize, write_tokenizer
 from toolkit_lm_whisper.formats import FORMATS
@@ -166,7 +167,7 @@ def test_what_was_said_before_is_read(llm):
     model = LongForm(llm.config, llm.engine.renderer)
     given = []
     marked = [5, START, 6, 291, 293, END, 7, WITHOUT - 1, WITHOUT, WITHOUT + 5]
-    model.renderer = SimpleNamespace(render_prompt=lambda text, add_special_tokens: given.append(text) or marked)
+    model.renderer = SimpleNamespace(render_prompt=lambda text, add_special_tokens: given.append(text) or Rendered(marked))
     first = next(Recording(model, recording(2), 16000, language="en", prompt="  A name. ").steps())
     assert first.prompt["decoder_prompt"]["prompt_token_ids"] == [295, 5, 6, 7, START, 291, 293]
     assert given == [" A name."]

@@ -16,7 +16,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.validation import check_token_ids
 from toolkit_lm.prompts import parse_prompt
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import Rendered, Renderer
 from toolkit_lm.scheduler import RequestLimits
 
 VOCAB = 128
@@ -38,7 +38,7 @@ class CountingRenderer(Renderer):
     def render_prompt(self, prompt, *, add_special_tokens=True):
         self.num_calls += 1
         parsed = parse_prompt(prompt)
-        return parsed.get("prompt_token_ids") or [ord(char) for char in parsed["prompt"]]
+        return Rendered(parsed.get("prompt_token_ids") or [ord(char) for char in parsed["prompt"]])
 
     def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
         raise AssertionError("nothing is decoded before the engine has answered")
@@ -55,7 +55,7 @@ class LoudParams(ProcessorParams):
     loud_word: Annotated[str | list[str], param("What.")] = "a"
 
     def prepare(self, renderer):
-        token_ids = renderer.render_prompt(self.loud_word)
+        token_ids = renderer.render_prompt(self.loud_word).token_ids
         if len(token_ids) > 1:
             raise ValueError("loud_word must be one token")
         if self.loud_times == 3:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import Rendered, Renderer
 
 
 class WordRenderer(Renderer):
     """A token is a word; one more begins each prompt."""
 
     def render_prompt(self, prompt, *, add_special_tokens=True):
-        return [0, *map(len, prompt.split())]
+        return Rendered([0, *map(len, prompt.split())])
 
     def render_conversation(self, messages, **kwargs):
         raise NotImplementedError

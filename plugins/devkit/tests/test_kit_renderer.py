@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+from toolkit_lm.renderer import Rendered
 from toolkit_lm_devkit import RendererConformance
 from toolkit_lm_devkit.cli.new import Kind, write_plugin
 
@@ -53,7 +54,7 @@ def test_half_a_character_in_a_stream_is_found(written, tmp_path):
 def test_a_lenient_one_is_found(written, tmp_path):
     class Lenient(written.ByteRenderer):
         def render_prompt(self, prompt, *args, **kwargs):
-            return list(prompt if isinstance(prompt, str) else prompt["prompt_token_ids"])
+            return Rendered(list(prompt if isinstance(prompt, str) else prompt["prompt_token_ids"]))
 
     subject, renderer = kit(Lenient, tmp_path)
     with pytest.raises(pytest.fail.Exception):

@@ -13,7 +13,7 @@ import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import ConfigError, ContextLengthError, PluginError, RequestError
 from toolkit_lm.plugin import Plugins, hookimpl
-from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm.renderer import Rendered, RenderedText, Renderer
 from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
 from toolkit_lm_pooling_adapters.score_template import ScoreTemplate, read_score_template, score_prompt, score_tokens
 from toolkit_lm_pooling_adapters.template_choice import choose_score_template
@@ -28,12 +28,12 @@ class TwoCharacters(Renderer):
     def render_prompt(self, prompt, *, add_special_tokens=True):
         assert prompt, "an empty text is no prompt"
         ids = [hash_of(prompt[i : i + 2]) for i in range(0, len(prompt), 2)]
-        return [BOS, *ids, EOS] if add_special_tokens else ids
+        return Rendered([BOS, *ids, EOS] if add_special_tokens else ids)
 
     def render_texts(self, texts, *, max_tokens=None):
         rendered = []
         for text in texts:
-            ids = self.render_prompt(text, add_special_tokens=False)
+            ids = self.render_prompt(text, add_special_tokens=False).token_ids
             rendered.append(RenderedText([BOS, *ids[: None if max_tokens is None else max_tokens - 2], EOS]))
         return rendered
 

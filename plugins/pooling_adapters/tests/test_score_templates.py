@@ -64,7 +64,7 @@ def renderer(tmp_path):
 
 
 def ids(renderer, text):
-    return renderer.render_prompt(text, add_special_tokens=False)
+    return renderer.render_prompt(text, add_special_tokens=False).token_ids
 
 
 def test_tokens_are_those_of_the_authors(renderer):

@@ -102,7 +102,7 @@ def test_a_document_that_is_too_long_for_its_template(tmp_path):
         assert longest == SMALL["max_position_embeddings"]
         whole = score_tokens(llm.engine.renderer, QWEN3_RERANKER, "w5", document)
         tokens = score_tokens(llm.engine.renderer, QWEN3_RERANKER, "w5", document, max_tokens=longest)
-        tail = len(llm.engine.renderer.render_prompt(QWEN3_RERANKER.pieces[-1]))
+        tail = len(llm.engine.renderer.render_prompt(QWEN3_RERANKER.pieces[-1]).token_ids)
         assert len(tokens) == longest
         assert tokens[-tail:] == whole[-tail:] != whole[longest - tail : longest]
         with pytest.raises(ContextLengthError):

@@ -31,7 +31,7 @@ from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
 from toolkit_lm_renderer_hf.renderer import HfRenderer
 config = VllmConfig.default()
 renderer = HfRenderer(msgspec.structs.replace(config, checkpoint=Checkpoint(path={str(tmp_path)!r}, architecture="none", hf_config={{}})))
-ids = renderer.render_conversation([{{"role": "user", "content": "hello"}}])
+ids = renderer.render_conversation([{{"role": "user", "content": "hello"}}]).token_ids
 assert renderer.decode(ids) == "hello"
 assert not {{"torch", "transformers"}} & set(sys.modules)
 """
@@ -48,12 +48,12 @@ def test_prompt_tokens_equal_those_of_transformers(tmp_path, tokenizer, make_ren
     renderer = make_renderer(tokenizer, config)
     reference = AutoTokenizer.from_pretrained(str(tmp_path))
     for text in TEXTS:
-        assert renderer.render_prompt(text) == reference(text)["input_ids"]
-        assert renderer.render_prompt(text, add_special_tokens=False) == reference(text, add_special_tokens=False)["input_ids"]
+        assert renderer.render_prompt(text).token_ids == reference(text)["input_ids"]
+        assert renderer.render_prompt(text, add_special_tokens=False).token_ids == reference(text, add_special_tokens=False)["input_ids"]
 
 
 def test_tokens_pass_as_they_are(make_renderer, byte_level):
-    assert make_renderer(byte_level).render_prompt({"prompt_token_ids": [5, 3, 5]}) == [5, 3, 5]
+    assert make_renderer(byte_level).render_prompt({"prompt_token_ids": [5, 3, 5]}).token_ids == [5, 3, 5]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_bad_prompts(make_renderer, byte_level, prompt, message):
 
 def test_token_ids_are_not_looked_at(make_renderer, byte_level):
     for token_ids in ([-1], [349], [5, 2**40]):
-        assert make_renderer(byte_level).render_prompt({"prompt_token_ids": token_ids}) == token_ids
+        assert make_renderer(byte_level).render_prompt({"prompt_token_ids": token_ids}).token_ids == token_ids
 
 
 def test_what_the_model_or_the_tokenizer_knows_can_be_decoded(make_renderer, byte_level):
@@ -86,7 +86,7 @@ def test_a_text_is_tokenized_whole_however_few_tokens_it_has(make_renderer):
     words.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     renderer = make_renderer(words, {}, max_model_len=8)
     for text, expected in ((" " * 6000 + "hello world", [1, 2]), (("x" * 200 + " ") * 6 + "hello", [0] * 6 + [1])):
-        assert renderer.render_prompt(text) == expected
+        assert renderer.render_prompt(text).token_ids == expected
         for most in (None, 7):
             assert renderer.render_texts([text], max_tokens=most)[0].token_ids == expected
 
@@ -143,7 +143,7 @@ def test_truncation_and_padding_of_the_file_are_off(make_renderer, byte_level):
         byte_level.no_truncation()
         byte_level.no_padding()
     text = "The cat sat on the mat"
-    assert renderer.decode(renderer.render_prompt(text)) == text
+    assert renderer.decode(renderer.render_prompt(text).token_ids) == text
 
 
 def test_eos_token_ids_are_those_of_all_files(make_renderer, byte_level):
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_panics_is_one_requests_error(make_renderer):
     ):
         with pytest.raises(RequestError, match=r"tokenizer cannot tokenize this text: .*retry-limit"):
             call()
-    assert renderer.render_prompt("ok") == [1]
+    assert renderer.render_prompt("ok").token_ids == [1]
 
 
 def test_a_decoder_that_panics_gives_the_tokens_as_they_are(make_renderer):
@@ -215,7 +215,7 @@ def test_transformers_converts_a_checkpoint_without_tokenizer_json(tmp_path, mak
     byte_level.model.save(str(tmp_path))
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
     renderer = make_renderer(None, config)
-    assert renderer.render_prompt("The cat sat on the mat.") == byte_level.encode("The cat sat on the mat.").ids
+    assert renderer.render_prompt("The cat sat on the mat.").token_ids == byte_level.encode("The cat sat on the mat.").ids
     assert renderer.eos_token_ids == [2]
 
 
@@ -243,7 +243,7 @@ def test_the_tokenizer_option_names_another_folder(tmp_path, make_renderer, byte
     make_renderer(byte_level)
     checkpoint = Checkpoint(path=str(tmp_path / "none"), architecture="none", hf_config={})
     config = msgspec.structs.replace(VllmConfig.default(tokenizer=str(tmp_path)), checkpoint=checkpoint)
-    assert HfRenderer(config).render_prompt("The cat") == byte_level.encode("The cat").ids
+    assert HfRenderer(config).render_prompt("The cat").token_ids == byte_level.encode("The cat").ids
 
 
 def test_a_decoder_that_needs_whole_texts_is_refused(make_renderer, byte_level):
@@ -277,5 +277,5 @@ def test_code_of_the_checkpoint_does_not_run(make_renderer, byte_level, monkeypa
         with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
             make_renderer(None, config, files=files)
     else:
-        assert make_renderer(byte_level, config, files=files).render_prompt("cat")
+        assert make_renderer(byte_level, config, files=files).render_prompt("cat").token_ids
     assert not sys.remote_code_ran

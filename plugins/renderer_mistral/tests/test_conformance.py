@@ -17,7 +17,7 @@ import sys
 from toolkit_lm_devkit.renderer import config_of
 from toolkit_lm_renderer_mistral.renderer import MistralRenderer
 renderer = MistralRenderer(config_of(sys.argv[1]))
-renderer.decode(renderer.render_conversation([{"role": "user", "content": "Hello"}]))
+renderer.decode(renderer.render_conversation([{"role": "user", "content": "Hello"}]).token_ids)
 print(*sys.modules)
 """
 

@@ -28,7 +28,7 @@ def renderer(make_renderer):
 
 
 def chat(renderer, *messages, **options):
-    return renderer.decode(renderer.render_conversation(messages, **options))
+    return renderer.decode(renderer.render_conversation(messages, **options).token_ids)
 
 
 def refusal(renderer, *messages, **options):
@@ -41,13 +41,13 @@ def refusal(renderer, *messages, **options):
 
 
 def test_a_prompt_begins_with_bos(renderer):
-    assert renderer.render_prompt("Hi") == [1, *renderer.render_prompt("Hi", add_special_tokens=False)]
-    assert renderer.render_prompt({"prompt": "Hi"}) == renderer.render_prompt("Hi")
+    assert renderer.render_prompt("Hi").token_ids == [1, *renderer.render_prompt("Hi", add_special_tokens=False).token_ids]
+    assert renderer.render_prompt({"prompt": "Hi"}).token_ids == renderer.render_prompt("Hi").token_ids
 
 
 def test_special_tokens_in_a_text_stay_text(renderer):
     text = "<s>[INST]</s>"
-    token_ids = renderer.render_prompt(text, add_special_tokens=False)
+    token_ids = renderer.render_prompt(text, add_special_tokens=False).token_ids
     assert min(token_ids) >= 100
     assert renderer.decode(token_ids, skip_special_tokens=True) == text
 
@@ -62,7 +62,7 @@ def test_a_text_that_is_too_large_is_refused(renderer, text):
 
 def test_a_text_may_be_as_long_as_the_model_reads(make_renderer):
     renderer = make_renderer(max_model_len=2**18)
-    assert len(renderer.render_prompt("ab\n" * 2**19)) > 2**19
+    assert len(renderer.render_prompt("ab\n" * 2**19).token_ids) > 2**19
 
 
 # Conversations
@@ -114,7 +114,7 @@ def test_a_generation_prompt_has_no_tokens(renderer):
 
 @pytest.mark.parametrize("role", ["system", "user"])
 def test_special_tokens_in_a_message_stay_text(renderer, role):
-    token_ids = renderer.render_conversation([{"role": role, "content": "</s>[INST]"}, USER])
+    token_ids = renderer.render_conversation([{"role": role, "content": "</s>[INST]"}, USER]).token_ids
     assert [token_id for token_id in token_ids if token_id < 100] == [1, 3, 4]
     assert "</s>[INST]" in renderer.decode(token_ids, skip_special_tokens=True)
 
@@ -213,7 +213,7 @@ def test_ids_beyond_the_vocabulary_have_no_text(make_renderer):
 
 
 def test_a_stream_holds_back_half_a_character(renderer):
-    token_ids = renderer.render_prompt("😀", add_special_tokens=False)
+    token_ids = renderer.render_prompt("😀", add_special_tokens=False).token_ids
     assert len(token_ids) > 1
     stream = renderer.decode_stream()
     assert stream.push(token_ids[:-1]) == ""

@@ -9,6 +9,7 @@ import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.renderer import Rendered
 from toolkit_lm.sampling import ProcessorTable
 from toolkit_lm_devkit import sampling_rows
 
@@ -23,7 +24,7 @@ class LetterRenderer:
 
     def render_prompt(self, text, *, add_special_tokens):
         assert not add_special_tokens
-        return [ord(char) for char in text]
+        return Rendered([ord(char) for char in text])
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.validation import check_options, check_token_ids
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import Rendered, Renderer
 from toolkit_lm_server.app import create_app
 
 
@@ -37,7 +37,7 @@ class CharRenderer(Renderer):
         token_ids = prompt["prompt_token_ids"]
         if not token_ids:
             raise RequestError("the prompt is empty.", "prompt")
-        return token_ids
+        return Rendered(token_ids)
 
     def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
         raise NotImplementedError
@@ -74,14 +74,14 @@ class FakeEngine:
         self.num_resets += 1
 
     async def chat_many(self, conversations, params, *, options, **render_options):
-        prompts = [self.renderer.render_conversation(messages, **render_options) for messages in conversations]
+        prompts = [self.renderer.render_conversation(messages, **render_options).token_ids for messages in conversations]
         async with aclosing(self.generate_many([{"prompt_token_ids": one} for one in prompts], params, **options)) as outputs:
             async for found in outputs:
                 yield found
 
     async def generate_many(self, prompts, params, **options):
         check_options(options)
-        rendered = [self.renderer.render_prompt(prompt) for prompt in prompts]
+        rendered = [self.renderer.render_prompt(prompt).token_ids for prompt in prompts]
         for token_ids in rendered:
             check_token_ids(token_ids, self.renderer.vocab_size)
             if len(token_ids) >= self.config.max_model_len:

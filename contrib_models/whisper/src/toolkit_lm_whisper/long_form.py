@@ -125,7 +125,7 @@ class LongForm:
 
     def tokens(self, text: str) -> list[int]:
         """What is said in `text`: where it names language, task or time as the model does, that is dropped."""
-        given = self.renderer.render_prompt(f" {text.strip()}", add_special_tokens=False) if text.strip() else []
+        given = self.renderer.render_prompt(f" {text.strip()}", add_special_tokens=False).token_ids if text.strip() else []
         marks = {self.rules.start_token_id, self.no_speech, self.before, *self.languages, *self.tasks.values(), *self.ends}
         return [token for token in given if token < self.first_time - 1 and token not in marks]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import EncoderInput
+from toolkit_lm.messages import EncoderInput, MultiModalFeatureSpec
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.prompts import Conversation, Prompt, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import EncoderDecoderRules, Renderer
@@ -21,6 +21,8 @@ class RenderedPrompt(NamedTuple):
     encoder: EncoderInput | None = None
     """Of an encoder-decoder model; `token_ids` are then the decoder's."""
     encoder_text: str | None = None
+    features: list[MultiModalFeatureSpec] | None = None
+    """Items of media that stand among `token_ids`."""
 
 
 class EncoderDecoderReader:
@@ -50,15 +52,15 @@ class EncoderDecoderReader:
         """
         if not self.renderer.has_chat_template:
             return self._both(_last_turn(messages), None, params)
-        return self._both({"prompt_token_ids": self.renderer.render_conversation(messages, **options)}, None, params)
+        return self._both({"prompt_token_ids": self.renderer.render_conversation(messages, **options).token_ids}, None, params)
 
     def _both(self, encoder: SingletonPrompt, decoder: SingletonPrompt | None, params: SamplingParams) -> RenderedPrompt:
         if decoder is None:
             token_ids = self.rules.default_decoder_prompt()
         elif "prompt_token_ids" in (parsed := parse_prompt(decoder)):
-            token_ids = self.rules.decoder_prompt(self.renderer.render_prompt(parsed))
+            token_ids = self.rules.decoder_prompt(self.renderer.render_prompt(parsed).token_ids)
         else:
-            token_ids = [*self.rules.default_decoder_prompt(), *self.renderer.render_prompt(parsed, add_special_tokens=False)]
+            token_ids = [*self.rules.default_decoder_prompt(), *self.renderer.render_prompt(parsed, add_special_tokens=False).token_ids]
         most = self.config.max_encoder_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
         return RenderedPrompt(token_ids, _text_of(decoder), self.rules.encoder_input(encoder, most), _text_of(encoder))
 

@@ -158,7 +158,7 @@ class PoolingInputProcessor:
                     "prompt_name names what goes before a text, and token ids are read as they are: give a text, or no prompt_name.",
                     "prompt_name",
                 )
-            return RenderedText(self.renderer.render_prompt(parsed))
+            return RenderedText(self.renderer.render_prompt(parsed).token_ids)
         # An empty text is refused even where a prompt goes before it.
         return self._lowered(prefix.text + parsed["prompt"]) if parsed["prompt"] else ""
 
@@ -208,7 +208,7 @@ class PoolingInputProcessor:
         return PromptPrefix(self.prompts[name] if role is _NO_ROLE else role.prompt, role, is_asked_for)
 
     def _take_roles(self, found: PoolingProfile, config: VllmConfig) -> None:
-        self.roles = make_roles(found, lambda text: self.renderer.render_prompt(text, add_special_tokens=False))
+        self.roles = make_roles(found, lambda text: self.renderer.render_prompt(text, add_special_tokens=False).token_ids)
         self.prompts = {name: role.prompt for name, role in self.roles.items()} | self.prompts
         if config.model.convert != "none" and not all(role.profile.attend for role in self.roles.values()):
             raise CheckpointError(
@@ -218,7 +218,7 @@ class PoolingInputProcessor:
         if (longest := max((role.profile.filled for role in self.roles.values()), default=0)) > self.max_tokens:
             raise ConfigError(f"max_model_len is {self.max_tokens}, but the checkpoint pads its queries to {longest} tokens.")
         if any(role.marker is not None for role in self.roles.values()):
-            plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added) for added in (False, True))
+            plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added).token_ids for added in (False, True))
             self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
 
 

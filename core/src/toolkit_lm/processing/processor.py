@@ -31,7 +31,7 @@ from toolkit_lm.processing.validation import (
     tokenize_bad_words,
 )
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
-from toolkit_lm.renderer import RenderedText, Renderer
+from toolkit_lm.renderer import Rendered, RenderedText, Renderer
 from toolkit_lm.scheduler import RequestLimits
 
 ResultT = TypeVar("ResultT")
@@ -102,7 +102,7 @@ class Processor:
             return self._generation(request_ids, (self._render(read, prompt, params=params) for prompt in prompts), params, options or {})
         given: Any = prompts
         render = self.renderer.render_prompt
-        rendered = (RenderedPrompt(self._render(render, one), one if isinstance(one, str) else one.get("prompt")) for one in given)
+        rendered = (_with_text(self._render(render, one), one if isinstance(one, str) else one.get("prompt")) for one in given)
         return self._generation(request_ids, rendered, params, options or {})
 
     def prepare_chat(
@@ -131,7 +131,7 @@ class Processor:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
             return self._generation(request_ids, (self._render(read, one) for one in conversations), params, options or {})
         render = self.renderer.render_conversation
-        rendered = (RenderedPrompt(self._render(render, one, **render_options), None) for one in conversations)
+        rendered = (_with_text(self._render(render, one, **render_options), None) for one in conversations)
         return self._generation(request_ids, rendered, params, options or {})
 
     def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
@@ -294,3 +294,7 @@ class Processor:
             cache_keys=[CacheKey(0, 1, salt)] if salt else [],
             context=options.get("context", {}),
         )
+
+
+def _with_text(rendered: Rendered, text: str | None) -> RenderedPrompt:
+    return RenderedPrompt(rendered.token_ids, text, features=rendered.features)

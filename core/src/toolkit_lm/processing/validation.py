@@ -25,7 +25,7 @@ def _bad_word(word: str, renderer: Renderer) -> Iterator[list[int]]:
     """As it is at the beginning of a text, and, where that is another token, after a space."""
     word = word.lstrip(" ")
     try:
-        plain, spaced = (renderer.render_prompt(text, add_special_tokens=False) for text in (word, f" {word}"))
+        plain, spaced = (renderer.render_prompt(text, add_special_tokens=False).token_ids for text in (word, f" {word}"))
     except RequestError as error:
         raise RequestError(f"bad_words: {word!r} cannot be tokenized: {error}", "bad_words") from None
     yield plain

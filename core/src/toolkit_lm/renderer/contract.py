@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import MultiModalFeatureSpec
 from toolkit_lm.prompts import Conversation, SingletonPrompt
+
+
+class Rendered(NamedTuple):
+    """A prompt, or a conversation, in tokens."""
+
+    token_ids: list[int]
+    features: list[MultiModalFeatureSpec] | None = None
+    """Items of media that stand among them, by offset."""
 
 
 class RenderedText(NamedTuple):
@@ -51,11 +60,12 @@ class Renderer(ABC):
         return None
 
     @abstractmethod
-    def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
-        """Token ids of a conversation, through the chat template.
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
+        """A conversation in tokens, through the chat template.
 
         `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False), `tools`, `chat_template_kwargs`
-        (a mapping of further names for the template).
+        (a mapping of further names for the template), and of
+        renderers that take media `mm_processor_kwargs`.
         """
 
     @property
@@ -69,8 +79,8 @@ class Renderer(ABC):
         return True
 
     @abstractmethod
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, at least one.
+    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+        """A prompt in tokens, at least one.
 
         Token ids that are given are passed on as they are: the engine checks that the model has them.
         """
@@ -85,7 +95,7 @@ class Renderer(ABC):
         for text in texts:
             if not isinstance(text, str):
                 raise RequestError(f"{type(self).__name__} does not know how to join a pair of texts.", "input")
-            rendered.append(RenderedText(self.render_prompt(text)[:max_tokens]))
+            rendered.append(RenderedText(self.render_prompt(text).token_ids[:max_tokens]))
         return rendered
 
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:

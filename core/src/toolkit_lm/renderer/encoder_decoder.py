@@ -46,7 +46,7 @@ class EncoderDecoderRules:
         """What the encoder reads of a prompt. `max_tokens`: it is to be cut, at its end; None: as it is. Raises RequestError."""
         parsed = parse_prompt(prompt)
         if max_tokens is None or "prompt_token_ids" in parsed:
-            return EncoderInput.of_tokens(self.renderer.render_prompt(parsed)[:max_tokens])
+            return EncoderInput.of_tokens(self.renderer.render_prompt(parsed).token_ids[:max_tokens])
         return EncoderInput.of_tokens(self.renderer.render_texts([parsed["prompt"]], max_tokens=max_tokens)[0].token_ids)
 
     def default_decoder_prompt(self) -> list[int]:

@@ -17,6 +17,7 @@ from toolkit_lm.messages import SamplerState
 from toolkit_lm.param_spec import ProcessorParams, params_of
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry, PluginInfo
+from toolkit_lm.renderer import Rendered
 from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, Sampled, SamplingBatch, sample
 from torch import Tensor
 
@@ -34,8 +35,8 @@ class LetterRenderer:
     vocab_size = 256
     config = VllmConfig.default({"vocab_size": 256})
 
-    def render_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(prompt.encode())
+    def render_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> Rendered:
+        return Rendered(list(prompt.encode()))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return bytes(token_ids).decode(errors="replace")

@@ -23,7 +23,7 @@ import importlib, json, sys
 from toolkit_lm_devkit.renderer import config_of
 module, name, folder, text = json.loads(sys.argv[1])
 renderer = getattr(importlib.import_module(module), name)(config_of(folder))
-renderer.decode(renderer.render_prompt(text))
+renderer.decode(renderer.render_prompt(text).token_ids)
 sys.exit("torch" in sys.modules)
 """
 
@@ -74,13 +74,13 @@ class RendererConformance(Conformance):
     # Prompts
 
     def test_round_trip(self, renderer: Renderer, text: str) -> None:
-        token_ids = renderer.render_prompt(text, add_special_tokens=False)
+        token_ids = renderer.render_prompt(text, add_special_tokens=False).token_ids
         assert all(0 <= token_id < renderer.vocab_size for token_id in token_ids)
         assert renderer.decode(token_ids) == text
-        assert renderer.render_prompt({"prompt": text}, add_special_tokens=False) == token_ids
+        assert renderer.render_prompt({"prompt": text}, add_special_tokens=False).token_ids == token_ids
 
     def test_token_ids_pass_as_they_are(self, renderer: Renderer) -> None:
-        assert renderer.render_prompt({"prompt_token_ids": [2, 0, 2]}) == [2, 0, 2]
+        assert renderer.render_prompt({"prompt_token_ids": [2, 0, 2]}).token_ids == [2, 0, 2]
 
     @pytest.mark.parametrize("prompt", ["", {"prompt": ""}, {"prompt_token_ids": []}], ids=repr)
     def test_an_empty_prompt_is_refused(self, renderer: Renderer, prompt: Any) -> None:
@@ -97,11 +97,11 @@ class RendererConformance(Conformance):
             with pytest.raises(RequestError):
                 renderer.render_conversation([{"role": "user", "content": "Hello"}])
             return
-        short = renderer.render_conversation([{"role": "user", "content": "Hello"}])
+        short = renderer.render_conversation([{"role": "user", "content": "Hello"}]).token_ids
         assert "Hello" in renderer.decode(short)
         assert all(0 <= token_id < renderer.vocab_size for token_id in short)
         more = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Bye"}]
-        assert "Bye" in renderer.decode(renderer.render_conversation(more))
+        assert "Bye" in renderer.decode(renderer.render_conversation(more).token_ids)
         with pytest.raises(RequestError):
             renderer.render_conversation([])
 
@@ -114,7 +114,7 @@ class RendererConformance(Conformance):
             assert self.stream(renderer, token_ids, skip, draw) == renderer.decode(token_ids, skip_special_tokens=skip)
 
     def test_a_stream_of_text_holds_no_half_characters(self, renderer: Renderer, text: str) -> None:
-        token_ids = renderer.render_prompt(text, add_special_tokens=False)
+        token_ids = renderer.render_prompt(text, add_special_tokens=False).token_ids
         stream = renderer.decode_stream(skip_special_tokens=False)
         pieces = [stream.push([token_id]) for token_id in token_ids]
         assert not any("�" in piece for piece in pieces)
@@ -146,7 +146,7 @@ class RendererConformance(Conformance):
         def work(seed: int) -> tuple[list[int], str]:
             draw = random.Random(seed)  # nosec B311 # it keeps no secret
             token_ids = [draw.randrange(renderer.vocab_size) for _ in range(30)]
-            rendered = renderer.render_prompt(self.texts[seed % len(self.texts)], add_special_tokens=False)
+            rendered = renderer.render_prompt(self.texts[seed % len(self.texts)], add_special_tokens=False).token_ids
             return rendered, self.stream(renderer, token_ids, True, draw)
 
         alone = [work(seed) for seed in range(40)]

@@ -123,11 +123,11 @@ def _check(query: str, document: str, instruction: str | None) -> None:
 
 
 def _tokens(renderer: Renderer, piece: str) -> list[int]:
-    return renderer.render_prompt(piece, add_special_tokens=False) if piece else []
+    return renderer.render_prompt(piece, add_special_tokens=False).token_ids if piece else []
 
 
 def _special_tokens(renderer: Renderer, text: str) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
-    plain, whole = (renderer.render_prompt(text, add_special_tokens=added) for added in (False, True))
+    plain, whole = (renderer.render_prompt(text, add_special_tokens=added).token_ids for added in (False, True))
     start = next((i for i in range(len(whole) - len(plain) + 1) if whole[i : i + len(plain)] == plain), 0)
     return whole[:start], whole[start + len(plain) :]

@@ -10,7 +10,7 @@ from typing import Any, cast
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
-from toolkit_lm.renderer import DecodeStream, Renderer
+from toolkit_lm.renderer import DecodeStream, Rendered, Renderer
 
 from toolkit_lm_renderer_harmony.bounds import TextBudget, refusals
 from toolkit_lm_renderer_harmony.chat import Chat
@@ -51,7 +51,7 @@ class HarmonyRenderer(Renderer):
             raise CheckpointError(f"eos_token_id must be a token id or a list of them, not {listed!r:.100}.")
         self._eos_token_ids = [*dict.fromkeys([*listed, *sorted(self._encoding.stop_tokens_for_assistant_actions())])]
 
-    def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
                 raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
@@ -67,26 +67,26 @@ class HarmonyRenderer(Renderer):
         with refusals("messages"):
             conversation = harmony.Conversation.from_messages([harmony.Message.from_dict(one) for one in chat])
             if generates:
-                return list(self._encoding.render_conversation_for_completion(conversation, harmony.Role.ASSISTANT))
+                return Rendered(list(self._encoding.render_conversation_for_completion(conversation, harmony.Role.ASSISTANT)))
             # What the assistant thought stays: a later message decides that it goes.
             token_ids = list(self._encoding.render_conversation(conversation, harmony.RenderConversationConfig(auto_drop_analysis=False)))
         # The last token ends the message.
-        return token_ids[:-1] if goes_on else token_ids
+        return Rendered(token_ids[:-1] if goes_on else token_ids)
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> list[int]:
+    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         """Text is text: the names of special tokens in it are none. There are no special tokens to add."""
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
             if not token_ids:
                 raise RequestError("the prompt is empty.", "prompt_token_ids")
-            return cast(list[int], token_ids)
+            return Rendered(cast(list[int], token_ids))
         text = parsed["prompt"]
         if not text:
             raise RequestError("the prompt is empty.", "prompt")
         TextBudget("the prompt", self._max_chars).take(text, "prompt")
         with refusals("prompt"):
-            return list(self._encoding.encode(text, disallowed_special=()))
+            return Rendered(list(self._encoding.encode(text, disallowed_special=())))
 
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self, skip_special_tokens)

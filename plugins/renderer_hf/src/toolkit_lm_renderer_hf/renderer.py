@@ -11,7 +11,7 @@ from tokenizers import Encoding
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, nearest
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
-from toolkit_lm.renderer import DecodeStream, RenderedText, Renderer
+from toolkit_lm.renderer import DecodeStream, Rendered, RenderedText, Renderer
 
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
@@ -52,27 +52,27 @@ class HfRenderer(Renderer):
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
         self._eos_token_ids = end_tokens(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
 
-    def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
                 raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
         if self._chat_template is None:
             raise RequestError("the checkpoint has no chat template. Give one by --chat-template, or use plain completions.", "messages")
         text = self._chat_template.render(messages, max_length=self._max_chars, **kwargs)
-        return self._encode(text, "messages", add_special_tokens=False)
+        return Rendered(self._encode(text, "messages", add_special_tokens=False))
 
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> list[int]:
+    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         if isinstance(prompt, str):
-            return self._encode(prompt, "prompt", add_special_tokens=add_special_tokens)
+            return Rendered(self._encode(prompt, "prompt", add_special_tokens=add_special_tokens))
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
-            return _not_empty(cast(list[int], token_ids), "prompt_token_ids")
-        return self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens)
+            return Rendered(_not_empty(cast(list[int], token_ids), "prompt_token_ids"))
+        return Rendered(self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens))
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
-from toolkit_lm.renderer import DecodeStream, Renderer
+from toolkit_lm.renderer import DecodeStream, Rendered, Renderer
 
 from toolkit_lm_renderer_hf.end_tokens import end_tokens, text_config
 
@@ -24,7 +24,7 @@ class TokenRenderer(Renderer):
         self._vocab_size = size
         self._eos_token_ids = end_tokens(config, None, size)
 
-    def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         _refuse("messages")
 
     @property
@@ -35,14 +35,14 @@ class TokenRenderer(Renderer):
     def has_chat_template(self) -> bool:
         return False
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> list[int]:
+    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         parsed = {"prompt": prompt} if isinstance(prompt, str) else parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if not isinstance(token_ids, list):
             _refuse("prompt")
         if not token_ids:
             raise RequestError("the prompt is empty: it needs at least one token.", "prompt_token_ids")
-        return token_ids
+        return Rendered(token_ids)
 
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return _NoText()

@@ -9,7 +9,7 @@ from typing import Any, cast
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError, nearest
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
-from toolkit_lm.renderer import DecodeStream, Renderer
+from toolkit_lm.renderer import DecodeStream, Rendered, Renderer
 
 from toolkit_lm_renderer_mistral.chat import Chat
 from toolkit_lm_renderer_mistral.detokenizer import Detokenizer, TextStream
@@ -51,20 +51,20 @@ class MistralRenderer(Renderer):
         self._chat = Chat(tokenizer, self._max_chars)
         self._eos_token_ids = end_tokens(config, self._tekken.eos_id, config.vocab_size or self._vocab_size)
 
-    def render_conversation(self, messages: Conversation, **kwargs: Any) -> list[int]:
+    def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
                 raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
-        return self._chat.encode(messages, **kwargs)
+        return Rendered(self._chat.encode(messages, **kwargs))
 
-    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> list[int]:
+    def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is None:
-            return self._encode(parsed["prompt"], add_special_tokens)
+            return Rendered(self._encode(parsed["prompt"], add_special_tokens))
         if not token_ids:
             raise RequestError("the prompt is empty.", "prompt_token_ids")
-        return cast(list[int], token_ids)
+        return Rendered(cast(list[int], token_ids))
 
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self._detokenizer, skip_special_tokens)

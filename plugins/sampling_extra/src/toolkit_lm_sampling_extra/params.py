@@ -126,7 +126,7 @@ def _vocab_size(renderer: Renderer) -> int:
 def _last_token(text: str, renderer: Renderer) -> int:
     # A letter before a text keeps tokenizers from joining it with the beginning of a sequence.
     try:
-        token_ids = renderer.render_prompt(f"a{text}", add_special_tokens=False)
+        token_ids = renderer.render_prompt(f"a{text}", add_special_tokens=False).token_ids
     except RequestError as error:
         name = "dry_sequence_breakers"
         raise RequestError(f"{name}: {text!r} cannot be tokenized: {error}", name) from None

@@ -84,7 +84,7 @@ class Render:
 
         def render() -> dict[str, Any]:
             with self._rendering.plugins.boundary:
-                token_ids = self._rendering.renderer.render_conversation(body.messages, **body.render_options())
+                token_ids = self._rendering.renderer.render_conversation(body.messages, **body.render_options()).token_ids
             return self._rendered(token_ids, params)
 
         return await answer(render)
@@ -96,7 +96,7 @@ class Render:
 
         def render(prompt: Any) -> dict[str, Any]:
             with self._rendering.plugins.boundary:
-                token_ids = self._rendering.renderer.render_prompt(prompt)
+                token_ids = self._rendering.renderer.render_prompt(prompt).token_ids
             return self._rendered(token_ids, params)
 
         # One at a time: texts may have far more tokens than fit in memory as Python integers.

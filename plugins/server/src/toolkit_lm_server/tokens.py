@@ -36,10 +36,10 @@ class Tokens:
     def _tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         renderer = self._engine.renderer
         if body.messages is not None:
-            token_ids = renderer.render_conversation(body.messages, **body.render_options())
+            token_ids = renderer.render_conversation(body.messages, **body.render_options()).token_ids
         else:
             assert body.prompt is not None
-            token_ids = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens)
+            token_ids = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens).token_ids
         texts = renderer.token_texts(token_ids) if body.return_token_strs else None
         return {"count": len(token_ids), "max_model_len": self._engine.config.max_model_len, "tokens": token_ids, "token_strs": texts}
 
