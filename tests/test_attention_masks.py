@@ -48,12 +48,18 @@ FEATURES = {
     "window and bias": {"window": 5, "bias": "alibi"},
     "sinks": {"sinks": True},
     "soft cap": {"soft_cap": 2.0},
+    "spans": {"spans": True},
+    "spans and window": {"spans": True, "window": 7},
+    "spans and bias": {"spans": True, "bias": "table"},
+    "spans, sinks and soft cap": {"spans": True, "window": 9, "sinks": True, "soft_cap": 2.0},
 }
 HEADS = [(4, 4), (4, 2), (4, 1)]
 DTYPES = ["float32", "bfloat16"]
 UNCACHED = ("uncached", "encoder")
 MOST_KEYS = 50
-CASES = [(kind, name) for kind in KINDS for name in FEATURES if kind != "cross" or name in ("plain", "sinks", "soft cap")]
+WITHOUT = {"cross": ("window", "bias", "spans"), "encoder": ("spans",)}
+"""What makes no sense for some kinds."""
+CASES = [(kind, name) for kind in KINDS for name in FEATURES if not set(WITHOUT.get(kind, ())) & set(FEATURES[name])]
 
 Step = AttentionStep | CrossStep
 
@@ -194,6 +200,36 @@ def test_cross_attention_has_no_positions_to_relate(backend, asked) -> None:
     spec = make_step(BACKENDS[backend], "cross", "plain", 0).spec()
     refused = msgspec.structs.replace(spec, **{asked: 7 if asked == "window" else True})
     assert BACKENDS[backend].refuses(refused)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "encoder"])
+@every_backend
+def test_spans_are_refused_where_they_are_not_computed(backend, kind) -> None:
+    step = make_step(BACKENDS[backend], kind, "plain", 0)
+    spec = step.layer.attention_spec(torch.device("cpu"), cached=kind == "mixed")
+    refusal = BACKENDS[backend].refuses(msgspec.structs.replace(spec, spans=True))
+    assert (refusal is None) == (backend == "sdpa" and kind == "mixed")
+    if BACKENDS[backend].refuses(spec) is None and refusal is not None:
+        assert "spans" in refusal
+
+
+def test_a_token_sees_what_comes_after_it_in_its_span() -> None:
+    """Two spans side by side, of which the first begins before the step: each token sees up to the end of its own, and no further."""
+    step = AttentionStep(SdpaBackend, [(6, 9)], spans=True)
+    step.row_spans = [np.array([[0, 1], *[[1, 6]] * 5, *[[6, 9]] * 3], np.int32)]
+    plain = run(step)
+    for key, seers in ((5, range(3, 9)), (8, range(6, 9)), (6, range(6, 9))):
+        changed = AttentionStep(SdpaBackend, [(6, 9)], spans=True)
+        changed.row_spans = step.row_spans
+        changed.v[0][key] += 1
+        assert [i for i in range(3, 9) if not torch.equal(run(changed)[i - 3], plain[i - 3])] == list(seers)
+
+
+def test_a_span_that_ends_after_the_step_is_no_step() -> None:
+    step = AttentionStep(SdpaBackend, [(6, 9)], spans=True)
+    step.row_spans = [np.array([[0, 1], *[[1, 12]] * 8], np.int32)]
+    with pytest.raises(AssertionError, match="a span ends after the step"):
+        run(step)
 
 
 @pytest.fixture(scope="module")

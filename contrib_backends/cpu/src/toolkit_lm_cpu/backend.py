@@ -93,6 +93,8 @@ class CpuBackend(AttentionBackend):
                 return f"block_size {spec.kv_cache.block_size} is not a multiple of {_TILE}"
         if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
             return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        if spec.spans:
+            return "tokens see only what came before them, and spans are seen from both sides"
         return None
 
     @classmethod

@@ -104,7 +104,7 @@ def lacks(kernel: Kernel, spec: AttentionSpec) -> str | None:
         return "window relates positions of one sequence, and cross attention has two"
     if spec.soft_cap is not None and not kernel.soft_caps:
         return f"FlashAttention of {kernel.name} has no soft caps; that of the package flash_attn has"
-    if asked := [name for name in ("bias", "sinks") if getattr(spec, name)]:
+    if asked := [name for name in ("bias", "sinks", "spans") if getattr(spec, name)]:
         return f"FlashAttention has no {' and no '.join(asked)}"
     return None
 

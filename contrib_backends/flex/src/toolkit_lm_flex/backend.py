@@ -49,6 +49,8 @@ class FlexBackend(AttentionBackend):
             return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
         if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
             return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        if spec.spans:
+            return "tokens see only what came before them, and spans are seen from both sides"
         return None
 
     @classmethod

@@ -36,6 +36,8 @@ class SdpaBackend(AttentionBackend):
             asked = [name for name in ("window", "bias") if getattr(spec, name)]
             if asked:
                 return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        if spec.spans and spec.type is not AttentionType.DECODER:
+            return f"spans are of decoders, and this is attention of type {spec.type!r}"
         return None
 
     @classmethod

@@ -29,12 +29,13 @@ class LayerKey(NamedTuple):
     """Scores are capped, or sinks join them: torch's kernels cannot compute them."""
     num_kv_heads: int
     block_size: int | None
+    spans: bool
 
     @classmethod
     def of(cls, layer: LayerParams, kv_cache: tuple[Tensor, ...] | None) -> LayerKey:
         shaped = layer.soft_cap is not None or layer.sinks is not None
         block_size = None if kv_cache is None else kv_cache[0].shape[2]
-        return cls(layer.attention_type, layer.window, layer.bias is not None, shaped, layer.num_kv_heads, block_size)
+        return cls(layer.attention_type, layer.window, layer.bias is not None, shaped, layer.num_kv_heads, block_size, layer.spans)
 
     @property
     def explicit(self) -> bool:
@@ -192,7 +193,8 @@ class _Planner:
             last = begin + math.ceil((end - begin) / _STEP) * _STEP
         k_positions = np.arange(begin, last)
         q_positions = np.arange(num_queries) if encoder else np.arange(end - num_queries, end)
-        causal, visible = self._visibility(row, self._device(q_positions), self._device(k_positions))
+        ends = self._span_ends(tokens, q_positions, end)
+        causal, visible = self._visibility(row, self._device(q_positions), self._device(k_positions), ends)
         return Row(
             tokens=tokens,
             index=None if fresh else self._cache_index(np.array([row]), k_positions[None].clip(max=end - 1)),
@@ -202,17 +204,26 @@ class _Planner:
             k_positions=self._device(k_positions),
         )
 
-    def _visibility(self, row: int, q: Tensor, k: Tensor) -> tuple[bool, Tensor | None]:
+    def _span_ends(self, tokens: slice, q_positions: np.ndarray, end: int) -> Tensor | None:
+        """Where the keys end that each query sees; None: with itself."""
+        spans = self.batch.spans if self.key.spans else None
+        if spans is None or (spans[tokens, 1] == q_positions + 1).all():
+            return None
+        ends = spans[tokens, 1].astype(np.int64)
+        assert ends.max() <= end, "a span ends after the step"
+        return self._device(ends)
+
+    def _visibility(self, row: int, q: Tensor, k: Tensor, ends: Tensor | None) -> tuple[bool, Tensor | None]:
         """`causal` and `visible` of a Row with queries and keys at these positions."""
         causal = self.key.type is AttentionType.DECODER
         length = max(int(self.batch.seq_lens[row]), len(q))
         window = length if self.key.window is None else min(self.key.window, length)
         if self.key.type is AttentionType.CROSS or (not causal and window == length):
             return False, None
-        if causal and window == length and not self.key.explicit and len(q) == len(k):
+        if causal and window == length and not self.key.explicit and len(q) == len(k) and ends is None:
             return True, None
-        q, k = q[:, None], k[None]
-        return False, (k > q - window) & (k < q + (1 if causal else window))
+        hidden = ends if ends is not None else q + (1 if causal else window)
+        return False, (k[None] > q[:, None] - window) & (k[None] < hidden[:, None])
 
     def _first_key(self, query: int) -> int:
         """The first position that the query at position `query` can see, and those after it."""

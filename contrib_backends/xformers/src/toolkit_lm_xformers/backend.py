@@ -20,7 +20,7 @@ from toolkit_lm_xformers.layout import LayerKey, Layout, Metadata
 _DTYPES = ("bfloat16", "float16")
 _HEAD_STEP = 8
 _MOST_HEAD_SIZE = 256
-_FEATURES = {"soft_cap": "soft caps", "sinks": "sinks", "bias": "biases that are functions of positions"}
+_FEATURES = {"soft_cap": "soft caps", "sinks": "sinks", "bias": "biases that are functions of positions", "spans": "spans"}
 
 
 class XformersBackend(AttentionBackend):

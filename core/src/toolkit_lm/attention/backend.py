@@ -44,6 +44,8 @@ class LayerParams:
     bias: AttentionBias | None = None
     sinks: Tensor | None = None
     """[num_heads]: a logit per head that joins the softmax's denominator."""
+    spans: bool = False
+    """Tokens see what comes after them in their span, as `BatchView.spans` has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,10 @@ class BatchView:
     max_seq_len: int
     has_padding: bool = False
     """Some rows are padding: their slots are -1, nothing of theirs is stored, and what they give is not read."""
+    spans: np.ndarray | None = None
+    """[T, 2] int32, on the host: [start, end) of each token's span, as indices in its sequence; [its index, its index + 1] of a token in
+    none. Where a layer has `spans`, a token sees the keys before its span's end, its window's. A span may begin before the step, and ends
+    in it. None: there are no spans."""
 
     @property
     def num_rows(self) -> int:

@@ -67,6 +67,7 @@ class Attention(CacheLayer):
         soft_cap: float | None = None,
         bias: AttentionBias | None = None,
         sinks: Tensor | None = None,
+        spans: bool = False,
     ) -> None:
         super().__init__(prefix)
         num_kv_heads = num_kv_heads if num_kv_heads is not None else num_heads
@@ -83,6 +84,7 @@ class Attention(CacheLayer):
             soft_cap=soft_cap,
             bias=bias,
             sinks=sinks,
+            spans=spans,
         )
         # Weights are found among a module's own attributes only.
         if isinstance(bias, nn.Module):
@@ -106,6 +108,7 @@ class Attention(CacheLayer):
             soft_cap=self.params.soft_cap,
             sinks=self.params.sinks is not None,
             bias=self.params.bias is not None,
+            spans=self.params.spans,
         )
 
     def kv_cache_spec(self) -> KVCacheSpec | None:

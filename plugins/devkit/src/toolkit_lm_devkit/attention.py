@@ -36,6 +36,7 @@ FACTORS: Mapping[str, list[Any]] = {
     "soft_cap": [None, 2.0],
     "sinks": [False, True],
     "bias": [None, *BIASES],
+    "spans": [False, True],
 }
 
 
@@ -91,6 +92,7 @@ class AttentionBackendConformance(Conformance):
             soft_cap=case["soft_cap"],
             sinks=case["sinks"],
             bias=case["bias"] is not None,
+            spans=case["spans"],
         )
 
     @classmethod
@@ -104,6 +106,9 @@ class AttentionBackendConformance(Conformance):
         """Whether the case makes sense, and the backend can run it."""
         # Windows and biases relate positions of one sequence, and cross attention has two.
         if case["kind"] == "cross" and (case["window"] or case["bias"]):
+            return False
+        # The spans of a decoder.
+        if case["spans"] and case["kind"] not in ("decoder", "uncached"):
             return False
         return cls.backend.refuses(cls.spec(case)) is None
 

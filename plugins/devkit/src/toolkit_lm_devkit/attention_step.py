@@ -98,6 +98,8 @@ class AttentionStep:
     sinks: bool = False
     bias: str | None = None
     """A key of BIASES."""
+    spans: bool = False
+    """Tokens are in spans, of random lengths, some of which begin before the step."""
     device: str = "cpu"
     padding: int = 0
     """Rows of padding after the others: a query each, whose key and value are NaN."""
@@ -128,7 +130,10 @@ class AttentionStep:
             soft_cap=self.soft_cap,
             bias=self.biases.layer if self.biases else None,
             sinks=None if self.sink_logits is None else self.sink_logits.to(self.device),
+            spans=self.spans,
         )
+        random_lengths = np.random.default_rng(self.seed)
+        self.row_spans = [_random_spans(random_lengths, keys) for _, keys in self.rows]
 
     def naive(self) -> np.ndarray:
         """[T, heads, size] by the formula in float64."""
@@ -136,7 +141,7 @@ class AttentionStep:
         bias = self.biases.naive if self.biases else None
         return np.concatenate(
             [
-                naive_attention(*(x[row].float().numpy() for x in (self.q, self.k, self.v)), **self._asked(), sinks=sinks, bias=bias)
+                naive_attention(*(x[row].float().numpy() for x in (self.q, self.k, self.v)), **self._asked(row), sinks=sinks, bias=bias)
                 for row in range(len(self.rows))
             ]
         )
@@ -146,7 +151,7 @@ class AttentionStep:
         bias = self.biases.layer if self.biases else None
         return torch.cat(
             [
-                eager_attention(self.q[row], self.k[row], self.v[row], **self._asked(), sinks=self.sink_logits, bias=bias)
+                eager_attention(self.q[row], self.k[row], self.v[row], **self._asked(row), sinks=self.sink_logits, bias=bias)
                 for row in range(len(self.rows))
             ]
         )
@@ -173,6 +178,7 @@ class AttentionStep:
             [*(self._new(row) for row in range(len(self.rows))), *none],
             table,
             slots,
+            self._step_spans(),
         )
         brought = [torch.cat([self._brought(x[row], row) for row in range(len(self.rows))]) for x in (self.k, self.v)]
         padded = [torch.cat([x, torch.full((self.padding, *x.shape[1:]), torch.nan)]) for x in (torch.cat(self.q), *brought)]
@@ -187,10 +193,10 @@ class AttentionStep:
         unseen = max(self.rows[row][0] - len(x), 0) if self.type is AttentionType.ENCODER else 0
         return torch.cat([x[self._new(row) :], torch.full((unseen, *x.shape[1:]), float("nan"), dtype=x.dtype)])
 
-    def _asked(self) -> dict[str, Any]:
+    def _asked(self, row: int) -> dict[str, Any]:
         """The arguments that both formulas share."""
-        params = self.layer.params
-        return {"kind": str(self.type), "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap}
+        params, spans = self.layer.params, self.row_spans[row] if self.spans else None
+        return {"kind": str(self.type), "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap, "spans": spans}
 
     def _new(self, row: int) -> int:
         """First key of a row that this step brings."""
@@ -226,8 +232,21 @@ class AttentionStep:
                 backend.write_kv(self.layer.params, self._to(self.k[row][past]), self._to(self.v[row][past]), kv_cache, meta)
         return kv_cache, table
 
+    def _step_spans(self) -> np.ndarray | None:
+        """Of all tokens of the step."""
+        if not self.spans:
+            return None
+        padding = np.tile(np.array([[0, 1]], np.int32), (self.padding, 1))
+        return np.concatenate([*(spans[self._new(row) :] for row, spans in enumerate(self.row_spans)), padding])
+
     def _batch(
-        self, queries: Sequence[int], lengths: Sequence[int], starts: Sequence[int], table: Tensor | None, slots: Tensor | None
+        self,
+        queries: Sequence[int],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+        table: Tensor | None,
+        slots: Tensor | None,
+        spans: np.ndarray | None = None,
     ) -> BatchView:
         query_start, seq_lens = np.cumsum([0, *queries], dtype=np.int32), np.array(lengths, np.int32)
         return BatchView(
@@ -241,6 +260,7 @@ class AttentionStep:
             max_query_len=max(queries),
             max_seq_len=max(lengths),
             has_padding=bool((seq_lens == 0).any()),
+            spans=spans,
         )
 
     def _slots(self, table: Tensor, row: int, first: int) -> Tensor:
@@ -250,3 +270,14 @@ class AttentionStep:
 
     def _to(self, tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.to(self.device)
+
+
+def _random_spans(random: np.random.Generator, length: int) -> np.ndarray:
+    """[length, 2] int32: [start, end) of the span of each position, between tokens that are in none."""
+    spans = np.stack([np.arange(length), np.arange(length) + 1], axis=1).astype(np.int32)
+    start = int(random.integers(0, 5))
+    while start < length:
+        end = min(length, start + int(random.integers(2, 25)))
+        spans[start:end] = start, end
+        start = end + int(random.integers(0, 8))
+    return spans

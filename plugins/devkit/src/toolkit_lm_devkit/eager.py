@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from toolkit_lm.attention import AttentionBias
 from torch import Tensor
@@ -20,6 +21,7 @@ def eager_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     bias: AttentionBias | None = None,
+    spans: np.ndarray | None = None,
 ) -> Tensor:
     """Output [Tq, heads, size] of q [Tq, heads, size], k and v [Tk, kv heads, size]; as `naive_attention`, in the dtype of q.
 
@@ -28,7 +30,11 @@ def eager_attention(
     group = q.shape[1] // k.shape[1]
     queries, keys, values = (x.transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
     q_positions, k_positions = torch.arange(len(q)) + (0 if kind == "cross" else len(k) - len(q)), torch.arange(len(k))
-    visible = [[sees(i, j, kind=kind, window=window) for j in k_positions.tolist()] for i in q_positions.tolist()]
+    of = [None if spans is None else tuple(spans[i]) for i in q_positions.tolist()]
+    visible = [
+        [sees(i, j, kind=kind, window=window, span=span) for j in k_positions.tolist()]
+        for i, span in zip(q_positions.tolist(), of, strict=True)
+    ]
     scores = queries @ keys.transpose(1, 2) * scale
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
