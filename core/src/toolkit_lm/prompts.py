@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 from toolkit_lm.errors import RequestError
 
 
-class TextPrompt(TypedDict):
+class MediaPrompt(TypedDict, total=False):
+    """Items of media that stand in a prompt: its placeholders say where."""
+
+    multi_modal_data: Mapping[str, Any]
+    """By modality, an item or a list of items: {"image": [...]}."""
+    mm_processor_kwargs: Mapping[str, Any] | None
+    """Options of the checkpoint's processor of media, for this prompt."""
+    multi_modal_uuids: Mapping[str, Any] | None
+    """By modality, the caller's own names of the items. Equal items of unlike names share nothing."""
+
+
+class TextPrompt(MediaPrompt):
     """A text, to be tokenized."""
 
     prompt: str
 
 
-class TokensPrompt(TypedDict):
+class TokensPrompt(MediaPrompt):
     """Token ids, used as they are. `prompt` may give their text, for the output only."""
 
     prompt_token_ids: list[int]
@@ -45,8 +56,14 @@ Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 
 
-def parse_prompt(prompt: Any) -> TextPrompt | TokensPrompt:
-    """`prompt` in one of the two dict forms. Raises RequestError, naming what was given and what is allowed."""
+_MEDIA = tuple(MediaPrompt.__annotations__)
+
+
+def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensPrompt:
+    """`prompt` in one of the two dict forms. Raises RequestError, naming what was given and what is allowed.
+
+    `media`: items of media may stand in it. What they are is not looked at.
+    """
     if isinstance(prompt, str):
         return TextPrompt(prompt=prompt)
     if not isinstance(prompt, Mapping):
@@ -55,7 +72,10 @@ def parse_prompt(prompt: Any) -> TextPrompt | TokensPrompt:
         )
     if "encoder_prompt" in prompt or "decoder_prompt" in prompt:
         raise RequestError("only encoder-decoder models take an encoder prompt and a decoder prompt: give one prompt.", "prompt")
-    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    given = {name: prompt[name] for name in _MEDIA if prompt.get(name)}
+    if given and not media:
+        raise RequestError("this model takes no images or other media here: give a prompt without.", next(iter(given)))
+    unknown = set(prompt) - {"prompt", "prompt_token_ids", *_MEDIA}
     if unknown:
         raise RequestError(f"a prompt has no key {sorted(map(str, unknown))[0]!r}. Known: prompt, prompt_token_ids.", "prompt")
     text = prompt.get("prompt")
@@ -65,10 +85,10 @@ def parse_prompt(prompt: Any) -> TextPrompt | TokensPrompt:
     if ids is None:
         if text is None:
             raise RequestError("a prompt needs the key 'prompt' (text) or 'prompt_token_ids' (list of ids).", "prompt")
-        return TextPrompt(prompt=text)
+        return cast(TextPrompt, {"prompt": text, **given})
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence) or not all(type(i) is int for i in ids):
         raise RequestError("'prompt_token_ids' must be a list of integers.", "prompt_token_ids")
-    parsed = TokensPrompt(prompt_token_ids=list(ids))
+    parsed = cast(TokensPrompt, {"prompt_token_ids": list(ids), **given})
     if text is not None:
         parsed["prompt"] = text
     return parsed

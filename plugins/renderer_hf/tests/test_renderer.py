@@ -62,7 +62,7 @@ def test_tokens_pass_as_they_are(make_renderer, byte_level):
         ("", "empty"),
         ({"prompt_token_ids": []}, "empty"),
         ({"prompt": "\ud800"}, "lone surrogate at position 0"),
-        ({"prompt": "a", "multi_modal_data": {"image": b""}}, "no key 'multi_modal_data'"),
+        ({"prompt": "a", "multi_modal_data": {"image": b""}}, "takes no images"),
         (3, "not a int"),
     ],
 )

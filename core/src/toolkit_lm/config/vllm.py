@@ -180,6 +180,14 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     renderer: Annotated[str, option("Renderer, by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
     tokenizer: Annotated[str | None, option("Folder of the tokenizer.", none="the model's")] = None
     chat_template: Annotated[str | None, option("Jinja chat template, or a file with one.", none="the checkpoint's")] = None
+    limit_mm_per_prompt: Annotated[
+        list[str], option("Maximum number of items of media in a prompt, by modality: image=8. What is not named: 16.")
+    ] = field(default_factory=list)
+    allowed_media_hosts: Annotated[
+        list[str], option("Hosts that images of clients are fetched from: NAME or NAME:PORT. Without any, none.")
+    ] = field(default_factory=list)
+    max_media_bytes: Annotated[int, option("Maximum size of an image or other item of media, as a file.", ge=1)] = 25 * 2**20
+    max_media_pixels: Annotated[int, option("Maximum number of pixels of an image, or of a video's frames.", ge=1)] = 36_000_000
 
 
 class PoolerConfig(Struct, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.request_state import RequestState
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.scheduler import RequestLimits
 
@@ -61,7 +61,7 @@ class LLMEngine:
             raise
         self._closed = False
         try:
-            self.renderer: Renderer = self.plugins.renderers.make(self.config.renderer.renderer, self.config)
+            self.renderer = make_renderer(self.config, self.plugins)
             with self.plugins.boundary:
                 self.processor = Processor(self.config, self.renderer, self.plugins)
             self.queue: QueueLimits | None = None

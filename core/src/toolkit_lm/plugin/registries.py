@@ -40,6 +40,8 @@ class ModelEntry(Entry):
     """No sequence can be longer than stated. False: it is what is taken where no other length is asked for."""
     encoder_decoder: str | None = None
     """Of an encoder-decoder model: "module:Class", the EncoderDecoderRules of its prompts."""
+    multimodal: str | None = None
+    """Of a multimodal model: "module:Class", the MultiModalRules of its images and other media."""
     is_fallback: bool = False
     """True: the key names no architecture; the class runs those that have no class of their own, and says which it refuses."""
 
@@ -112,11 +114,12 @@ class ModelRegistry(Registry[ModelEntry]):
         bounded: bool = True,
         caches_prefixes: bool = True,
         encoder_decoder: str | None = None,
+        multimodal: str | None = None,
         override: bool = False,
     ) -> None:
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
         traits = {"reserved_positions": reserved_positions, "length_keys": length_keys, "bounded": bounded}
-        traits |= {"caches_prefixes": caches_prefixes, "encoder_decoder": encoder_decoder}
+        traits |= {"caches_prefixes": caches_prefixes, "encoder_decoder": encoder_decoder, "multimodal": multimodal}
         fields = {"runner": runner, "renderer": renderer, "override": override}
         self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **traits)
 
@@ -136,6 +139,11 @@ class ModelRegistry(Registry[ModelEntry]):
         if entry.encoder_decoder is None:
             return None
         return self.load_target(entry, entry.encoder_decoder, "toolkit_lm.renderer:EncoderDecoderRules")
+
+    def load_multimodal(self, architecture: str) -> Any:
+        """As `load_rules`: the class of a multimodal model's rules for media."""
+        entry = self.get(architecture)
+        return None if entry.multimodal is None else self.load_target(entry, entry.multimodal, "toolkit_lm.renderer:MultiModalRules")
 
     def architectures(self) -> list[str]:
         """The architectures that have a class of their own."""

@@ -19,6 +19,7 @@ from toolkit_lm.pooling import check_params
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.encoder_decoder import EncoderDecoderReader, RenderedPrompt
 from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
+from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import (
     check_bounds,
@@ -164,15 +165,20 @@ class Processor:
         inputs: SequenceInputs,
         options: RequestOptions,
     ) -> PreparedRequest:
-        token_ids, text = rendered.token_ids, rendered.text
+        token_ids, text, features = rendered.token_ids, rendered.text, rendered.features or []
         check_token_ids(token_ids, self._vocab_size)
+        if features:
+            with self.plugins.boundary:
+                check_features(features, token_ids, self.renderer)
         if params.truncate_prompt_tokens is not None and rendered.encoder is None:
             cut = cut_prompt(token_ids, params, self.config.max_model_len)
             if text is not None and len(cut) < len(token_ids):
                 text = self.renderer.decode(cut)
+            features = cut_features(features, len(token_ids) - len(cut))
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
-        message.inputs = inputs
+        message.inputs, message.features = inputs, features
+        message.cache_keys += cache_keys(features)
         if rendered.encoder is not None:
             check_token_ids(rendered.encoder.token_ids, self._vocab_size)
             message.encoder = rendered.encoder

@@ -11,6 +11,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import MultiModalFeatureSpec
 from toolkit_lm.prompts import Conversation, SingletonPrompt
+from toolkit_lm.renderer.feature_lookup import FeatureLookup
+from toolkit_lm.renderer.multimodal import MultiModalRules
 
 
 class Rendered(NamedTuple):
@@ -51,8 +53,17 @@ class Renderer(ABC):
     One instance serves all requests of an engine, from several threads. Methods raise RequestError for input that cannot be rendered.
     """
 
+    rules: MultiModalRules | None = None
+    """Of a multimodal model. None: images and other media in conversations and prompts are refused."""
+    feature_cache: FeatureLookup | None = None
+    """What the engine holds of items of media: an item that is found is neither decoded nor processed, and its data is None."""
+
     def __init__(self, config: VllmConfig) -> None:
         self.config = config
+
+    def take_rules(self, rules: MultiModalRules) -> None:
+        """Called before the first request to a multimodal model. Raises CheckpointError or ConfigError where its media cannot be read."""
+        self.rules = rules
 
     @classmethod
     def refuses(cls, config: VllmConfig) -> str | None:

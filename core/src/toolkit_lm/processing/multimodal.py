@@ -1,0 +1,41 @@
+"""Items of media in a prompt: all that a renderer says of them is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import CacheKey, MultiModalFeatureSpec
+from toolkit_lm.renderer import Renderer, Replacement
+
+
+def check_features(features: Sequence[MultiModalFeatureSpec], token_ids: Sequence[int], renderer: Renderer) -> None:
+    """Raises RequestError, naming the item, for one that is not as the model's rules have it, or that stands where another does."""
+    rules, end = renderer.rules, 0
+    if rules is None:
+        raise RequestError(f"{renderer.config.served_model_name} takes no images or other media.", "multi_modal_data")
+    for number, feature in enumerate(features, 1):
+        at = feature.mm_position
+        try:
+            if not end <= at.offset < at.end <= len(token_ids) or len(at.mask or [True] * at.length) != at.length:
+                raise RequestError("it stands where the prompt has no place for it.")
+            held = renderer.feature_cache.get(feature.mm_identifier) if renderer.feature_cache and feature.data is None else None
+            rules.check(feature, token_ids, None if held is None else Replacement(*held[:3]))
+        except RequestError as error:
+            raise RequestError(f"{feature.modality} {number}: {error}", "multi_modal_data") from None
+        end = at.end
+
+
+def cut_features(features: Sequence[MultiModalFeatureSpec], num_cut: int) -> list[MultiModalFeatureSpec]:
+    """As they stand where a prompt has lost tokens at its beginning. Raises RequestError where one would be lost with them."""
+    if num_cut and features and features[0].mm_position.offset < num_cut:
+        raise RequestError("it would cut off an image or another item of media.", "truncate_prompt_tokens")
+    moved = ((feature, structs.replace(feature.mm_position, offset=feature.mm_position.offset - num_cut)) for feature in features)
+    return [structs.replace(feature, mm_position=at) for feature, at in moved]
+
+
+def cache_keys(features: Sequence[MultiModalFeatureSpec]) -> list[CacheKey]:
+    """Items of other contents share no keys and values, though their tokens are the same."""
+    return [CacheKey(one.mm_position.offset, one.mm_position.end, f"mm {one.mm_identifier}") for one in features]

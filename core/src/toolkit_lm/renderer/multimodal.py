@@ -1,0 +1,86 @@
+"""MultiModalRules: what a multimodal model makes of items of media. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import MultiModalFeatureSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toolkit_lm.plugin import Plugins
+    from toolkit_lm.renderer.contract import Renderer
+
+_LONGEST_IDENTIFIER = 256
+
+
+class Replacement(NamedTuple):
+    """What stands in a prompt for an item."""
+
+    token_ids: list[int]
+    """In the place of the placeholder token."""
+    mask: list[bool] | None = None
+    """As in PlaceholderRange: which of them the item's embeddings replace; None: all."""
+    layout: dict[str, list[float]] = {}
+    """As in MultiModalFeatureSpec."""
+
+
+class MultiModalRules:
+    """A model that reads items of media is registered with a subclass: `models.add(..., multimodal="module:Class")`.
+
+    One instance serves all requests of an engine, from several threads.
+    """
+
+    modalities: ClassVar[tuple[str, ...]] = ("image",)
+    bidirectional: ClassVar[bool] = False
+    """An item's tokens see each other: no chunk of a prompt ends inside one."""
+    surround: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """By modality, texts that are put before and after each placeholder, and are tokenized with what is around them."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        """`config` is resolved."""
+        self.config = config
+
+    def placeholder_id(self, modality: str) -> int:
+        """The token that stands for one item in a prompt, before `replacement`."""
+        raise NotImplementedError
+
+    def placeholder_text(self, modality: str, token: str) -> str:
+        """What a conversation has in an item's place where the chat template writes nothing for it; `token` is the placeholder's text."""
+        return token
+
+    def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
+        """What stands for an item, from its arrays alone: as its processor gave them, or `embeds` [n, hidden size] and what goes with it.
+
+        Raises RequestError for arrays that the model's encoder does not take: their names, shapes, types and sizes.
+        """
+        raise NotImplementedError
+
+    def check(self, feature: MultiModalFeatureSpec, token_ids: Sequence[int], held: Replacement | None = None) -> None:
+        """Raises RequestError unless the feature is what this model makes of its data; of data that the engine holds, `held`."""
+        at = feature.mm_position
+        if feature.modality not in self.modalities:
+            raise RequestError(f"this model takes no {feature.modality}, only {' and '.join(self.modalities)}.")
+        if not 0 < len(feature.mm_identifier) <= _LONGEST_IDENTIFIER:
+            raise RequestError(f"its identifier must have 1 to {_LONGEST_IDENTIFIER} characters.")
+        if feature.data is not None:
+            held = self.replacement(feature.modality, {name: array.to_numpy() for name, array in feature.data.items()})
+        if held is None:
+            raise RequestError("it has no data, and the engine does not hold it.")
+        if held != (list(token_ids[at.offset : at.end]), at.mask, feature.layout) or not at.num_embeds:
+            raise RequestError("its place in the prompt is not what the model makes of it.")
+
+
+def make_renderer(config: VllmConfig, plugins: Plugins) -> Renderer:
+    """The renderer of a resolved config, with the rules of a multimodal model. Raises ToolkitError."""
+    made: Renderer = plugins.renderers.make(config.renderer.renderer, config)
+    architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
+    rules = plugins.models.load_multimodal(architecture) if architecture in plugins.models else None
+    if rules is not None:
+        with plugins.boundary:
+            made.take_rules(rules(config))
+    return made

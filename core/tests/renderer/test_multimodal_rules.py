@@ -1,0 +1,184 @@
+"""Rules of multimodal models, and what the processor makes of a renderer's items."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
+from toolkit_lm.errors import PluginError, RequestError
+from toolkit_lm.messages import Array, CacheKey, MultiModalFeatureSpec, PlaceholderRange
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.processing.processor import Processor
+from toolkit_lm.prompts import parse_prompt
+from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer, Replacement, make_renderer
+from toolkit_lm.renderer.feature_lookup import HeldFeature
+from toolkit_lm.scheduler import RequestLimits
+
+IMAGE, END = 9, 8
+
+
+class Rules(MultiModalRules):
+    """An image of n rows is n tokens and one that ends it."""
+
+    def placeholder_id(self, modality):
+        return IMAGE
+
+    def replacement(self, modality, data):
+        (rows,) = data.values()
+        if rows.ndim != 2:
+            raise RequestError("its array must have 2 axes.")
+        return Replacement([IMAGE] * len(rows) + [END], [True] * len(rows) + [False], {"rows": [len(rows)]})
+
+
+class Plain(Renderer):
+    """Gives what it is given."""
+
+    def render_prompt(self, prompt, *, add_special_tokens=True):
+        parsed = parse_prompt(prompt, media=True)
+        return Rendered(parsed["prompt_token_ids"], parsed.get("multi_modal_data", {}).get("image"))
+
+    def render_conversation(self, messages, **kwargs):
+        return self.render_prompt(messages[0])
+
+    def decode_stream(self, prompt_token_ids=(), *, skip_special_tokens=True):
+        raise NotImplementedError
+
+    def decode(self, token_ids, *, skip_special_tokens=False):
+        return "text"
+
+    def token_texts(self, token_ids):
+        raise NotImplementedError
+
+    vocab_size = 10
+    eos_token_ids = [0]
+
+
+class Seeing:
+    """A plugin: an architecture with rules, and the renderer."""
+
+    def __init__(self, rules="Rules"):
+        self.rules = rules
+
+    @hookimpl
+    def toolkit_register_models(self, models):
+        models.add("Seeing", "nowhere:Model", multimodal=f"{__name__}:{self.rules}")
+
+    @hookimpl
+    def toolkit_register_renderers(self, renderers):
+        renderers.add("plain", f"{__name__}:Plain", reads=())
+
+
+def processor(architecture="Seeing", rules="Rules"):
+    plugins = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), [Seeing(rules)])
+    config = VllmConfig.default({"vocab_size": 10, "hidden_size": 4}, renderer="plain", model="seer")
+    config = config.with_checkpoint(Checkpoint(path="", architecture=architecture, hf_config=config.hf_config))
+    made = Processor(config, make_renderer(config, plugins), plugins)
+    made.set_limits(RequestLimits(config, KVCacheConfig([], [])))
+    return made
+
+
+def image(offset, rows=2, fill=0, **changes):
+    fields = {
+        "modality": "image",
+        "mm_identifier": f"id {fill}",
+        "mm_position": PlaceholderRange(offset, rows + 1, [True] * rows + [False]),
+        "data": {"pixels": Array.of(np.full((rows, 3), fill, np.float32))},
+        "layout": {"rows": [rows]},
+    }
+    return MultiModalFeatureSpec(**{**fields, **changes})
+
+
+def prompt(token_ids, *features):
+    return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": list(features)}}
+
+
+TWO = [1, IMAGE, IMAGE, END, 2, IMAGE, IMAGE, END, 3]
+
+
+def test_items_reach_the_engine():
+    features = [image(1), image(5, fill=1)]
+    message = processor().prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=4), {"cache_salt": "tenant"}).message
+    assert message.features == features
+    assert message.cache_keys == [CacheKey(0, 1, "tenant"), CacheKey(1, 4, "mm id 0"), CacheKey(5, 8, "mm id 1")]
+    chat = processor().prepare_chat("r", [prompt(TWO, *features)], SamplingParams(max_tokens=4)).message
+    assert chat.features == features
+
+
+@pytest.mark.parametrize(
+    ("features", "reason"),
+    [
+        ([image(2)], "image 1: its place"),
+        ([image(7)], "image 1: it stands where"),
+        ([image(-1)], "image 1: it stands where"),
+        ([image(5), image(1)], "image 2: it stands where"),
+        ([image(1), image(1)], "image 2: it stands where"),
+        ([image(1, mm_position=PlaceholderRange(1, 0))], "image 1: it stands where"),
+        ([image(1, mm_position=PlaceholderRange(1, 3, [True] * 2))], "image 1: it stands where"),
+        ([image(1, mm_position=PlaceholderRange(1, 3))], "image 1: its place"),
+        ([image(1, layout={})], "image 1: its place"),
+        ([image(1, rows=3)], "image 1: its place"),
+        ([image(1, mm_identifier="")], "image 1: its identifier"),
+        ([image(1, mm_identifier="a" * 257)], "image 1: its identifier"),
+        ([image(1, modality="video")], "video 1: this model takes no video, only image"),
+        ([image(1), image(5, data={"pixels": Array.of(np.zeros(3))})], "image 2: its array must have 2 axes"),
+        ([image(1, data=None)], "image 1: it has no data"),
+    ],
+)
+def test_items_that_are_not_as_the_rules_have_them(features, reason):
+    with pytest.raises(RequestError, match=reason) as caught:
+        processor().prepare("r", prompt(TWO, *features))
+    assert caught.value.param == "multi_modal_data"
+
+
+def test_items_that_the_engine_holds():
+    made = processor()
+    rule = Rules(made.config).replacement("image", {"pixels": np.zeros((2, 3))})
+    made.renderer.feature_cache = type("Held", (), {"get": lambda self, key: HeldFeature(*rule, 24) if key == "id 0" else None})()
+    features = [image(1, data=None), image(5, fill=1)]
+    assert made.prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=2)).message.features == features
+    for feature in (image(1, data=None, fill=1), image(1, data=None, layout={}), image(2, data=None)):
+        with pytest.raises(RequestError, match="image 1"):
+            made.prepare("r", prompt(TWO, feature))
+
+
+def test_a_cut_moves_items_and_cuts_none():
+    params = SamplingParams(max_tokens=2, truncate_prompt_tokens=8)
+    message = processor().prepare("r", prompt(TWO, image(1), image(5)), params).message
+    assert message.prompt_token_ids == TWO[1:]
+    assert [one.mm_position.offset for one in message.features] == [0, 4]
+    for most in (4, 6, 1):
+        with pytest.raises(RequestError, match="cut off an image") as caught:
+            processor().prepare("r", prompt(TWO, image(1), image(5)), SamplingParams(truncate_prompt_tokens=most))
+        assert caught.value.param == "truncate_prompt_tokens"
+    whole = SamplingParams(max_tokens=2, truncate_prompt_tokens=20)
+    assert processor().prepare("r", prompt(TWO, image(1)), whole).message.features == [image(1)]
+
+
+def test_a_model_without_rules_takes_no_items():
+    with pytest.raises(RequestError, match="seer takes no images"):
+        processor("Other").prepare("r", prompt(TWO, image(1)))
+
+
+class NoRules:
+    pass
+
+
+def test_what_is_registered_must_be_rules():
+    with pytest.raises(PluginError, match="MultiModalRules"):
+        processor(rules="NoRules")
+    with pytest.raises(PluginError, match="Missing"):
+        processor(rules="Missing")
+
+
+def test_prompts_with_media_must_be_asked_for():
+    given = {"prompt": "a", "multi_modal_data": {"image": [1]}, "mm_processor_kwargs": {"size": 2}, "multi_modal_uuids": None}
+    with pytest.raises(RequestError, match="no images") as caught:
+        parse_prompt(given)
+    assert caught.value.param == "multi_modal_data"
+    parsed = parse_prompt(given, media=True)
+    assert parsed == {"prompt": "a", "multi_modal_data": {"image": [1]}, "mm_processor_kwargs": {"size": 2}}
+    assert parse_prompt({"prompt_token_ids": [1], "multi_modal_data": {}}) == {"prompt_token_ids": [1]}
+    with pytest.raises(RequestError, match="no key 'images'"):
+        parse_prompt({"prompt": "a", "images": [1]})
