@@ -10,6 +10,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb as rotate_halves
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 HEADS, HEAD_SIZE, MAX_POSITIONS = 4, 32, 256
 BASE = {"hidden_size": HEADS * HEAD_SIZE, "num_attention_heads": HEADS, "max_position_embeddings": MAX_POSITIONS}
@@ -169,6 +171,29 @@ def test_rotating_neighbours_is_the_formula_of_glm_and_leaves_the_rest():
     given = embedding(positions).rotate(x.clone())
     torch.testing.assert_close(given, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
     assert torch.equal(given[..., HEAD_SIZE // 2 :], x[..., HEAD_SIZE // 2 :])
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 7, 5]}
+
+
+@pytest.mark.parametrize("stated", [{"rope_parameters": MROPE}, {"rope_theta": 1e6, "rope_scaling": {**MROPE, "rope_type": "mrope"}}])
+def test_three_positions_of_a_token_are_those_of_qwen2_vl(stated):
+    x = torch.randn(6, HEADS, HEAD_SIZE)
+    positions = torch.stack([torch.tensor([0, 7, 1, 250, 299, 3]), torch.tensor([0, 9, 4, 250, 2, 3]), torch.tensor([0, 7, 290, 1, 8, 3])])
+    cos, sin = Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(**BASE, rope_parameters=dict(MROPE)))(x, positions[:, None])
+    heads = x.transpose(0, 1)[None]
+    expected, _ = rotate_halves(heads, heads, cos, sin)
+    embedding = RotaryEmbedding(parameters({**BASE, **stated}), vllm_config=VllmConfig.default(max_model_len=300))
+    torch.testing.assert_close(embedding(positions).rotate(x.clone()), expected[0].transpose(0, 1), atol=1e-5, rtol=1e-5)
+    one, three = embedding(positions[0]), embedding(positions[:1].expand(3, -1))
+    assert torch.equal(one.cos, three.cos)
+    assert torch.equal(one.sin, three.sin)
+
+
+@pytest.mark.parametrize("sections", [[4, 7], [4, 7, 6], ["4", 7, 5], 16])
+def test_sections_that_do_not_make_up_the_head_are_refused(sections):
+    with pytest.raises(CheckpointError, match="mrope_section"):
+        rotary({**MROPE, "mrope_section": sections})
 
 
 def test_a_view_is_rotated_in_place_and_its_neighbours_stay():

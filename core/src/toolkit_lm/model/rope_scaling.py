@@ -42,8 +42,8 @@ class RopeParameters:
         if layer_type is not None and isinstance(given.get(layer_type), Mapping):
             given = given[layer_type]
         rope_type = str(given.get("rope_type") or given.get("type") or "default")
-        if rope_type == "su":  # LongRoPE's first name
-            rope_type = "longrope"
+        # LongRoPE's first name; and that of default angles by three positions, of which `mrope_section` speaks.
+        rope_type = {"su": "longrope", "mrope": "default"}.get(rope_type, rope_type)
         if rope_type not in _SCALINGS:
             raise UnsupportedError(f"config.json: unknown rope_type {rope_type!r}. {nearest(rope_type, _SCALINGS)}")
         max_positions = config.require("max_position_embeddings", int)
