@@ -10,7 +10,7 @@ import torch
 from decoder_families import CASES, FACTORS, VARIANTS, make_family, our_class, reference_logits
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm_devkit import Computed, load_checkpoint, logits_of, logits_of_ranks
+from toolkit_lm_devkit import Computed, hidden_states, load_checkpoint, logits_of, logits_of_ranks
 
 INPUT_IDS = torch.arange(3, 40)
 FIRST_CASES = [(architecture, next(iter(variants))) for architecture, variants in VARIANTS.items()]
@@ -47,6 +47,19 @@ def test_pipeline_stages(make, architecture, variant):
     folder, theirs = make(architecture, variant)
     stages = [load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
     assert_same_logprobs(logits_of(stages, INPUT_IDS), reference_logits(theirs, INPUT_IDS))
+
+
+@pytest.mark.parametrize(("architecture", "variant"), FIRST_CASES)
+def test_embeddings_in_the_place_of_tokens(make, architecture, variant):
+    """As of images: the tokens are not looked at. Later stages of a pipeline do not need them."""
+    folder, _ = make(architecture, variant)
+    stages = [load_checkpoint(our_class(architecture), folder, rank=rank, pipeline_parallel_size=2) for rank in (0, 1)]
+    embeds = stages[0].embed(INPUT_IDS)
+    [expected] = hidden_states(stages, [INPUT_IDS])
+    [ours] = hidden_states(stages, [torch.zeros_like(INPUT_IDS)], inputs_embeds=embeds.clone())
+    assert torch.equal(ours, expected)
+    [others] = hidden_states(stages, [INPUT_IDS], inputs_embeds=embeds.flip(0))
+    assert not torch.allclose(others, expected)
 
 
 @pytest.mark.slow

@@ -56,6 +56,10 @@ class Decoder(Model):
         embedded: Tensor = self.get_submodule(self.embedding_name)(input_ids)
         return embedded
 
+    def embedded(self, input_ids: Tensor, inputs_embeds: Tensor | None) -> Tensor:
+        """What the layers begin with: `inputs_embeds` where they are given."""
+        return self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+
 
 class CausalLM(Model):
     """A decoder with its language-modeling head."""
@@ -77,11 +81,22 @@ class CausalLM(Model):
         sizes = config.require("vocab_size", int), decoder.embedding_size(config)
         return ParallelLMHead(*sizes, tied_to=tied, vllm_config=self.vllm_config, prefix=join(self.prefix, "lm_head"))
 
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, embedding size] of `input_ids` [T], of which `forward` takes others as `inputs_embeds`."""
+        decoder = self.get_submodule(self.decoder_name)
+        assert isinstance(decoder, Decoder)
+        return decoder.embed(input_ids)
+
     def forward(
-        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
         decoder = self.get_submodule(self.decoder_name)
-        out: Tensor | IntermediateTensors = decoder(input_ids, positions, intermediate=intermediate)
+        out: Tensor | IntermediateTensors = decoder(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
         return out
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -113,12 +113,17 @@ class GPT2Model(Decoder):
         return config.require("n_embd", int)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
         if intermediate is not None:
             x = intermediate["hidden_states"]
         else:
-            x = self.embed(input_ids) + self.wpe(positions)
+            x = self.embedded(input_ids, inputs_embeds) + self.wpe(positions)
         for layer in self.h.owned:
             x = layer(x)
         return self.ln_f(x) if self.is_last else {"hidden_states": x}

@@ -232,13 +232,18 @@ class LlamaModel(Decoder):
         return [self.rotary(positions)] * len(self.layers.owned)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
         residual: Tensor | None
         if intermediate is not None:
             x, residual = intermediate["hidden_states"], intermediate["residual"]
         else:
-            x, residual = self.embed(input_ids), None
+            x, residual = self.embedded(input_ids, inputs_embeds), None
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation)
         if not self.is_last:

@@ -114,12 +114,17 @@ class OPTModel(Decoder):
         return config.get("word_embed_proj_dim", int) or config.require("hidden_size", int)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
         if intermediate is not None:
             x = intermediate["hidden_states"]
         else:
-            x = self.project_in(self.embed(input_ids)) + self.embed_positions(positions + POSITION_OFFSET)
+            x = self.project_in(self.embedded(input_ids, inputs_embeds)) + self.embed_positions(positions + POSITION_OFFSET)
         for layer in self.layers.owned:
             x = layer(x)
         return self.project_out(self.final_layer_norm(x)) if self.is_last else {"hidden_states": x}

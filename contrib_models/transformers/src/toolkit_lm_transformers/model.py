@@ -45,6 +45,7 @@ class TransformersForCausalLM(FallbackModel):
             setattr(model.get_submodule(name), LAYER, layer)
         self._adopt(model)
         self._decode: Callable[..., Any] = model.base_model.__call__
+        self._embed: Callable[..., Any] = model.get_input_embeddings().__call__
         self._project: Callable[..., Any] = _without_decoder(model).__call__
         self._convert = Conversion(model)
 
@@ -56,9 +57,22 @@ class TransformersForCausalLM(FallbackModel):
             return str(error)
         return None
 
-    def forward(self, input_ids: Tensor, positions: Tensor, *, intermediate: IntermediateTensors | None = None) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embeddings [T, H] of `input_ids` [T], of which `forward` takes others as `inputs_embeds`."""
+        embedded: Tensor = self._embed(input_ids)
+        return embedded
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        *,
+        inputs_embeds: Tensor | None = None,
+        intermediate: IntermediateTensors | None = None,
+    ) -> Tensor:
         # For transformers the flat batch is one sequence; only attention, which is ours, knows better.
-        hidden_states: Tensor = self._decode(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)[0]
+        given = {"input_ids": input_ids[None]} if inputs_embeds is None else {"inputs_embeds": inputs_embeds[None]}
+        hidden_states: Tensor = self._decode(**given, position_ids=positions[None], use_cache=False)[0]
         return hidden_states[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ class MultiModalModel(Model):
         inputs_embeds: Tensor | None = None,
         intermediate: IntermediateTensors | None = None,
     ) -> Tensor | IntermediateTensors:
-        """As of other models. `inputs_embeds` [T, H] stand in the place of `embed(input_ids)`; None: no token is an item's."""
+        """As of other models. `inputs_embeds` [T, H] stand in the place of `embed(input_ids)`, and may be written to; None: no token is
+        an item's."""
         raise NotImplementedError
 
     def prompt_positions(self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]) -> np.ndarray | None:
