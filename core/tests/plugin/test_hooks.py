@@ -14,7 +14,8 @@ from toolkit_lm.errors import CheckpointError, PluginError
 from toolkit_lm.events import RequestEvent, StepEvent
 from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, RMSNorm, UnquantizedMethod, construction
 from toolkit_lm.plugin import Plugins, hookimpl
-from toolkit_lm.renderer import PairRenderer, RenderedText
+from toolkit_lm.pooling import PoolingInputs
+from toolkit_lm.renderer import RenderedText
 
 PAGES = Path(__file__).parents[3] / "docs" / "hooks"
 
@@ -150,18 +151,18 @@ def test_toolkit_register_pooling_profiles(example, tmp_path, monkeypatch):
     assert (profile.max_tokens, profile.prompts, profile.pooling.size) == (64, {"query": "Q: "}, 8)
 
 
-def test_toolkit_register_pair_renderers(example, monkeypatch):
+def test_toolkit_register_pooling_inputs(example, monkeypatch):
     plugins = load(example)
-    assert plugins.pair_renderers.get("mine").target == "toolkit_lm_mine.pairs:make_pair_renderer"
-    shown = types.ModuleType("toolkit_lm_mine.pairs")
-    exec(page_example(PAGES / "toolkit_register_pair_renderers.md", block=3), shown.__dict__)
+    assert plugins.pooling_inputs.get("mine").target == "toolkit_lm_mine.inputs:make_inputs"
+    shown = types.ModuleType("toolkit_lm_mine.inputs")
+    exec(page_example(PAGES / "toolkit_register_pooling_inputs.md", block=3), shown.__dict__)
     monkeypatch.setitem(sys.modules, "toolkit_lm_mine", types.ModuleType("toolkit_lm_mine"))
     monkeypatch.setitem(sys.modules, shown.__name__, shown)
-    renderer = types.SimpleNamespace(render_texts=lambda texts, *, max_tokens: [RenderedText([len(text) for text in texts][:max_tokens])])
-    made = plugins.pair_renderers.first_result(PairRenderer, VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins)
-    assert made.render_pair("ab", "cde", max_tokens=4) == [6]
+    renderer = types.SimpleNamespace(render_texts=lambda texts: [RenderedText([len(text)]) for text in texts])
+    made = plugins.pooling_inputs.first_result(PoolingInputs, VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins)
+    assert made.render(["ab", "c"]) == [RenderedText([2]), RenderedText([1])]
     other = VllmConfig.default({"architectures": ["OtherForCausalLM"]})
-    assert plugins.pair_renderers.first_result(PairRenderer, other, renderer, plugins) is None
+    assert plugins.pooling_inputs.first_result(PoolingInputs, other, renderer, plugins) is None
 
 
 def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from typing import Annotated
 import pytest
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
 from toolkit_lm.messages import PoolingRules
 from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
@@ -73,7 +73,7 @@ class Brings:
 
 def make_processor(pooling=None, hf_config=None, **options) -> Processor:
     config = VllmConfig.default(hf_config or {"vocab_size": VOCAB}, **{"max_model_len": 16, **options})
-    processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[]), [Brings()]))
+    processor = Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), [Brings()]))
     processor.set_limits(RequestLimits(config, KVCacheConfig([], []), pooling or {}))
     return processor
 
@@ -195,3 +195,15 @@ def test_what_is_wrong_with_one_text_spares_the_others():
     assert found[0].message.arrival_time == found[3].message.arrival_time
     with pytest.raises(RequestError, match="does not support the task 'classify'"):
         processor.prepare_pooling_batch(["1"], ["a"], [PoolingParams(task="classify")])
+
+
+def test_an_engine_that_pools_needs_what_reads_its_texts():
+    def make(**options):
+        config = VllmConfig.default({"vocab_size": VOCAB}, max_model_len=16, **options)
+        return Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[])))
+
+    for options in ({"runner": "pooling"}, {"extra_tasks": ["embed"]}):
+        with pytest.raises(ConfigError, match=r"no loaded plugin reads the texts of pooling requests\. Install toolkit-lm-pooling-adapters\."):
+            make(**options)
+    with pytest.raises(RequestError, match="no loaded plugin reads the texts of pooling requests"):
+        make().scoring("a", "b")

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
+from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import PoolingKind, check_pooler_options
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_pooling_adapters.poolers import classification_pooler, embedding_pooler, token_classification_pooler
 from torch import nn
@@ -323,10 +322,3 @@ def test_options_that_mean_nothing_are_refused(model, make, options, name, value
     config = config_of(tmp_path, {"num_labels": 1}, **options, **{name: value})
     with pytest.raises(ConfigError, match=f"option {name!r} has no effect on {model}: it is for "):
         make(config, *([] if make is embedding_pooler else [nn.Linear(SIZE, 1)]))
-
-
-@pytest.mark.parametrize(("name", "value"), {**OF_LABELS, **OF_STEPS, **OF_HEAD, "normalize": True, "pooling_type": "CLS"}.items())
-def test_options_of_pooling_are_refused_by_an_engine_that_only_generates(name, value):
-    check_pooler_options(PoolerConfig(), PoolingKind.NONE)
-    with pytest.raises(ConfigError, match=f"option {name!r} has no effect on an engine that generates only"):
-        check_pooler_options(PoolerConfig(**{name: value}), PoolingKind.NONE)

@@ -170,8 +170,9 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         llm_of(folder, convert="classify")
     with pytest.raises(ConfigError, match="'reward' is for native reward models"):
         llm_of(folder, convert="reward")
-    with pytest.raises(ConfigError, match="option 'logit_mean' has no effect on an engine that generates only"):
-        llm_of(folder, runner="generate", logit_mean=1.0)
+    for name, value in {"logit_mean": 1.0, "normalize": True, "pooling_type": "CLS", "score_template": "t"}.items():
+        with pytest.raises(ConfigError, match=f"option {name!r} has no effect on an engine that generates only"):
+            llm_of(folder, runner="generate", **{name: value})
     with pytest.raises(ConfigError, match="option 'use_activation' has no effect on an embedding model"):
         llm_of(folder, convert="embed", use_activation=True)
     with pytest.raises(ConfigError, match="option 'use_activation' has no effect on an embedding model"):

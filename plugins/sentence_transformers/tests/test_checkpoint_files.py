@@ -439,7 +439,7 @@ def test_reading_imports_no_torch(tmp_path):
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from toolkit_lm.pooling import check_params, hidden_size\n"
+        "from toolkit_lm.pooling import PoolingInputs\n"
         "from toolkit_lm_sentence_transformers.profile import read_pooling_profile\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "assert read_pooling_profile(folder, {}, folder).pooling.methods == ('MEAN',)\n"

@@ -17,7 +17,7 @@ from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.events import StepEvent
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.scoring import cosine, max_sim
+from toolkit_lm_pooling_adapters.scoring import cosine, max_sim
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
 

@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Absent, IntermediateTensors, Model, join
-from toolkit_lm.pooling import Pooler, hidden_size
+from toolkit_lm.pooling import Pooler
 from toolkit_lm_decoder.llama import LlamaParts
+from toolkit_lm_pooling_adapters.limits import hidden_size
 from toolkit_lm_pooling_adapters.poolers import token_classification_pooler
 from torch import Tensor, nn
 

@@ -11,10 +11,10 @@ from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import RequestError, nearest
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, PoolingRequestOutput, RerankResult, ScoringRequestOutput
+from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
 from toolkit_lm.processing.requests import PreparedRequest
-from toolkit_lm.processing.scoring import Scoring
 from toolkit_lm.prompts import Prompt, TextPair
 
 Progress = Callable[[int, int], None]
@@ -109,7 +109,7 @@ class PoolingMixin(ABC):
         model the sum of the best products of token embeddings.
         """
         _check_names("score", options, ScoreOptions)
-        return self._score(Scoring(queries, documents, self.engine.tasks, self.engine.processor.texts), params, options)
+        return self._score(self.engine.processor.scoring(queries, documents), params, options)
 
     def rerank(
         self,
@@ -125,7 +125,7 @@ class PoolingMixin(ABC):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
         if not isinstance(query, str):
             raise RequestError(f"query must be a text, not a {type(query).__name__}.", "query")
-        scoring = Scoring(query, documents, self.engine.tasks, self.engine.processor.texts, fields=("query", "documents"))
+        scoring = self.engine.processor.scoring(query, documents, ("query", "documents"))
         scores = self._score(scoring, params, options)
         texts = [documents] if isinstance(documents, str) else documents
         results = [

@@ -22,7 +22,7 @@ from .registries import (
     LogitsProcessorRegistry as LogitsProcessorRegistry,
     ModelEntry as ModelEntry,
     ModelRegistry as ModelRegistry,
-    PairRendererRegistry as PairRendererRegistry,
+    PoolingInputsRegistry as PoolingInputsRegistry,
     PoolingProfileRegistry as PoolingProfileRegistry,
     QuantizationRegistry as QuantizationRegistry,
     RendererEntry as RendererEntry,

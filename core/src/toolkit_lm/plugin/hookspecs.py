@@ -25,7 +25,7 @@ from toolkit_lm.plugin.registries import (
     LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
-    PairRendererRegistry,
+    PoolingInputsRegistry,
     PoolingProfileRegistry,
     QuantizationRegistry,
     RendererRegistry,
@@ -133,8 +133,8 @@ def toolkit_register_pooling_profiles(profiles: PoolingProfileRegistry) -> None:
 
 
 @hookspec
-def toolkit_register_pair_renderers(renderers: PairRendererRegistry) -> None:
-    """Registers what reads a query and a document as one text, for rerankers that are language models.
+def toolkit_register_pooling_inputs(inputs: PoolingInputsRegistry) -> None:
+    """Registers what reads the texts of pooling requests, and scores pairs of them.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

@@ -285,14 +285,14 @@ class PoolingProfileRegistry(PlainRegistry):
         return self.first_result(PoolingProfile, folder, hf_config, tokenizer)
 
 
-class PairRendererRegistry(PlainRegistry):
-    """What reads a query and a document as one text, by name.
+class PoolingInputsRegistry(PlainRegistry):
+    """What reads the texts of pooling requests, by name.
 
-    A target is a function (config, renderer, plugins) -> toolkit_lm.renderer.PairRenderer | None. Its module imports no torch. `config` is
-    that of an engine that pools, resolved; `plugins` is the loaded set. None: queries and documents stay pairs of texts.
+    A target is a function (config, renderer, plugins) -> toolkit_lm.pooling.PoolingInputs | None. Its module imports no torch. `config` is
+    resolved; `plugins` is the loaded set. None: it does not read those of this engine.
     """
 
-    noun = "pair renderer"
+    noun = "reader of pooling inputs"
 
 
 class CheckpointRegistry(Registry[Entry]):
@@ -405,7 +405,7 @@ class Registries:
     drafters: DrafterRegistry = field(default_factory=DrafterRegistry)
     pooling: ConverterRegistry = field(default_factory=ConverterRegistry)
     pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
-    pair_renderers: PairRendererRegistry = field(default_factory=PairRendererRegistry)
+    pooling_inputs: PoolingInputsRegistry = field(default_factory=PoolingInputsRegistry)
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
     loaders: LoaderRegistry = field(default_factory=LoaderRegistry)
     quantization: QuantizationRegistry = field(default_factory=QuantizationRegistry)

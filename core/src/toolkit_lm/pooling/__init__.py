@@ -1,6 +1,6 @@
-"""The contract of poolers, and what requests and options may ask of them.
+"""The contracts of poolers, and of what reads the texts of pooling requests.
 
-The names are resolved when they are used: a front that checks parameters or compares tokens needs no torch.
+The names are resolved when they are used: a front that reads texts needs no torch.
 """
 
 import lazy_loader

@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from msgspec import structs
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.messages import CacheKey, EngineRequest, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import check_params
+from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.encoder_decoder import EncoderDecoderReader, RenderedPrompt
-from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import (
@@ -36,6 +35,7 @@ from toolkit_lm.renderer import Rendered, RenderedText, Renderer
 from toolkit_lm.scheduler import RequestLimits
 
 ResultT = TypeVar("ResultT")
+_NO_INPUTS = "no loaded plugin reads the texts of pooling requests."
 _NO_SAMPLING = SamplingParams()
 """Of requests that pool. It is checked when it is made, which takes a while."""
 
@@ -51,7 +51,7 @@ class Processor:
         self.config = config
         self.renderer = renderer
         self.plugins = plugins
-        self.texts = PoolingInputProcessor(config, renderer, plugins)
+        self._texts = self._pooling_inputs(config, renderer)
         self._encoder_decoder = self._reader(config, renderer)
         self._limits: RequestLimits | None = None
         self._vocab_size = config.vocab_size or renderer.vocab_size
@@ -62,6 +62,21 @@ class Processor:
         models, architecture = self.plugins.models, config.checkpoint.architecture if config.checkpoint is not None else ""
         rules = models.load_rules(architecture) if architecture in models else None
         return None if rules is None else EncoderDecoderReader(config, renderer, rules(config, renderer))
+
+    def _pooling_inputs(self, config: VllmConfig, renderer: Renderer) -> PoolingInputs | None:
+        """None where nobody needs any. Raises ConfigError."""
+        # mypy: an abstract class stands for those that are made.
+        found = self.plugins.pooling_inputs.first_result(PoolingInputs, config, renderer, self.plugins)  # type: ignore[type-abstract]
+        if found is None and (config.model.runner == "pooling" or config.model.extra_tasks):
+            raise ConfigError(f"{_NO_INPUTS} Install toolkit-lm-pooling-adapters. {self.plugins.pooling_inputs.hint}".rstrip())
+        return found
+
+    @property
+    def texts(self) -> PoolingInputs:
+        """What reads the texts of pooling requests. Raises RequestError where an engine that only generates has none."""
+        if self._texts is None:
+            raise RequestError(_NO_INPUTS, "task")
+        return self._texts
 
     def set_limits(self, limits: RequestLimits) -> None:
         """What the engine can serve, once it is ready."""
@@ -201,33 +216,22 @@ class Processor:
         request_id: str,
         prompt: Prompt | TextPair,
         params: PoolingParams,
-        *,
-        prompt_name: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
         options: RequestOptions | None = None,
+        **text_options: Unpack[TextOptions],
     ) -> PreparedRequest:
-        """Of a prompt, or a pair of texts, for a pooling task.
-
-        `prompt_name` names one of the checkpoint's prompts, which goes before the text. `truncate_prompt_tokens` cuts what is longer, -1 to
-        what the model takes. `instruction` is for rerankers that take one.
-        """
-        self.check_pooling(params)
-        (rendered,) = self.texts.render(
-            [prompt], prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, instruction=instruction
-        )
-        return self._pooling(request_id, rendered, prompt, params, options or {})
+        """Of a prompt, or a pair of texts, for a pooling task."""
+        [prepared] = self.prepare_pooling_batch([request_id], [prompt], [params], options, **text_options)
+        if isinstance(prepared, RequestError):
+            raise prepared
+        return prepared
 
     def prepare_pooling_batch(
         self,
         request_ids: Sequence[str],
         prompts: Sequence[Prompt | TextPair],
         params: Sequence[PoolingParams],
-        *,
-        prompt_name: str | Sequence[str | None] | None = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
         options: RequestOptions | None = None,
+        **text_options: Unpack[TextOptions],
     ) -> list[PreparedRequest | RequestError]:
         """Each prompt as a prepared request, or why it cannot be one. The arguments are those of `prepare_pooling`, one for each.
 
@@ -238,9 +242,7 @@ class Processor:
         check_count(request_ids, "request_ids", len(prompts))
         for distinct in {id(one): one for one in params}.values():
             self.check_pooling(distinct)
-        rendered = self.texts.render_each(
-            prompts, prompt_name=prompt_name, truncate_prompt_tokens=truncate_prompt_tokens, instruction=instruction
-        )
+        rendered = self.texts.render(prompts, **text_options)
         prepared: list[PreparedRequest | RequestError] = []
         now = time.monotonic()
         for request_id, text, prompt, its in zip(request_ids, rendered, prompts, params, strict=True):
@@ -259,7 +261,13 @@ class Processor:
         """Raises RequestError for a task that the model does not serve, or what the task cannot give."""
         size = self.limits.rules(params.task).size
         if size is not None:
-            check_params(params, size)
+            self.texts.check(params, size)
+
+    def scoring(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str] = ("queries", "documents")
+    ) -> Scoring:
+        """One query for all documents, or one for each; `fields` are what errors call the two. Raises RequestError."""
+        return self.texts.scoring(queries, documents, self.tasks, fields)
 
     def _pooling(
         self, request_id: str, rendered: RenderedText, prompt: Prompt | TextPair, params: PoolingParams, options: RequestOptions

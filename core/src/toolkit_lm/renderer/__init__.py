@@ -3,6 +3,5 @@
 from toolkit_lm.renderer.contract import DecodeStream, Rendered, RenderedText, Renderer
 from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules
 from toolkit_lm.renderer.multimodal import MultiModalRules, Replacement, make_renderer
-from toolkit_lm.renderer.pair_renderer import PairRenderer
 
-__all__ = ["DecodeStream", "EncoderDecoderRules", "MultiModalRules", "PairRenderer", "Rendered", "RenderedText", "Renderer", "Replacement", "make_renderer"]
+__all__ = ["DecodeStream", "EncoderDecoderRules", "MultiModalRules", "Rendered", "RenderedText", "Renderer", "Replacement", "make_renderer"]

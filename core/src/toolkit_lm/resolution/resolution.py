@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkit_lm.config import Checkpoint, VllmConfig
+from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import ExecutorEntry, ModelEntry, Plugins, RendererEntry
-from toolkit_lm.pooling import PoolingKind, check_pooler_options
 from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, read_checkpoint
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 
@@ -50,7 +49,7 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     config = config.replace(max_encoder_len=_max_encoder_len(config, plugins))
     choice = choose_runner(config, plugins)
     if choice.runner == "generate" and not config.model.extra_tasks:
-        check_pooler_options(config.pooler, PoolingKind.NONE)
+        _check_no_pooler_option(config.pooler)
     profile = checkpoint.pooling_profile
     if asked_len is None and choice.runner == "pooling" and profile is not None and profile.max_tokens is not None:
         config = config.replace(max_model_len=min(config.max_model_len, profile.max_tokens))
@@ -58,6 +57,13 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     config = _for_runner(config, choice, plugins.models.get(checkpoint.architecture))
     _check(config, plugins, asked_budget)
     return config
+
+
+def _check_no_pooler_option(given: PoolerConfig) -> None:
+    unset = PoolerConfig()
+    for name in given.__struct_fields__:
+        if getattr(given, name) != getattr(unset, name):
+            raise ConfigError(f"option {name!r} has no effect on an engine that generates only: it is for pooling models.")
 
 
 def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> VllmConfig:
@@ -194,7 +200,7 @@ def choose_renderer(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
 
     wanted = config.renderer.renderer
     if wanted == "auto":
-        wanted = plugins.models.get(config.checkpoint.architecture).renderer or "auto"
+        wanted = "remote" if config.renderer.renderer_url else plugins.models.get(config.checkpoint.architecture).renderer or "auto"
     return plugins.renderers.choose(f"read the tokenizer of {config.model.model!r}", refusal, wanted)
 
 

@@ -2,10 +2,10 @@
 
 from types import ModuleType
 
-from toolkit_lm.plugin import ConverterRegistry, PairRendererRegistry, hookimpl
+from toolkit_lm.plugin import ConverterRegistry, PoolingInputsRegistry, hookimpl
 
 from toolkit_lm_pooling_adapters import hookspecs
-from toolkit_lm_pooling_adapters.registry import ScoreTemplateRegistry
+from toolkit_lm_pooling_adapters.registry import PairRendererRegistry, ScoreTemplateRegistry
 
 
 @hookimpl
@@ -17,6 +17,11 @@ def toolkit_register_hookspecs() -> ModuleType:
 def toolkit_register_pooling(converters: ConverterRegistry) -> None:
     converters.add("embed", "toolkit_lm_pooling_adapters.embedding:as_embedding_model")
     converters.add("classify", "toolkit_lm_pooling_adapters.classification:as_seq_cls_model")
+
+
+@hookimpl
+def toolkit_register_pooling_inputs(inputs: PoolingInputsRegistry) -> None:
+    inputs.add("texts", "toolkit_lm_pooling_adapters.inputs:PoolingInputProcessor")
 
 
 @hookimpl

@@ -1,11 +1,11 @@
-"""The registry of score templates."""
+"""The registries that this plugin brings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from toolkit_lm.errors import ConfigError
-from toolkit_lm.plugin import Entry, Registry
+from toolkit_lm.plugin import Entry, PlainRegistry, Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +29,13 @@ class ScoreTemplateRegistry(Registry[ScoreTemplateEntry]):
         `architectures`: of language models that, where they have no trained classifier and are to classify, are rerankers of this kind.
         """
         self.add_entry(ScoreTemplateEntry, name, target, "module:NAME", architectures=tuple(architectures), override=override)
+
+
+class PairRendererRegistry(PlainRegistry):
+    """What reads a query and a document as one text, by name.
+
+    A target is a function (config, renderer, plugins) -> toolkit_lm_pooling_adapters.pair_renderer.PairRenderer | None. Its module imports
+    no torch. `config` is that of an engine that pools, resolved; `plugins` is the loaded set. None: queries and documents stay pairs.
+    """
+
+    noun = "pair renderer"

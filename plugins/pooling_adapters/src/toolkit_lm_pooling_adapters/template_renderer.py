@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.renderer import PairRenderer, Renderer
+from toolkit_lm.renderer import Renderer
 
+from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
 from toolkit_lm_pooling_adapters.score_template import ScoreTemplate, score_tokens
 from toolkit_lm_pooling_adapters.template_choice import choose_score_template
 

@@ -9,7 +9,6 @@ from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.scoring import Scoring
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.options import ServerOptions
@@ -62,7 +61,7 @@ class Reranking:
         """`given`: queries and documents, by their fields."""
         (query_field, queries), (document_field, documents) = given.items()
         fields = (query_field, document_field)
-        scoring = Scoring(queries, documents, self._engine.tasks, self._engine.processor.texts, fields=fields)
+        scoring = self._engine.processor.scoring(queries, documents, fields)
         params = scoring.params(PoolingParams(use_activation=body.use_activation))
         try:
             outputs = await pool(

@@ -7,9 +7,11 @@ from typing import Any
 
 from toolkit_lm.config import PoolingProfile, VllmConfig, pooling_profile
 from toolkit_lm.errors import CheckpointError, ConfigError, nearest
-from toolkit_lm.pooling import Pooler, PoolingKind, check_pooler_options, hidden_size
+from toolkit_lm.pooling import Pooler
 from torch import Tensor, nn
 
+from toolkit_lm_pooling_adapters.limits import hidden_size
+from toolkit_lm_pooling_adapters.pooler_options import PoolingKind, check_pooler_options
 from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, EmbeddingHead
 from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, PoolingMethod
 from toolkit_lm_pooling_adapters.poolers.modules import ACTIVATIONS, Activation, make_heads

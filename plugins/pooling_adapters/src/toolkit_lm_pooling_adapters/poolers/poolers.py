@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from toolkit_lm.config.tasks import PoolingTask
-from toolkit_lm.pooling import Pooler, PoolingMetadata, PoolingRow, check_params
+from toolkit_lm.pooling import Pooler, PoolingMetadata, PoolingRow
 from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 
+from toolkit_lm_pooling_adapters.limits import check_params
 from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, Head
 from toolkit_lm_pooling_adapters.poolers.methods import PoolingMethod, Segments
 

@@ -13,7 +13,6 @@ from toolkit_lm.errors import ConfigError
 class PoolingKind(Enum):
     """What a model's pooler is made for, as errors call the model."""
 
-    NONE = "an engine that generates only"
     EMBEDDER = "an embedding model"
     CLASSIFIER = "a native classifier"
     CONVERTED = "a language model made into a classifier"

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
-
 from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.outputs import PoolingRequestOutput, ScoringRequestOutput
-from toolkit_lm.pooling import LateInteractionRole
+from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
 from toolkit_lm.prompts import TextPair
+
+from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole
+
+if TYPE_CHECKING:
+    from toolkit_lm_pooling_adapters.inputs import PoolingInputProcessor
 
 
 def cosine(first: np.ndarray, second: np.ndarray) -> float:
@@ -93,7 +97,7 @@ _TASKS: dict[ScoreKind, PoolingTask] = {
 _ROLES = ("query", "document")
 
 
-class Scoring:
+class TextScoring(Scoring):
     """Pairs of texts to be scored: what the engine is to compute for them, and what comes of it.
 
     A cross-encoder reads each pair. Other models read each distinct text once, queries and documents with the prompts that the

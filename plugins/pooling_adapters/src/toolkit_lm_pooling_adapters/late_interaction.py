@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 from msgspec import Struct
-
 from toolkit_lm.config import PoolingProfile, RoleProfile
 from toolkit_lm.renderer import RenderedText
 

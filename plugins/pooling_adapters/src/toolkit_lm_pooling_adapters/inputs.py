@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Unpack
 
 from toolkit_lm.config import PoolingProfile, VllmConfig
+from toolkit_lm.config.tasks import Task
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.pooling import LateInteractionRole, make_roles
+from toolkit_lm.pooling import PoolingInputs, TextOptions
+from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
-from toolkit_lm.renderer import PairRenderer, RenderedText, Renderer
+from toolkit_lm.renderer import RenderedText, Renderer
+
+from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole, make_roles
+from toolkit_lm_pooling_adapters.limits import check_params
+from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
+from toolkit_lm_pooling_adapters.registry import PairRendererRegistry
+from toolkit_lm_pooling_adapters.scoring import TextScoring
 
 _NO_ROLE = LateInteractionRole()
 
@@ -25,7 +33,7 @@ class PromptPrefix(NamedTuple):
     """False: it is the checkpoint's default."""
 
 
-class PoolingInputProcessor:
+class PoolingInputProcessor(PoolingInputs):
     """Renders texts for pooling. Thread-safe."""
 
     def __init__(self, config: VllmConfig, renderer: Renderer, plugins: Plugins) -> None:
@@ -52,7 +60,9 @@ class PoolingInputProcessor:
         self.pair_renderer: PairRenderer | None = None
         """Of rerankers that are language models. None: query and document are a pair of texts, which the renderer joins."""
         if config.model.runner == "pooling":
-            self.pair_renderer = _make_pair_renderer(config, renderer, plugins)
+            # mypy: an abstract class stands for those that are made.
+            kind: Any = PairRenderer
+            self.pair_renderer = plugins.brought_registry(PairRendererRegistry).first_result(kind, config, renderer, plugins)
         elif not config.model.extra_tasks:
             return
         if found := config.checkpoint.pooling_profile:
@@ -73,33 +83,19 @@ class PoolingInputProcessor:
                 # Queries and documents without a prompt of their own have none, as in sentence-transformers, and not the default.
                 self.prompts = {"query": "", "document": ""} | self.prompts
 
-    def render(
-        self,
-        prompts: Sequence[Prompt | TextPair],
-        *,
-        prompt_name: str | Sequence[str | None] | None = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
-    ) -> list[RenderedText]:
-        """Token ids of each. `prompt_name`: for all, or one for each. Raises RequestError for what cannot be rendered."""
-        most = self._most(truncate_prompt_tokens)
-        self._check(instruction)
-        with self._boundary:
-            return self._render(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
+    def check(self, params: PoolingParams, size: int) -> None:
+        check_params(params, size)
 
-    def render_each(
-        self,
-        prompts: Sequence[Prompt | TextPair],
-        *,
-        prompt_name: str | Sequence[str | None] | None = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
-    ) -> list[RenderedText | RequestError]:
-        """As `render`, with an error in the place of what cannot be rendered. Raises RequestError for what is wrong with all of them."""
-        most = self._most(truncate_prompt_tokens)
+    def render(self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]) -> list[RenderedText | RequestError]:
+        most, instruction = self._most(options.get("truncate_prompt_tokens")), options.get("instruction")
         self._check(instruction)
         with self._boundary:
-            return self._render_each(list(prompts), self._prefixes(prompt_name, len(prompts)), most, instruction)
+            return self._render_each(list(prompts), self._prefixes(options.get("prompt_name"), len(prompts)), most, instruction)
+
+    def scoring(
+        self, queries: str | Sequence[str], documents: str | Sequence[str], tasks: Collection[Task], fields: tuple[str, str]
+    ) -> TextScoring:
+        return TextScoring(queries, documents, tasks, self, fields=fields)
 
     def _render_each(
         self, prompts: list[Any], prefixes: list[PromptPrefix], most: int | None, instruction: str | None
@@ -220,15 +216,3 @@ class PoolingInputProcessor:
         if any(role.marker is not None for role in self.roles.values()):
             plain, whole = (self.renderer.render_prompt("a", add_special_tokens=added).token_ids for added in (False, True))
             self._num_opening = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
-
-
-def _make_pair_renderer(config: VllmConfig, renderer: Renderer, plugins: Plugins) -> PairRenderer | None:
-    """The first that a plugin makes. Raises ConfigError where a score template is asked for, and no plugin takes it."""
-    # mypy: an abstract class stands for those that are made.
-    made = plugins.pair_renderers.first_result(PairRenderer, config, renderer, plugins)  # type: ignore[type-abstract]
-    if made is None and config.pooler.score_template is not None:
-        raise ConfigError(
-            f"no loaded plugin reads score_template {config.pooler.score_template!r}. "
-            f"Install toolkit-lm-pooling-adapters. {plugins.pair_renderers.hint}".rstrip()
-        )
-    return made

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import ConfigError, PluginError, RequestError
+from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.plugin import Plugins, hookimpl
-from toolkit_lm.processing.pooling_inputs import PoolingInputProcessor
-from toolkit_lm.renderer import PairRenderer, RenderedText
+from toolkit_lm.renderer import RenderedText
+from toolkit_lm_pooling_adapters.inputs import PoolingInputProcessor
+from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
+from toolkit_lm_pooling_adapters.registry import PairRendererRegistry
+
+PAGE = Path(__file__).parents[3] / "docs" / "hooks" / "toolkit_register_pair_renderers.md"
 
 
 class Joined(PairRenderer):
@@ -52,7 +57,7 @@ def processor(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
     def make(*names, **options):
-        plugins = Plugins.load(PluginsConfig(plugins=[]), extra=[Brings(*names)] if names else [])
+        plugins = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[Brings(*names)] if names else [])
         return PoolingInputProcessor(VllmConfig.default(**{"runner": "pooling", **options}), Text(), plugins)
 
     return make
@@ -81,9 +86,21 @@ def test_instructions(processor):
 
 
 def test_what_is_refused(processor):
-    with pytest.raises(ConfigError, match=r"no loaded plugin reads score_template 'mine'\. Install toolkit-lm-pooling-adapters\."):
-        processor(score_template="mine")
-    with pytest.raises(ConfigError, match="score_template 'mine'"):
-        processor("nothing", score_template="mine")
     with pytest.raises(PluginError, match=r"pair renderer 'wrong' must return a PairRenderer or None, not a str"):
         processor("wrong")
+
+
+def test_the_example_of_the_hooks_page(monkeypatch):
+    blocks = PAGE.read_text(encoding="utf-8").split("```python\n")[2:]
+    entry, shown = types.ModuleType("pairs_example"), types.ModuleType("toolkit_lm_mine.pairs")
+    for module, block in zip((entry, shown), blocks, strict=True):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(block.split("```")[0], module.__dict__)
+    monkeypatch.setitem(sys.modules, "toolkit_lm_mine", types.ModuleType("toolkit_lm_mine"))
+    plugins = Plugins.load(PluginsConfig(plugins=["pooling_adapters"]), extra=[entry])
+    registry = plugins.brought_registry(PairRendererRegistry)
+    assert registry.get("mine").target == "toolkit_lm_mine.pairs:make_pair_renderer"
+    renderer = types.SimpleNamespace(render_texts=lambda texts, *, max_tokens: [RenderedText([len(text) for text in texts][:max_tokens])])
+    made = registry.make("mine", VllmConfig.default({"architectures": ["MineForCausalLM"]}), renderer, plugins)
+    assert made.render_pair("ab", "cde", max_tokens=4) == [6]
+    assert registry.make("mine", VllmConfig.default({"architectures": ["OtherForCausalLM"]}), renderer, plugins) is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from toolkit_lm.errors import RequestError
-from toolkit_lm.processing.scoring import ScoreKind, score_kind
+from toolkit_lm_pooling_adapters.scoring import ScoreKind, score_kind
 
 
 @pytest.mark.parametrize(
