@@ -30,6 +30,7 @@ SHIPPED = [
     "renderer_harmony",
     "renderer_hf",
     "renderer_mistral",
+    "renderer_remote",
     "reward",
     "sampling_extra",
     "sdpa",

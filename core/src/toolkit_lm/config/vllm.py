@@ -180,6 +180,9 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     renderer: Annotated[str, option("Renderer, by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
     tokenizer: Annotated[str | None, option("Folder of the tokenizer.", none="the model's")] = None
     chat_template: Annotated[str | None, option("Jinja chat template, or a file with one.", none="the checkpoint's")] = None
+    renderer_url: Annotated[
+        list[str], option("Render servers (toolkit render), such as http://127.0.0.1:8001, that render in place of this process.")
+    ] = field(default_factory=list)
     limit_mm_per_prompt: Annotated[
         list[str], option("Maximum number of items of media in a prompt, by modality: image=8. What is not named: 16.")
     ] = field(default_factory=list)

@@ -37,6 +37,7 @@ BUILTIN = frozenset(
         "renderer-harmony",
         "renderer-hf",
         "renderer-mistral",
+        "renderer-remote",
         "reward",
         "sampling-extra",
         "sdpa",

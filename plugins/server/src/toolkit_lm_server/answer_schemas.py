@@ -242,11 +242,42 @@ class Text(BaseModel):
     prompt: str
 
 
-class Rendered(BaseModel):
-    """A prompt, as an engine takes it."""
+class RenderedArray(BaseModel):
+    """A tensor: C order, little-endian."""
+
+    dtype: str
+    """numpy's name of it, such as "float32"."""
+    shape: list[int]
+    data: str
+    """base64; in msgpack, binary."""
+
+
+class RenderedRange(BaseModel):
+    offset: int
+    length: int
+    mask: list[bool] | None
+    """Which of the tokens the item's embeddings replace; null: all."""
+
+
+class RenderedFeature(BaseModel):
+    """One item of media in a prompt."""
+
+    modality: str
+    mm_identifier: str
+    """Of its content: equal ones have equal data."""
+    mm_position: RenderedRange
+    data: dict[str, RenderedArray] | None
+    """null: `held` has the identifier."""
+    layout: dict[str, list[float]]
+
+
+class RenderedPrompt(BaseModel):
+    """A prompt, as an engine takes it. Where the client accepts application/msgpack, in msgpack."""
 
     model: str
     token_ids: list[int]
+    features: list[RenderedFeature] | None
+    """Items of media among the tokens, by offset."""
     sampling_params: dict[str, Any]
     """Those that differ from their defaults."""
     max_model_len: int
@@ -254,7 +285,7 @@ class Rendered(BaseModel):
 
 class RenderedList(BaseModel):
     object: Literal["list"]
-    data: list[Rendered]
+    data: list[RenderedPrompt]
 
 
 class Derendered(BaseModel):

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from toolkit_lm.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError
+from toolkit_lm.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, ToolkitError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ _MEANINGS = {
     415: "The body is compressed.",
     429: "Too many requests wait, or cost too much together, or a limit of the key is met.",
     500: "The server or the model failed.",
+    502: "A render server's answer cannot be used.",
     503: "Requests are not served now.",
     504: "The request's timeout was over.",
 }
@@ -93,6 +94,10 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case EngineDeadError():
             return ApiError(503, str(error), code="engine_dead")
+        case ToolkitError() if (status := getattr(error, "http_status", None)) is not None:
+            # A plugin's: what else is there has failed, and the request is not to blame.
+            headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+            return ApiError(status, str(error), code=getattr(error, "code", None), headers=headers)
         case _:
             logger.error("a request failed", exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, cast, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -86,7 +86,7 @@ class Body(BaseModel):
         schema = handler.resolve_ref_schema(handler(core_schema))
         ignored = dict.fromkeys(sorted(_NOTES), _NO_EFFECT)
         neutral = {name: {"enum": [None, *values], **_NO_EFFECT} for name, values in _NEUTRAL.items()}
-        schema["properties"] = {**schema["properties"], **neutral, **ignored}
+        schema["properties"] = {**neutral, **ignored, **schema["properties"]}
         return schema
 
     @model_validator(mode="before")
@@ -222,12 +222,15 @@ class RenderBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Options of the checkpoint's processor of images and other media."""
 
     def render_options(self) -> dict[str, Any]:
         """Keywords of Renderer.render_conversation."""
         options: dict[str, Any] = {"continue_final_message": self.continue_final_message, "chat_template_kwargs": self.chat_template_kwargs}
-        if self.add_generation_prompt is not None:
-            options["add_generation_prompt"] = self.add_generation_prompt
+        for name in ("add_generation_prompt", "mm_processor_kwargs"):
+            if (value := getattr(self, name)) is not None:
+                options[name] = value
         return options
 
 
@@ -336,6 +339,47 @@ class DerenderBody(Body):
     prompt_token_ids: Items[int] = []
     """Those before them, on which depends how the first one joins on."""
     skip_special_tokens: bool = True
+
+
+class Held(Body):
+    """What engines hold of media, and who checks the length: fields of the routes that render."""
+
+    held: Items[str] = []
+    """Identifiers of items of media whose data the engine holds: it is left out."""
+    check_length: bool = True
+    """A prompt that leaves no room for a token is refused. False: whoever asks sees to it."""
+
+
+class ChatRenderBody(ChatBody, Held):
+    """POST /v1/chat/completions/render."""
+
+    tools: Items[dict[str, Any]] | None = None
+    """For the chat template."""
+
+    def render_options(self) -> dict[str, Any]:
+        return super().render_options() | ({"tools": self.tools} if self.tools else {})
+
+
+class CompletionRenderBody(CompletionBody, Held):
+    """POST /v1/completions/render."""
+
+    add_special_tokens: bool = True
+    multi_modal_data: dict[str, Any] | None = None
+    """By modality, an item or a list of items: {"image": ["data:image/png;base64,..."]}. For one prompt."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    multi_modal_uuids: dict[str, Any] | None = None
+    """By modality, the caller's own names of the items. Equal items of unlike names share nothing."""
+
+    def prompts(self, most: int) -> list[Prompt]:
+        prompts: list[Any] = super().prompts(most)
+        names = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
+        media = {name: value for name in names if (value := getattr(self, name))}
+        if not media:
+            return prompts
+        if len(prompts) > 1:
+            raise RequestError("items of media are for one prompt, and there are several: ask for each of them.", "multi_modal_data")
+        [prompt] = prompts
+        return [cast("Prompt", ({"prompt": prompt} if isinstance(prompt, str) else dict(prompt)) | media)]
 
 
 def check_model(engine: AsyncLLM, name: str | None) -> None:

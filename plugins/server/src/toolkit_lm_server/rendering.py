@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -11,18 +13,20 @@ from toolkit_lm.errors import ContextLengthError, RequestError, UnsupportedError
 from toolkit_lm.frontend.health import Health
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing.multimodal import cut_features
 from toolkit_lm.processing.validation import check_bounds, check_token_ids, cut_prompt
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
 
-from toolkit_lm_server.answer_schemas import Derendered, ModelCard, ModelList, Rendered, RenderedList, Text, TokenIds, answers
-from toolkit_lm_server.answers import answer
+from toolkit_lm_server.answer_schemas import Derendered, ModelCard, ModelList, RenderedList, RenderedPrompt, Text, TokenIds, answers
+from toolkit_lm_server.answers import accepted, answer
 from toolkit_lm_server.app import Served, add_own_routes, make_app
 from toolkit_lm_server.errors import ApiError, described
+from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatBody, CompletionBody, DerenderBody, check_model, with_plugin_fields
+from toolkit_lm_server.protocol import ChatRenderBody, CompletionRenderBody, DerenderBody, Held, check_model, with_plugin_fields
 from toolkit_lm_server.route import Readiness, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
@@ -46,7 +50,9 @@ class Rendering:
         assert self.config.checkpoint is not None
         if plugins.models.load_rules(self.config.checkpoint.architecture) is not None:
             raise UnsupportedError("toolkit render cannot render for an encoder-decoder model: its prompts go to toolkit serve.")
-        self.renderer: Renderer = plugins.renderers.make(self.config.renderer.renderer, self.config)
+        self.renderer: Renderer = make_renderer(self.config, plugins)
+        self.held = HeldElsewhere()
+        self.renderer.feature_cache = self.held
         self.vocab_size = self.config.vocab_size or self.renderer.vocab_size
         self.served_model_name = self.config.served_model_name
 
@@ -59,16 +65,22 @@ class Rendering:
     def close(self) -> None:
         """Nothing is held."""
 
-    def check(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """A prompt, cut where the request asks for it. Raises RequestError for one that no engine of this model takes."""
+    def check(self, rendered: Rendered, params: SamplingParams, *, length: bool) -> Rendered:
+        """A prompt, cut where the request asks for it. Raises RequestError for one that no engine of this model takes.
+
+        `length`: one that is too long is refused.
+        """
+        token_ids, features = rendered.token_ids, rendered.features
         check_token_ids(token_ids, self.vocab_size)
         longest = self.config.max_model_len
         if params.truncate_prompt_tokens is not None:
-            token_ids = cut_prompt(token_ids, params, longest)
-        if len(token_ids) >= longest:
+            cut = cut_prompt(token_ids, params, longest)
+            features = cut_features(features or [], len(token_ids) - len(cut)) or None
+            token_ids = cut
+        if length and len(token_ids) >= longest:
             whole = f"the prompt has {len(token_ids)} tokens; this model's maximum context length is {longest} tokens (max_model_len)"
             raise ContextLengthError(f"{whole}, output included.", "prompt")
-        return token_ids
+        return Rendered(token_ids, features)
 
 
 class Render:
@@ -78,29 +90,23 @@ class Render:
         self._rendering = rendering
         self._options = options
 
-    async def chat(self, body: ChatBody, request: Request) -> Response:
+    async def chat(self, body: ChatRenderBody, request: Request) -> Response:
         """The prompt of a chat completion, in tokens."""
-        params = self._params(body)
+        params, render = self._params(body), self._rendering.renderer.render_conversation
+        return await answer(
+            lambda: self._rendered(partial(render, body.messages, **body.render_options()), params, body), media_type=accepted(request)
+        )
 
-        def render() -> dict[str, Any]:
-            with self._rendering.plugins.boundary:
-                token_ids = self._rendering.renderer.render_conversation(body.messages, **body.render_options()).token_ids
-            return self._rendered(token_ids, params)
-
-        return await answer(render)
-
-    async def completion(self, body: CompletionBody, request: Request) -> Response:
+    async def completion(self, body: CompletionRenderBody, request: Request) -> Response:
         """The prompts of a completion, in tokens."""
-        params = self._params(body)
-        prompts = body.prompts(self._options.max_prompts)
+        params, render = self._params(body), partial(self._rendering.renderer.render_prompt, add_special_tokens=body.add_special_tokens)
+        prompts: list[Any] = [*body.prompts(self._options.max_prompts)]
 
-        def render(prompt: Any) -> dict[str, Any]:
-            with self._rendering.plugins.boundary:
-                token_ids = self._rendering.renderer.render_prompt(prompt).token_ids
-            return self._rendered(token_ids, params)
+        def rendered() -> dict[str, Any]:
+            # One at a time: texts may have far more tokens than fit in memory as Python integers.
+            return {"object": "list", "data": (self._rendered(partial(render, prompt), params, body) for prompt in prompts)}
 
-        # One at a time: texts may have far more tokens than fit in memory as Python integers.
-        return await answer(lambda: {"object": "list", "data": map(render, prompts)})
+        return await answer(rendered, media_type=accepted(request))
 
     async def derender(self, body: DerenderBody) -> Response:
         """The text that tokens add to a prompt."""
@@ -123,20 +129,25 @@ class Render:
         """As it looks to what asks it for its model only."""
         return cast("AsyncLLM", self._rendering)
 
-    def _params(self, body: ChatBody | CompletionBody) -> SamplingParams:
+    def _params(self, body: ChatRenderBody | CompletionRenderBody) -> SamplingParams:
         """Those of a request, checked. Raises ApiError, RequestError."""
         check_model(self._engine, body.model)
         params: SamplingParams = body.params()
         check_bounds(params, self._rendering.config.limits)
         return params
 
-    def _rendered(self, token_ids: list[int], params: SamplingParams) -> dict[str, Any]:
+    def _rendered(self, render: Callable[[], Rendered], params: SamplingParams, body: Held) -> dict[str, Any]:
+        held = self._rendering.held
+        with held.of(body.held), self._rendering.plugins.boundary:
+            rendered = held.without_data(render())
+        rendered = self._rendering.check(rendered, params, length=body.check_length)
         said = {name: value for name, value in structs.asdict(params).items() if value != getattr(_UNSAID, name)}
         # How outputs are to come is between a client and its engine.
         said.pop("output_kind", None)
         return {
             "model": self._rendering.served_model_name,
-            "token_ids": self._rendering.check(token_ids, params),
+            "token_ids": rendered.token_ids,
+            "features": rendered.features,
             "sampling_params": said,
             "max_model_len": self._rendering.config.max_model_len,
         }
@@ -150,8 +161,8 @@ def create_render_app(rendering: Rendering, options: ServerOptions, *, metrics: 
     engine = cast("AsyncLLM", rendering)
     served, tokens = Served(engine), Tokens(engine)
     for path, handler, body, whole_answer in (
-        ("/v1/chat/completions/render", render.chat, ChatBody, Rendered),
-        ("/v1/completions/render", render.completion, CompletionBody, RenderedList),
+        ("/v1/chat/completions/render", render.chat, ChatRenderBody, RenderedPrompt),
+        ("/v1/completions/render", render.completion, CompletionRenderBody, RenderedList),
     ):
         whole = with_plugin_fields(body, rendering.plugins.logits_processors)
         router.add_api_route(

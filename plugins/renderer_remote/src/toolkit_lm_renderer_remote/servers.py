@@ -1,0 +1,186 @@
+"""RenderServers: a request goes to one of several render servers, and to the next where that one fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
+
+from toolkit_lm_renderer_remote.errors import BadAnswerError, RenderServerError, UnreachableError
+from toolkit_lm_renderer_remote.reading import Answer, WrongAnswerError
+from toolkit_lm_renderer_remote.wire import MSGPACK
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTED = f"{MSGPACK[0]}, application/json;q=0.5"
+_REST = 5.0
+"""Seconds for which a server that failed is asked after the others."""
+_CONNECTIONS = 128
+_MOST_ERROR = 2**16
+"""Bytes of an answer that says what is wrong."""
+_MOST_MESSAGE = 1000
+_CLIENTS = (400, 413, 422)
+"""Statuses that blame the request."""
+_BUSY = (429, 503)
+
+Result = TypeVar("Result")
+
+
+class _FailedError(Exception):
+    """One server gave nothing of use. `answered`: it gave something. `rests`: it is asked last for a while."""
+
+    def __init__(self, reason: str, *, answered: bool, rests: bool = True, again: bool = False) -> None:
+        super().__init__(reason)
+        self.answered = answered
+        self.rests = rests
+        self.again = again
+        """The connection may have been an old one that the server had given up: the same server is asked once more."""
+
+
+class _Body(NamedTuple):
+    status: int
+    content_type: str
+    data: bytes
+
+
+class RenderServers:
+    """Render servers that serve the same model. They are asked by turns. Thread-safe."""
+
+    def __init__(
+        self,
+        urls: list[str],
+        *,
+        timeout: float = 30.0,
+        connect_timeout: float = 2.0,
+        api_key: str | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Raises ConfigError for what is no address. Nothing is connected to yet."""
+        self._urls = [_checked(url) for url in urls]
+        if not self._urls:
+            raise ConfigError("renderer_url names no render server.")
+        if not (0 < connect_timeout < float("inf") and 0 < timeout < float("inf")):
+            raise ConfigError("timeouts of renderer_remote must be positive numbers of seconds.")
+        self._timeout = timeout
+        # Answers that are compressed could be of any size.
+        headers = {"accept": _ACCEPTED, "accept-encoding": "identity", "content-type": "application/json"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
+        self._client = httpx.Client(
+            headers=headers,
+            timeout=httpx.Timeout(timeout, connect=min(connect_timeout, timeout)),
+            limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=20),
+            transport=transport,
+        )
+        # Renderers have no end that they are told of.
+        weakref.finalize(self, self._client.close)
+        self._resting: dict[str, float] = {}
+        """Until when, by time.monotonic()."""
+        self._turn = 0
+        self._lock = threading.Lock()
+
+    def ask(self, path: str, body: bytes, read: Callable[[Answer], Result], *, most: int) -> Result:
+        """What `read` makes of an answer, of `most` bytes at most.
+
+        Raises RequestError where the request is wrong, BadAnswerError and UnreachableError where no server gives what can be used.
+        """
+        failures: list[tuple[str, _FailedError]] = []
+        for url in self._order():
+            for attempt in range(2):
+                try:
+                    return self._ask(url, path, body, read, most)
+                except _FailedError as failure:
+                    if failure.again and not attempt:
+                        continue
+                    failures.append((url, failure))
+                    if failure.rests:
+                        self._resting[url] = time.monotonic() + _REST
+                    logger.warning("the render server at %s failed: %s", url, failure)
+                    break
+        raise _summed_up(failures)
+
+    def _order(self) -> Iterator[str]:
+        """By turns, those that have failed of late at the end."""
+        with self._lock:
+            self._turn += 1
+            start = self._turn % len(self._urls)
+        now = time.monotonic()
+        turns = self._urls[start:] + self._urls[:start]
+        yield from sorted(turns, key=lambda url: self._resting.get(url, 0) > now)
+
+    def _ask(self, url: str, path: str, body: bytes, read: Callable[[Answer], Result], most: int) -> Result:
+        found = self._post(url + path, body, most)
+        if found.status in _CLIENTS:
+            raise _refusal(found)
+        if found.status in _BUSY:
+            raise _FailedError(f"it is busy (status {found.status})", answered=False, rests=False)
+        if found.status != 200:
+            raise _FailedError(f"it answered with the status {found.status}", answered=True)
+        try:
+            return read(Answer(found.data, found.content_type))
+        except WrongAnswerError as error:
+            raise _FailedError(str(error), answered=True) from None
+
+    def _post(self, url: str, body: bytes, most: int) -> _Body:
+        """An answer, which is read no further than to `most` bytes, and for no longer than the timeout. Raises _FailedError."""
+        deadline = time.monotonic() + self._timeout
+        try:
+            with self._client.stream("POST", url, content=body) as response:
+                if response.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
+                    raise _FailedError("its answer is compressed", answered=True)
+                most = most if response.status_code == 200 else _MOST_ERROR
+                declared = response.headers.get("content-length", "")
+                if declared.isdecimal() and int(declared[:20]) > most:
+                    raise _FailedError(f"its answer has more than {most} bytes", answered=True)
+                data = bytearray()
+                for part in response.iter_raw():
+                    data += part
+                    if len(data) > most:
+                        raise _FailedError(f"its answer has more than {most} bytes", answered=True)
+                    if time.monotonic() > deadline:
+                        raise _FailedError(f"it gave no whole answer within {self._timeout:g} s", answered=False)
+                return _Body(response.status_code, response.headers.get("content-type", ""), bytes(data))
+        except httpx.TimeoutException:
+            raise _FailedError(f"it gave no answer within {self._timeout:g} s", answered=False) from None
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+            raise _FailedError(f"the connection broke off ({type(error).__name__})", answered=False, again=True) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _FailedError(f"it cannot be reached ({type(error).__name__})", answered=False) from None
+
+
+def _checked(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        raise ConfigError(f"renderer_url {url!r} is not the address of a server, such as 'http://127.0.0.1:8001'.")
+    try:
+        httpx.URL(url)
+        _ = parts.port
+    except (httpx.InvalidURL, ValueError) as error:
+        raise ConfigError(f"renderer_url {url!r} is not the address of a server: {error}") from None
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _refusal(found: _Body) -> RequestError:
+    """What a server says of a request, in its own words."""
+    try:
+        detail = Answer(found.data, found.content_type).error()
+    except WrongAnswerError:
+        raise _FailedError(f"it refused the request (status {found.status}) without a reason", answered=True, rests=False) from None
+    kind = ContextLengthError if detail.code == "context_length_exceeded" else RequestError
+    return kind(detail.message[:_MOST_MESSAGE], detail.param)
+
+
+def _summed_up(failures: list[tuple[str, _FailedError]]) -> RenderServerError:
+    """With the addresses in the log only: clients have no business with them."""
+    wrong = [failure for _, failure in failures if failure.answered]
+    number = f"{len(failures)} render servers" if len(failures) > 1 else "the render server"
+    if wrong:
+        return BadAnswerError(f"the prompt was not rendered: {number} gave no usable answer; {wrong[-1]}.")
+    return UnreachableError(f"the prompt was not rendered: {number} gave no answer; {failures[-1][1]}. Try again later.")
