@@ -45,6 +45,7 @@ FEATURES = {
     "plain": {},
     "window": {"window": 9},
     "bias": {"bias": "table"},
+    "bias by offset": {"bias": "offsets"},
     "window and bias": {"window": 5, "bias": "alibi"},
     "sinks": {"sinks": True},
     "soft cap": {"soft_cap": 2.0},

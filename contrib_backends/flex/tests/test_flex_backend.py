@@ -14,6 +14,7 @@ import torch
 from toolkit_lm.attention import AttentionSpec, AttentionType, BatchLimits, FullSpec, GroupSetup, PageTensor
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
+from toolkit_lm_devkit.attention_step import OffsetTable
 from toolkit_lm_flex import backend, kernel
 from toolkit_lm_flex.backend import FlexBackend
 from toolkit_lm_flex.plan import LayerKey, Piece, _pieces, _similar
@@ -101,7 +102,7 @@ def test_groups_hold_each_piece_once_and_waste_at_most_half(seed) -> None:
         assert len(part) == 1 or padded <= 5000
 
 
-@pytest.mark.parametrize("fields", [{}, {"window": 8}, {"bias": "alibi"}, {"sinks": True}, {"soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"window": 8}, {"bias": "alibi"}, {"bias": "offsets"}, {"sinks": True}, {"soft_cap": 2.0}], ids=str)
 @pytest.mark.parametrize("type", [AttentionType.DECODER, AttentionType.CROSS])
 def test_long_rows_are_computed_in_parts(monkeypatch, type, fields) -> None:
     if type is AttentionType.CROSS and not fields.keys().isdisjoint(("window", "bias")):
@@ -132,9 +133,25 @@ def test_large_scores_do_not_overflow() -> None:
     assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-4
 
 
+@pytest.mark.parametrize("type", [AttentionType.DECODER, AttentionType.ENCODER])
+def test_a_bias_by_offset_is_not_written_out(monkeypatch, type) -> None:
+    step = make_step([(7, 7), (40, 40), (1, 1)], type=type, cached=False, bias="offsets")
+    monkeypatch.setattr(OffsetTable, "__call__", lambda *positions: pytest.fail("it is written out"))
+    assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
+
+
+def test_scores_that_are_not_written_may_be_many(monkeypatch) -> None:
+    biases = [None, OffsetTable(4), lambda queries, keys: None]
+    assert [made("cpu").writes_scores(bias) for bias in biases] == [True, True, True]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert [made("cuda").writes_scores(bias) for bias in biases] == [False, False, True]
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "fields", [{}, {"window": 8, "sinks": True}, {"soft_cap": 2.0}, {"bias": "table"}, {"type": AttentionType.CROSS}], ids=str
+    "fields",
+    [{}, {"window": 8, "sinks": True}, {"soft_cap": 2.0}, {"bias": "table"}, {"bias": "offsets"}, {"type": AttentionType.CROSS}],
+    ids=str,
 )
 def test_the_arguments_of_the_kernel(monkeypatch, fields) -> None:
     """Not compiled, it needs no GPU."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from toolkit_lm.attention import (
     AttentionBackend,
+    AttentionBias,
     AttentionSpec,
     AttentionType,
     BatchView,
@@ -14,6 +16,7 @@ from toolkit_lm.attention import (
     GroupSetup,
     KVCacheSpec,
     LayerParams,
+    OffsetBias,
     PageTensor,
 )
 from torch import Tensor
@@ -91,12 +94,15 @@ class FlexBackend(AttentionBackend):
             keys, values = k, v
         else:
             keys, values = _halves(kv_cache)
-        most = _FUSED_SCORES if self.fuses and layer.bias is None else _WRITTEN_SCORES
-        plan = meta.plan(layer, kv_cache, most)
+        plan = meta.plan(layer, kv_cache, _WRITTEN_SCORES if self.writes_scores(layer.bias) else _FUSED_SCORES)
         for tokens in plan.keyless:
             out[tokens].zero_()
         for group in plan.groups:
             self._attend(layer, q, keys, values, group, out)
+
+    def writes_scores(self, bias: AttentionBias | None) -> bool:
+        """Whether a layer with that bias needs memory for each score."""
+        return not self.fuses or not (bias is None or isinstance(bias, OffsetBias))
 
     def _attend(self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, group: Group, out: Tensor) -> None:
         given, change = (_take(q, group.tokens), _take(keys, group.keys), _take(values, group.keys)), _score_mod(layer, group)
@@ -133,14 +139,21 @@ def _score_mod(layer: LayerParams, group: Group) -> ScoreMod | None:
     def change(score: Tensor, piece: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
-        return score if bias is None else score + bias[piece, head, query, key]
+        return score if bias is None else score + bias(piece, head, query, key)
 
     return change
 
 
-def _bias(layer: LayerParams, group: Group) -> Tensor | None:
-    """[N, num_heads, Q, K] in fp32."""
-    if layer.bias is None:
+def _bias(layer: LayerParams, group: Group) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
+    """(piece, head, query, key), all indices -> what is added to the score, in fp32."""
+    given = layer.bias
+    if given is None:
         return None
+    if isinstance(given, OffsetBias):
+        # One number for each offset that comes up, looked up for each score.
+        table = given.by_offset(group.longest).float()
+        queries, keys = group.q_positions - group.longest, group.k_positions
+        return lambda piece, head, query, key: table[head, keys[piece, key] - queries[piece, query]]
     pieces = zip(group.q_positions, group.k_positions, strict=True)
-    return torch.stack([layer.bias(queries, keys).float() for queries, keys in pieces])
+    biases = torch.stack([given(queries, keys).float() for queries, keys in pieces])
+    return lambda piece, head, query, key: biases[piece, head, query, key]

@@ -56,6 +56,8 @@ class Group:
     """[N, Q] int64."""
     k_positions: Tensor
     """[N, K] int64."""
+    longest: int
+    """No key is farther from a query."""
     mask: MaskMod
     _blocks: list[BlockMask] = field(default_factory=list)
 
@@ -168,6 +170,7 @@ def _group(batch: BatchView, key: LayerKey, pieces: list[Piece]) -> Group:
         keys=places,
         q_positions=to(positions + inner),
         k_positions=k_positions,
+        longest=int(max(seen.max(), (positions + inner).max())),
         mask=_mask(key, to((first_keys - positions)[:, 0]), to(num_keys[:, 0])),
     )
 
