@@ -21,6 +21,9 @@ _IDENTIFIER = 512
 """Characters of an identifier."""
 _DTYPES = frozenset(("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"))
 
+_ABSENT = Raw()
+_NULLS = (b"", b"null", b"\xc0")
+
 Kind = TypeVar("Kind")
 
 
@@ -30,7 +33,7 @@ class WrongAnswerError(Exception):
 
 class _Prompt(Struct):
     token_ids: Raw
-    features: Raw | None = None
+    features: Raw = _ABSENT
 
 
 class _Prompts(Struct):
@@ -44,7 +47,7 @@ class _Tokens(Struct):
 class _Position(Struct):
     offset: int
     length: int
-    mask: Raw | None = None
+    mask: Raw = _ABSENT
 
 
 class _Array(Struct):
@@ -57,8 +60,8 @@ class _Feature(Struct, kw_only=True):
     modality: str
     mm_identifier: str
     mm_position: _Position
-    data: Raw | None = None
-    layout: Raw | None = None
+    data: Raw = _ABSENT
+    layout: Raw = _ABSENT
 
 
 class Answer:
@@ -95,7 +98,7 @@ class Answer:
 
     def _rendered(self, found: _Prompt, num_media: int, held: Collection[str]) -> Rendered:
         token_ids = self._token_ids(found.token_ids)
-        features = [] if found.features is None else self._features(found.features, len(token_ids), num_media)
+        features = [] if _is_null(found.features) else self._features(found.features, len(token_ids), num_media)
         end = 0
         for one in features:
             if one.mm_position.offset < end:
@@ -129,7 +132,7 @@ class Answer:
         if not (0 <= position.offset < num_tokens and 0 < position.length <= num_tokens):
             raise WrongAnswerError("a feature stands outside of the prompt")
         mask = None
-        if position.mask is not None:
+        if not _is_null(position.mask):
             self._check_count(position.mask, num_tokens, "a mask")
             mask = self._as(list[bool], position.mask)
             if len(mask) != position.length:
@@ -138,12 +141,12 @@ class Answer:
             modality=found.modality,
             mm_identifier=found.mm_identifier,
             mm_position=PlaceholderRange(position.offset, position.length, mask),
-            data=None if found.data is None else self._data(found.data),
-            layout={} if found.layout is None else self._layout(found.layout),
+            data=None if _is_null(found.data) else self._data(found.data),
+            layout={} if _is_null(found.layout) else self._layout(found.layout),
         )
 
     def _data(self, raw: Raw) -> dict[str, Array]:
-        self._check_count(raw, _MOST_ARRAYS, "a feature's data", num_commas=_MOST_INSIDE)
+        self._check_count(raw, _MOST_ARRAYS, "a feature's data", num_commas=_MOST_ARRAYS * (_MOST_AXES + 3))
         return {name: self._array(one) for name, one in self._as(dict[str, _Array], raw).items()}
 
     def _array(self, one: _Array) -> Array:
@@ -168,12 +171,12 @@ class Answer:
         else:
             too_many = bytes(raw).count(b",") > (max(most - 1, 0) if num_commas is None else num_commas)
         if too_many:
-            raise WrongAnswerError(f"{what} has more than {most} items")
+            raise WrongAnswerError(f"too much is in {what}: {most} at most")
 
     def _as(self, kind: type[Kind], body: Any) -> Kind:
         try:
             return msgspec.msgpack.decode(body, type=kind) if self._is_msgpack else msgspec.json.decode(body, type=kind)
-        except (msgspec.MsgspecError, ValueError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise WrongAnswerError(f"its answer is no rendered prompt: {str(error)[:200]}") from None
 
 
@@ -184,3 +187,7 @@ def _count(head: bytes) -> int:
         return kind & 0x0F
     width = {0xDC: 2, 0xDE: 2, 0xDD: 4, 0xDF: 4}.get(kind, 0)
     return int.from_bytes(head[1 : 1 + width], "big")
+
+
+def _is_null(raw: Raw) -> bool:
+    return bytes(memoryview(raw)[:5]) in _NULLS

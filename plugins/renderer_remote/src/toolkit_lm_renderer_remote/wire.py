@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -74,3 +76,8 @@ def schema() -> dict[str, Any]:
         "description": about,
         "$defs": parts,
     }
+
+
+def write_schema(path: str) -> None:
+    """Writes it where it is published."""
+    Path(path).write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")

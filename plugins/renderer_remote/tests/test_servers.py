@@ -1,0 +1,178 @@
+"""Which render server is asked, and what becomes of one that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import msgspec
+import pytest
+from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm_renderer_remote.errors import BadAnswerError, UnreachableError
+from toolkit_lm_renderer_remote.reading import Answer
+from toolkit_lm_renderer_remote.servers import RenderServers
+
+GOOD = httpx.Response(200, json={"token_ids": [5]})
+REFUSAL = {"error": {"message": "the prompt is empty.", "param": "prompt", "code": None}}
+
+
+def servers(**answers):
+    """Servers http://a, http://b, ... and the list of those that were asked. An answer is a response, an error or a function."""
+    asked = []
+
+    def answer(request):
+        asked.append(request.url.host)
+        given = answers[request.url.host]
+        if isinstance(given, Exception):
+            raise given
+        found = given() if callable(given) else given
+        return httpx.Response(found.status_code, headers=found.headers, content=iter([found.content]))
+
+    made = RenderServers([f"http://{name}" for name in answers], transport=httpx.MockTransport(answer))
+    return made, asked
+
+
+def ask(made, most=10_000):
+    return made.ask("/path", b"{}", Answer.prompt, most=most).token_ids
+
+
+def test_they_take_turns():
+    made, asked = servers(a=GOOD, b=GOOD, c=GOOD)
+    for _ in range(6):
+        assert ask(made) == [5]
+    assert asked[:3] == asked[3:]
+    assert set(asked) == {"a", "b", "c"}
+
+
+FAILURES = {
+    "cannot be reached": httpx.ConnectError("no"),
+    "is too slow": httpx.ReadTimeout("slow"),
+    "has an error": httpx.Response(500),
+    "wants a key": httpx.Response(401, json=REFUSAL),
+    "knows no such route": httpx.Response(404, json=REFUSAL),
+    "sends elsewhere": httpx.Response(302, headers={"location": "http://c"}),
+    "answers with a page": httpx.Response(200, html="<p>Welcome"),
+    "answers with anything": httpx.Response(200, json={"token_ids": "five"}),
+    "answers too much": httpx.Response(200, content=b"[" + b"5," * 10_000, headers={"content-type": "application/json"}),
+    "refuses without a reason": httpx.Response(400, text="no"),
+    "is busy": httpx.Response(503),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_the_next_one_is_asked_where_one_fails(how):
+    made, asked = servers(a=FAILURES[how], b=GOOD)
+    for _ in range(4):
+        assert ask(made) == [5]
+    rests = how not in ("is busy", "refuses without a reason")
+    assert asked.count("a") == (1 if rests else 2)
+
+
+@pytest.mark.parametrize("how", ["cannot be reached", "is too slow", "is busy"])
+def test_none_answers(how):
+    made, asked = servers(a=FAILURES[how], b=FAILURES[how])
+    with pytest.raises(UnreachableError, match=r"2 render servers gave no answer; .* Try again later") as error:
+        ask(made)
+    assert error.value.http_status == 503
+    assert sorted(asked) == ["a", "b"]
+    assert "http://" not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["has an error", "wants a key", "answers with a page", "answers too much", "sends elsewhere"])
+def test_no_answer_can_be_used(how):
+    made, _ = servers(a=FAILURES[how])
+    with pytest.raises(BadAnswerError, match="the render server gave no usable answer") as error:
+        ask(made)
+    assert error.value.http_status == 502
+
+
+def test_what_is_wrong_with_a_request_is_told_at_once():
+    made, asked = servers(a=httpx.Response(400, json=REFUSAL), b=httpx.Response(400, json=REFUSAL))
+    with pytest.raises(RequestError, match=r"^the prompt is empty\.$") as error:
+        ask(made)
+    assert error.value.param == "prompt"
+    assert len(asked) == 1
+    made, _ = servers(a=httpx.Response(400, json={"error": {"message": "long", "code": "context_length_exceeded"}}))
+    with pytest.raises(ContextLengthError):
+        ask(made)
+
+
+def test_a_connection_that_breaks_off_is_tried_once_more():
+    answers = iter([httpx.ReadError("gone"), GOOD])
+
+    def flaky():
+        found = next(answers)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    made, asked = servers(a=flaky)
+    assert ask(made) == [5]
+    assert asked == ["a", "a"]
+    made, asked = servers(a=httpx.RemoteProtocolError("gone"), b=GOOD)
+    for _ in range(3):
+        assert ask(made) == [5]
+    assert asked.count("a") == 2
+
+
+class Odd(BaseHTTPRequestHandler):
+    """A server that answers without an end, or slowly."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        if self.path == "/gzip":
+            self.send_header("Content-Encoding", "gzip")
+        if self.path == "/declared":
+            self.send_header("Content-Length", str(2**40))
+        self.end_headers()
+        part, pause = (b" ", 0.1) if self.path == "/slow" else (b" " * 2**16, 0)
+        try:
+            while not self.server.over.wait(pause):
+                self.wfile.write(part)
+        except OSError:
+            pass
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def odd():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Odd) as server:
+        server.over = threading.Event()
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.over.set()
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/endless", BadAnswerError), ("/declared", BadAnswerError), ("/gzip", BadAnswerError), ("/slow", UnreachableError)],
+)
+def test_no_answer_is_read_without_an_end(odd, path, kind):
+    start = time.perf_counter()
+    with pytest.raises(kind):
+        RenderServers([odd], timeout=1).ask(path, b"{}", Answer.prompt, most=2**20)
+    assert time.perf_counter() - start < 3
+
+
+def test_its_key_is_sent():
+    seen = []
+
+    def answer(request):
+        seen.append(request.headers)
+        return httpx.Response(
+            200, content=iter([msgspec.msgpack.encode({"token_ids": [5]})]), headers={"content-type": "application/msgpack"}
+        )
+
+    made = RenderServers(["http://a/v1/"], api_key="secret", transport=httpx.MockTransport(answer))
+    assert ask(made) == [5]
+    assert seen[0]["authorization"] == "Bearer secret"
+    assert seen[0]["accept-encoding"] == "identity"
+    assert seen[0]["accept"].startswith("application/msgpack")
