@@ -2,11 +2,19 @@
 
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
-MODELS: dict[str, tuple[str, str]] = {}
+MODELS: dict[str, tuple[str, str]] = {
+    "Gemma3ForConditionalGeneration": ("gemma3:Gemma3ForConditionalGeneration", "gemma3_rules:Gemma3Rules"),
+    "LlavaForConditionalGeneration": ("llava:LlavaForConditionalGeneration", "llava_rules:LlavaRules"),
+    "Qwen2VLForConditionalGeneration": ("qwen2_vl:Qwen2VLForConditionalGeneration", "qwen2_vl_rules:Qwen2VLRules"),
+    "Qwen2_5_VLForConditionalGeneration": ("qwen2_vl:Qwen2_5_VLForConditionalGeneration", "qwen2_vl_rules:Qwen25VLRules"),
+}
 """Architectures; the module and class of each; and its rules for prompts."""
+LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
+"""Older checkpoints have no `text_config`."""
 
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, (target, rules) in MODELS.items():
-        models.add(architecture, f"toolkit_lm_vision.{target}", multimodal=f"toolkit_lm_vision.{rules}")  # type: ignore[call-arg]
+        target, rules = f"toolkit_lm_vision.{target}", f"toolkit_lm_vision.{rules}"
+        models.add(architecture, target, length_keys=LENGTH_KEYS, multimodal=rules)

@@ -1,0 +1,35 @@
+"""What Gemma 3 makes of pictures in prompts. Needs no torch."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.renderer import Replacement
+
+from toolkit_lm_vision.pictures import PictureRules
+
+
+def tokens_per_side(num_tokens: int, side: int) -> int:
+    """Of a picture with so many tokens, and patches on each side. Raises CheckpointError where these cannot be pooled into those."""
+    found = isqrt(max(num_tokens, 0))
+    if not 0 < found <= side or found**2 != num_tokens or side // (side // found) != found:
+        raise CheckpointError(f"config.json: {side} x {side} patches cannot be pooled into mm_tokens_per_image={num_tokens}.")
+    return found
+
+
+class Gemma3Rules(PictureRules):
+    """A picture stands between two tokens that mark its ends, with two line breaks on both sides; its tokens see each other."""
+
+    bidirectional = True
+    surround = {"image": ("\n\n", "\n\n")}
+    default_hidden_size = 2304
+
+    def placeholder_id(self, modality: str) -> int:
+        return self.token_id("boi", 255_999)
+
+    def tokens_of_picture(self) -> Replacement:
+        count = self.hf_config.get("mm_tokens_per_image", int, 256)
+        tokens_per_side(count, self.shape.side)
+        ids = [self.placeholder_id("image"), *[self.token_id("image", 262_144)] * count, self.token_id("eoi", 256_000)]
+        return Replacement(ids, [False, *[True] * count, False])

@@ -1,0 +1,55 @@
+"""What LLaVA takes of a vision tower, and makes of pictures in prompts. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import HFConfig
+from toolkit_lm.renderer import Replacement
+
+from toolkit_lm_vision.pictures import PictureRules
+from toolkit_lm_vision.shape import VisionShape
+
+_STRATEGIES = ("default", "full")
+
+
+class TakenStates(NamedTuple):
+    """What a config.json says of the tower's states."""
+
+    layers: tuple[int, ...]
+    """After how many of its layers; several lie side by side."""
+    first: int
+    """Of each picture those before it are left out."""
+
+    @classmethod
+    def read(cls, hf_config: Mapping[str, Any], shape: VisionShape) -> TakenStates:
+        """`vision_feature_layer` counts from the end where it is negative; `vision_feature_select_strategy` "default" leaves one out."""
+        config = HFConfig(hf_config)
+        given = config.values.get("vision_feature_layer", -2)
+        strategy = config.get("vision_feature_select_strategy", str, "default")
+        if strategy not in _STRATEGIES:
+            raise CheckpointError(f"config.json: 'vision_feature_select_strategy' must be one of {_STRATEGIES}, not {strategy!r}.")
+        layers = given if isinstance(given, list) else [given]
+        count = shape.num_layers
+        if not layers or any(type(layer) is not int or not -count - 1 <= layer <= count for layer in layers):
+            raise CheckpointError(f"config.json: 'vision_feature_layer' must name some of {count} layers, not {given!r}.")
+        return cls(tuple(layer % (count + 1) for layer in layers), int(strategy == "default"))
+
+    def num_tokens(self, shape: VisionShape) -> int:
+        """Of a picture."""
+        return shape.num_states - self.first
+
+
+class LlavaRules(PictureRules):
+    """A picture is as many image tokens as its states that are taken."""
+
+    default_hidden_size = 4096
+
+    def placeholder_id(self, modality: str) -> int:
+        return self.token_id("image", 32000)
+
+    def tokens_of_picture(self) -> Replacement:
+        count = TakenStates.read(self.hf_config.values, self.shape).num_tokens(self.shape)
+        return Replacement([self.placeholder_id("image")] * count)
