@@ -1,0 +1,124 @@
+"""Qwen2-VL and Qwen2.5-VL: pictures and videos of any size beside text, whose tokens have positions in time, height and width."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.messages import Array, MultiModalFeatureSpec
+from toolkit_lm.model import EncoderSequences, HFConfig, Model, join
+from torch import Tensor
+
+from toolkit_lm_vision.composed import ComposedModel
+from toolkit_lm_vision.qwen2_vl_rules import SECONDS, Names
+from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape
+from toolkit_lm_vision.qwen2_vl_tower import PatchTower
+
+_LARGEST_SIDE = 32
+"""Tokens of a side of the largest usual picture: 896 x 896 pixels."""
+_OLDER = ((re.compile(r"^visual\."), "model.visual."), (re.compile(r"^model\.(?!visual\.|language_model\.)"), "model.language_model."))
+"""How files name weights, which transformers 5 has in a model of their own."""
+_SECTIONS = [16, 24, 24]
+
+
+class Qwen2VLImages(Model):
+    """Patches of items -> embeddings of each [n, H]."""
+
+    packed = {"gate_up_proj": ("gate_proj", "up_proj")}
+    renames = ((r"^model\.", ""),)
+    windowed: ClassVar[bool] = False
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.windowed)
+        self.visual = PatchTower(self.shape, vllm_config=vllm_config, prefix=join(prefix, "visual"))
+
+    def forward(self, patches: list[Tensor], grids: list[Grid], sequences: EncoderSequences) -> list[Tensor]:  # type: ignore[override]
+        embeds: Tensor = self.visual(torch.cat(patches), grids, sequences)
+        return list(torch.split(embeds, [self.shape.num_tokens(grid) for grid in grids]))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights((name, _flat(name, tensor)) for name, tensor in weights)
+
+
+def _flat(name: str, tensor: Tensor) -> Tensor:
+    """The weight of a convolution over patches, as that of a linear layer."""
+    return tensor.flatten(1) if name.endswith("patch_embed.proj.weight") and tensor.ndim > 1 else tensor
+
+
+class Qwen25VLImages(Qwen2VLImages):
+    windowed = True
+
+
+class _Renamed:
+    """Weights by the names of the model in transformers 5, however often they are read."""
+
+    def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights = list(weights) if iter(weights) is weights else weights
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.weights:
+            for pattern, replacement in _OLDER:
+                name = pattern.sub(replacement, name)
+            yield name, tensor
+
+
+class Qwen2VLForConditionalGeneration(ComposedModel):
+    """Qwen2-VL with its language-modeling head."""
+
+    image_encoder: ClassVar[type[Qwen2VLImages]] = Qwen2VLImages
+    language_name = ""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.image_encoder.windowed)
+
+    def text_config(self) -> dict[str, Any]:
+        config = HFConfig(self.vllm_config.hf_config)
+        # Until transformers 5 it stood among the values of the whole.
+        given = config.get("text_config", dict) or {key: value for key, value in config.values.items() if key != "vision_config"}
+        tied = any(HFConfig(part).get("tie_word_embeddings", bool, False) for part in (config.values, given))
+        found = {"rope_theta": 1e6, **given, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": tied}
+        rope = HFConfig(found).get("rope_parameters", dict) or HFConfig(found).get("rope_scaling", dict, {})
+        return {**found, "rope_parameters": {"mrope_section": _SECTIONS, **rope}}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights(_Renamed(weights))
+
+    def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
+        names = Names(modality)
+        grids = [Grid(*item[names.grid].flatten().tolist()) for item in items]
+        embeds: list[Tensor] = self.images([item[names.pixels] for item in items], grids, sequences)
+        return embeds
+
+    def prompt_positions(self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]) -> np.ndarray:
+        shape, found, start, end = self.shape, [], 0, 0
+        for feature in features:
+            grid, seconds = Grid(*map(int, feature.layout["grid_thw"])), feature.layout.get(SECONDS, [None])[0]
+            text = feature.mm_position.offset - end
+            found += [_alike(start, text), shape.positions(grid, shape.interval(seconds)) + start + text]
+            # As transformers has it: what follows a video does not wait for its last frame.
+            start, end = start + text + max(grid.h, grid.w) // shape.merge, feature.mm_position.end
+        return np.concatenate([*found, _alike(start, len(token_ids) - end)], axis=1)
+
+    def example_items(self) -> list[tuple[str, dict[str, Array]]]:
+        shape = self.shape
+        side = shape.merge * max(1, min(_LARGEST_SIDE, math.isqrt(self.vllm_config.max_model_len - 1)))
+        pixels, grid = Array.of(np.zeros((side**2, shape.patch_values), np.float32)), Array.of(np.array([1, side, side]))
+        return [(modality, {Names(modality).pixels: pixels, Names(modality).grid: grid}) for modality in ("image", "video")]
+
+
+def _alike(start: int, length: int) -> np.ndarray:
+    """Positions [3, length] of text."""
+    return np.tile(np.arange(start, start + length, dtype=np.int64), (3, 1))
+
+
+class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):  # noqa: N801 - as config.json names it
+    """Qwen2.5-VL with its language-modeling head."""
+
+    image_encoder = Qwen25VLImages

@@ -1,0 +1,90 @@
+"""What Qwen2-VL and Qwen2.5-VL make of pictures and videos in prompts. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, RequestError
+from toolkit_lm.model.hf_config import HFConfig
+from toolkit_lm.renderer import MultiModalRules, Replacement
+
+from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SECONDS = "second_per_grid_ts"
+_TOKENS = {"image": 151655, "video": 151656}
+_MOST_PATCHES = 2**24
+
+
+class Names:
+    """Of a modality's arrays, as transformers names them."""
+
+    def __init__(self, modality: str) -> None:
+        self.pixels = "pixel_values" if modality == "image" else "pixel_values_videos"
+        """[patches, numbers of a patch] floats."""
+        self.grid = f"{modality}_grid_thw"
+        """[3], or [1, 3], integers."""
+
+
+class Qwen2VLRules(MultiModalRules):
+    """An item is as many image tokens, or video tokens, as its grid of patches has squares that are merged."""
+
+    modalities = ("image", "video")
+    windowed: ClassVar[bool] = False
+    """The tower is Qwen2.5-VL's."""
+
+    def __init__(self, config: VllmConfig) -> None:
+        super().__init__(config)
+        self.shape = PatchShape.read(config.hf_config, windowed=self.windowed)
+
+    def placeholder_id(self, modality: str) -> int:
+        token = HFConfig(self.config.hf_config).get(f"{modality}_token_id", int, _TOKENS[modality])
+        if not 0 <= token < (self.config.vocab_size or token + 1):
+            raise CheckpointError(f"config.json: the {modality} token {token} is not in the vocabulary.")
+        return token
+
+    def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
+        names = Names(modality)
+        values = "embeds" if "embeds" in data else names.pixels
+        timed = modality == "video" and self.shape.tokens_per_second is not None
+        if set(data) - ({SECONDS} if timed else set()) != {values, names.grid}:
+            raise RequestError(f"one {modality} must have {names.grid} and {names.pixels} or embeds, not {sorted(data)}.")
+        grid = self._grid(names.grid, data[names.grid])
+        num_tokens = self.shape.num_tokens(grid)
+        rows = (num_tokens, self.shape.out_size) if values == "embeds" else (grid.num_patches, self.shape.patch_values)
+        array = data[values]
+        if array.shape != rows or array.dtype.kind != "f":
+            raise RequestError(f"{values} must be floats of shape {list(rows)}, not {array.dtype} of shape {list(array.shape)}.")
+        if not abs(array.astype("float32", copy=False)).max() < float("inf"):
+            raise RequestError(f"{values} must be finite.")
+        layout: dict[str, list[float]] = {"grid_thw": list(grid)}
+        if timed:
+            layout[SECONDS] = [self._seconds(data.get(SECONDS), grid, num_tokens)]
+        return Replacement([self.placeholder_id(modality)] * num_tokens, layout=layout)
+
+    def _grid(self, name: str, array: np.ndarray) -> Grid:
+        if array.size != 3 or array.dtype.kind not in "iu":
+            raise RequestError(f"{name} must be 3 integers, not {array.dtype} of shape {list(array.shape)}.")
+        grid = Grid(*array.ravel().tolist())
+        if min(grid) < 1 or grid.num_patches > _MOST_PATCHES or grid.h % self.shape.merge or grid.w % self.shape.merge:
+            raise RequestError(f"{name} must be positive, and height and width multiples of {self.shape.merge}, not {list(grid)}.")
+        return grid
+
+    def _seconds(self, array: np.ndarray | None, grid: Grid, num_tokens: int) -> float:
+        """Between frames; 1 where it is not stated. A video has no more positions than tokens: so none lies past its token's index."""
+        if array is not None and (array.size != 1 or array.dtype.kind not in "iuf"):
+            raise RequestError(f"{SECONDS} must be one number, not {array.dtype} of shape {list(array.shape)}.")
+        seconds = 1.0 if array is None else float(array.ravel()[0])
+        if not 0 <= (grid.t - 1) * float(self.shape.interval(seconds)) < num_tokens:
+            raise RequestError(f"{SECONDS} of {seconds} are too many for a video of {grid.t} frames and {num_tokens} tokens.")
+        return seconds
+
+
+class Qwen25VLRules(Qwen2VLRules):
+    """As Qwen2-VL's, and frames of a video have positions by the clock."""
+
+    windowed = True

@@ -1,0 +1,155 @@
+"""Small Qwen2-VL and Qwen2.5-VL models of transformers, with random weights; and prompts with pictures and videos of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
+from toolkit_lm.model import MultiModalModel
+from toolkit_lm.renderer import MultiModalRules
+from toolkit_lm_devkit import randomize
+from torch import Tensor
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from vision_harness import sequences
+
+VOCAB, IMAGE, VIDEO, BEGIN, END = 300, 7, 8, 5, 6
+PATCH_VALUES = 3 * 2 * 4 * 4
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+TOWER = {"depth": 3, "num_heads": 4, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+WINDOWED = {"intermediate_size": 80, "window_size": 24, "fullatt_block_indexes": [1], "tokens_per_second": 2, "out_hidden_size": 64}
+
+
+def qwen2_vl(*, tower: Any = None, tie_word_embeddings: bool = False, **text: Any) -> Any:
+    vision = {**TOWER, "embed_dim": 64, "hidden_size": 64, "mlp_ratio": 2, **(tower or {})}
+    config = Qwen2VLConfig(text_config={**TEXT, **text}, vision_config=vision, tie_word_embeddings=tie_word_embeddings, **TOKENS)
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def qwen2_5_vl(*, tower: Any = None, tie_word_embeddings: bool = False, **text: Any) -> Any:
+    vision = {**TOWER, "hidden_size": 64, **WINDOWED, **(tower or {})}
+    config = Qwen2_5_VLConfig(text_config={**TEXT, **text}, vision_config=vision, tie_word_embeddings=tie_word_embeddings, **TOKENS)
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+FAMILIES = {
+    "qwen2_vl": qwen2_vl,
+    "qwen2_vl, tied, one patch a token": lambda: qwen2_vl(tower={"spatial_merge_size": 1}, tie_word_embeddings=True),
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen2_5_vl, tied, windows of one token": lambda: qwen2_5_vl(tower={"window_size": 8}, tie_word_embeddings=True),
+}
+
+
+def random_qwen(family: str) -> Any:
+    model = FAMILIES[family]()
+    randomize(model)
+    # Pixels of a patch are many, and a random tower is no trained one.
+    with torch.no_grad():
+        model.model.visual.patch_embed.proj.weight.mul_(0.3)
+    return model.eval()
+
+
+class Item(NamedTuple):
+    """A picture or a video, as the processors of transformers give it."""
+
+    modality: str
+    data: dict[str, np.ndarray]
+
+    @property
+    def pixels(self) -> np.ndarray:
+        return self.data["pixel_values" if self.modality == "image" else "pixel_values_videos"]
+
+    @property
+    def grid(self) -> np.ndarray:
+        return self.data[f"{self.modality}_grid_thw"]
+
+
+def picture(h: int, w: int, seed: int = 0) -> Item:
+    """Of h x w patches."""
+    pixels = np.random.default_rng([h, w, seed]).standard_normal((h * w, PATCH_VALUES), np.float32)
+    return Item("image", {"pixel_values": pixels, "image_grid_thw": np.array([[1, h, w]])})
+
+
+def video(t: int, h: int, w: int, seconds: float | None = None) -> Item:
+    pixels = np.random.default_rng([t, h, w]).standard_normal((t * h * w, PATCH_VALUES), np.float32)
+    data = {"pixel_values_videos": pixels, "video_grid_thw": np.array([[t, h, w]])}
+    return Item("video", data if seconds is None else {**data, "second_per_grid_ts": np.array([seconds])})
+
+
+class Prompt(NamedTuple):
+    """Tokens of text, with items among them."""
+
+    token_ids: list[int]
+    items: list[Item]
+    features: list[MultiModalFeatureSpec]
+
+
+def prompt_of(rules: MultiModalRules, *parts: list[int] | Item) -> Prompt:
+    """Of tokens and items, in this order; what stands for an item is what the rules say, between the tokens that checkpoints put there."""
+    prompt = Prompt([], [], [])
+    for part in parts:
+        if isinstance(part, list):
+            prompt.token_ids.extend(part)
+            continue
+        found = rules.replacement(part.modality, part.data)
+        place = PlaceholderRange(offset=len(prompt.token_ids) + 1, length=len(found.token_ids), mask=found.mask)
+        prompt.token_ids.extend([BEGIN, *found.token_ids, END])
+        data = {name: Array.of(array) for name, array in part.data.items()}
+        name = f"{part.modality} {part.pixels.tobytes()!r}"
+        prompt.features.append(
+            MultiModalFeatureSpec(modality=part.modality, mm_identifier=name[:200], mm_position=place, data=data, layout=found.layout)
+        )
+        prompt.items.append(part)
+    return prompt
+
+
+def arguments(prompt: Prompt) -> dict[str, Any]:
+    """What transformers takes beside input_ids."""
+    types = torch.tensor([[{IMAGE: 1, VIDEO: 2}.get(token, 0) for token in prompt.token_ids]])
+    given: dict[str, Any] = {"mm_token_type_ids": types}
+    for modality, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+        if some := [item for item in prompt.items if item.modality == modality]:
+            given[pixels] = torch.from_numpy(np.concatenate([item.pixels for item in some]))
+            given[f"{modality}_grid_thw"] = torch.from_numpy(np.concatenate([item.grid for item in some]))
+    seconds = [float(item.data["second_per_grid_ts"][0]) for item in prompt.items if "second_per_grid_ts" in item.data]
+    return given | ({"second_per_grid_ts": seconds} if seconds else {})
+
+
+@torch.inference_mode()
+def encoded(model: MultiModalModel, items: Sequence[Item]) -> list[Tensor]:
+    """Embeddings of each, those of a modality in one go."""
+    found: dict[int, Tensor] = {}
+    for modality in {item.modality for item in items}:
+        places = [place for place, item in enumerate(items) if item.modality == modality]
+        given = [{name: torch.from_numpy(array) for name, array in items[place].data.items()} for place in places]
+        found |= dict(zip(places, model.encode(modality, given, lambda lengths: sequences(model, lengths)), strict=True))
+    return [found[place] for place in range(len(items))]
+
+
+@torch.inference_mode()
+def logits_of_prompts(model: MultiModalModel, prompts: Sequence[Prompt]) -> list[Tensor]:
+    """Logits [Ti, V] at each token of each prompt, all computed in one step."""
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    input_ids = torch.tensor([token for prompt in prompts for token in prompt.token_ids])
+    embeds = model.embed(input_ids)
+    if items := [item for prompt in prompts for item in prompt.items]:
+        embeds[(input_ids == IMAGE) | (input_ids == VIDEO)] = torch.cat(encoded(model, items))
+    positions = np.concatenate([model.prompt_positions(np.array(one.token_ids), one.features) for one in prompts], axis=1)
+    with sequences(model, lengths):
+        hidden = model(input_ids, torch.from_numpy(positions), inputs_embeds=embeds)
+    return list(model.compute_logits(hidden).split(lengths))
