@@ -246,6 +246,8 @@ class NewSequence(Struct, kw_only=True):
     """Of a beam: how many of the likeliest tokens are returned where others draw one."""
     encoder_id: int | None = None
     """The encoder sequence whose keys and values its cross attention reads."""
+    features: list[MultiModalFeatureSpec] = field(default_factory=list)
+    """The items of media in its prompt, without their data."""
 
 
 class NewEncoder(Struct, kw_only=True):
@@ -294,9 +296,21 @@ class BlockMove(Struct):
     block: int
 
 
+class EncoderItem(Struct):
+    """An item of media that a step encodes. Its embeddings stay on the worker until a plan drops them."""
+
+    identifier: str
+    modality: str
+    data: dict[str, Array]
+
+
 class StepPlan(Struct, kw_only=True):
     """What the scheduler tells the workers to do in one step."""
 
+    dropped_items: list[str] = field(default_factory=list)
+    """Items of media whose embeddings the runner forgets first. Unknown ones are no error."""
+    encode: list[EncoderItem] = field(default_factory=list)
+    """Next: what the step's rows read of them is there then."""
     encoders: list[NewEncoder] = field(default_factory=list)
     """Before `new`, whose sequences may name them."""
     new: list[NewSequence] = field(default_factory=list)

@@ -18,6 +18,7 @@ from toolkit_lm.executor import Executor
 from toolkit_lm.messages import (
     EncoderInput,
     EngineRequest,
+    MultiModalFeatureSpec,
     NewEncoder,
     NewSequence,
     ScheduledSequence,
@@ -125,7 +126,13 @@ class FakeRunner:
         self.salts: dict[int, int | None] = {}
         self.encoder_inputs: dict[int, int | None] = {}
         """By sequence, which of ENCODER_INPUTS its encoder reads."""
+        self.features: dict[int, list[MultiModalFeatureSpec]] = {}
+        self.items: dict[str, int] = {}
+        """By identifier of the items whose embeddings are there, how many these are."""
+        self.most_embeds = config.encoder_cache_embeds
+        self.whole_items = False
         self.num_computed = 0
+        self.token_budget = config.scheduler.token_budget
         self.max_len = max_len
         self.writers: dict[tuple[int, int, int], int] = {}
         """By group, block and offset, the sequence that writes it in this step."""
@@ -146,6 +153,8 @@ class FakeRunner:
         self.batch.apply(plan)
         for seq_id in plan.dropped:
             self.tokens.pop(seq_id, None)
+            self.features.pop(seq_id, None)
+        self._encode_items(plan)
         for copies, source, target in (
             (plan.swap_out, self.caches, self.host_caches),
             (plan.swap_in, self.host_caches, self.caches),
@@ -157,6 +166,8 @@ class FakeRunner:
             self.tokens[new.seq_id] = list(new.token_ids)
             self.salts[new.seq_id] = new.params.seed
             self.encoder_inputs[new.seq_id] = new.inputs.second_text_start
+            assert all(feature.data is None for feature in new.features), "pixels travel with a sequence"
+            self.features[new.seq_id] = new.features
         if not plan.scheduled:
             self.last_inputs = []
             return StepResult(token_ids=[])
@@ -166,6 +177,7 @@ class FakeRunner:
         self.last_inputs = [tokens.tolist() for tokens in np.split(inputs.input_ids, inputs.query_start[1:-1])]
         self.num_computed += int(inputs.query_start[-1])
         self._encode(plan, inputs)
+        self._check_items(plan)
         self._write(plan, inputs)
         if POISON in inputs.input_ids:
             raise RuntimeError("poisoned")
@@ -207,7 +219,26 @@ class FakeRunner:
     def _key(self, group: int, seq_id: int, position: int) -> tuple[object, ...]:
         salt = self.salts[seq_id]
         keyed, encoder = salt if salt is not None and salt <= position else None, self.encoder_inputs[seq_id]
-        return (group, keyed, encoder, hash(tuple(self.tokens[seq_id][: position + 1])))
+        media = tuple(one.mm_identifier for one in self.features[seq_id] if one.mm_position.offset <= position)
+        return (group, keyed, encoder, media, hash(tuple(self.tokens[seq_id][: position + 1])))
+
+    def _encode_items(self, plan: StepPlan) -> None:
+        for name in plan.dropped_items:
+            self.items.pop(name, None)
+        encoded = {item.identifier: item.data["embeds"].shape[0] for item in plan.encode}
+        assert len(encoded) == len(plan.encode) and not encoded.keys() & self.items.keys(), "an item is encoded twice"
+        assert len(encoded) <= 1 or sum(encoded.values()) <= self.token_budget, "a step encodes more than it may"
+        self.items |= encoded
+        assert sum(self.items.values()) <= self.most_embeds, "more embeddings than the cache holds"
+
+    def _check_items(self, plan: StepPlan) -> None:
+        """All items are there of which the step computes tokens."""
+        for row in plan.scheduled:
+            end = row.start + row.num_tokens
+            for place, name in ((one.mm_position, one.mm_identifier) for one in self.features[row.seq_id]):
+                if place.offset < end and row.start < place.end:
+                    assert self.items[name] == place.num_embeds, "an item that is not encoded"
+                assert not (self.whole_items and place.offset < end < place.end), "a chunk ends inside an item"
 
     def _encode(self, plan: StepPlan, inputs) -> None:
         """Writes what cross attention reads."""
@@ -421,10 +452,11 @@ class FakeCore(EngineCore):
 
     executor: FakeExecutor
 
-    def __init__(self, config: VllmConfig, cache: KVCacheConfig, max_in_flight: int = 1) -> None:
+    def __init__(self, config: VllmConfig, cache: KVCacheConfig, max_in_flight: int = 1, *, whole_items: bool = False) -> None:
         self._cache = cache
-        self.limits = RequestLimits(config, cache)
+        self.limits = RequestLimits(config, cache, whole_items=whole_items)
         super().__init__(config, PLUGINS, FakeExecutor(config, cache, max_in_flight))
+        self.executor.runner.whole_items = self.scheduler.items.whole_items = whole_items
 
     def add_request(self, request: EngineRequest) -> None:
         """As a front does."""

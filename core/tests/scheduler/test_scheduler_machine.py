@@ -6,12 +6,22 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 from fake_engine import ENCODER_INPUTS, MAX_ENCODER_LEN, NAN, POISON, FakeCore, check_blocks, kv_cache, next_token
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.messages import BlockCopy, CacheKey, EncoderInput, EngineRequest, SequenceInputs
+from toolkit_lm.messages import (
+    Array,
+    BlockCopy,
+    CacheKey,
+    EncoderInput,
+    EngineRequest,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    SequenceInputs,
+)
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.scheduler import BlockManager, scheduler as scheduler_module
 from toolkit_lm.scheduler.block_manager import NO_BLOCK
@@ -45,8 +55,24 @@ REQUEST = st.fixed_dictionaries(
         "encoded": st.sampled_from([0, 0, 1, 2]),
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "patience": st.sampled_from([None] * 9 + [-1, 3, 9]),
+        "media": st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7), st.sampled_from("ab"), st.booleans()), max_size=3),
     }
 )
+
+
+def media_in(prompt: list[int], media: list[tuple[int, int, str, bool]]) -> list[MultiModalFeatureSpec]:
+    """Items with gaps before them, as far as the prompt has room; of some, the first token is no embedding's."""
+    features, end = [], 0
+    for gap, length, name, masked in media:
+        start, end = end + gap, end + gap + length
+        if end > len(prompt):
+            break
+        mask = [False] + [True] * (length - 1) if masked else None
+        place = PlaceholderRange(start, length, mask)
+        data = {"embeds": Array.of(np.zeros((place.num_embeds, 1), np.float32))}
+        identifier = f"{name} {length} {masked}"
+        features.append(MultiModalFeatureSpec(modality="image", mm_identifier=identifier, mm_position=place, data=data))
+    return features
 
 
 class CheckedBlocks(BlockManager):
@@ -105,9 +131,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_in_flight=st.integers(1, 3),
         stages=st.integers(1, 2),
         drafts=st.booleans(),
+        most_embeds=st.sampled_from([4, 7, 12, 100]),
+        whole_items=st.booleans(),
     )
     def start(
-        self, spare, host_blocks, groups, max_num_seqs, budget, policy, caching, mode, blocks_per_token, max_in_flight, stages, drafts
+        self,
+        spare,
+        host_blocks,
+        groups,
+        max_num_seqs,
+        budget,
+        policy,
+        caching,
+        mode,
+        blocks_per_token,
+        max_in_flight,
+        stages,
+        drafts,
+        most_embeds,
+        whole_items,
     ):
         self.encodes = any(group[1] == "cross" for group in groups)
         most_encoded = MAX_ENCODER_LEN if self.encodes else None
@@ -121,6 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             preemption_mode=mode,
             pipeline_parallel_size=stages,
+            encoder_cache_memory=f"{4 * most_embeds}",
             # A state cannot go back by the tokens that were not drawn.
             drafter="guess" if drafts and all(group[1] != "state" for group in groups) else None,
         )
@@ -130,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.clock.start()
-        self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), max_in_flight)
+        self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), max_in_flight, whole_items=whole_items)
         self.scheduler = self.core.scheduler
         self.scheduler.blocks.__class__ = CheckedBlocks
         # By a clock, "auto" would not choose the same each time.
@@ -148,8 +191,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request in requests:
             self.queue(**request)
 
-    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, keyed, encoded, prompt_logprobs, patience):
+    def queue(self, opening, shared, tail, bad, n, max_tokens, eos, ignore_eos, priority, keyed, encoded, prompt_logprobs, patience, media):
         prompt = [*opening[:shared], *tail, *([] if bad is None else [bad])]
+        features = media_in(prompt, media)
+        keys = [CacheKey(one.mm_position.offset, one.mm_position.end, one.mm_identifier) for one in features]
         message = EngineRequest(
             request_id=f"r{len(self.messages)}",
             prompt_token_ids=prompt,
@@ -160,7 +205,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline=None if patience is None else self.now + patience,
             encoder=EncoderInput.of_tokens(ENCODER_INPUTS[encoded]) if self.encodes else None,
             inputs=SequenceInputs(second_text_start=encoded if self.encodes else None),
-            cache_keys=[] if keyed is None else [CacheKey(keyed, keyed + 1, "a picture")],
+            features=features,
+            cache_keys=keys if keyed is None else [*keys, CacheKey(keyed, keyed + 1, "a salt")],
         )
         try:
             self.core.add_request(message)
@@ -168,6 +214,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             blocks = self.scheduler.blocks
             most = [n * one for one in blocks.config.max_blocks(MAX_MODEL_LEN, self.scheduler.max_num_batched_tokens, MAX_ENCODER_LEN)]
             too_many = any(one > pool.num_blocks for one, pool in zip(most, blocks.pools, strict=True))
+            items, places = self.scheduler.items, [one.mm_position for one in features]
+            too_large = any(place.num_embeds > items.capacity for place in places)
+            too_long = items.whole_items and any(place.length > self.scheduler.max_num_batched_tokens for place in places)
+            too_many |= too_large or too_long
             assert not prompt or len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or too_many
         else:
             self.messages[message.request_id] = message
@@ -248,6 +298,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.roster.num_running <= self.scheduler.max_num_seqs
 
     @invariant()
+    def nothing_waiting_holds_items(self):
+        running = {request.request_id for request in self.scheduler.roster.running}
+        assert {name for name, held in self.scheduler.items._held.items() if held} <= running
+
+    @invariant()
     def outputs_are_right(self):
         for request_id, outputs in self.outputs.items():
             expected, fails = self.expected(request_id)
@@ -298,6 +353,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert set(self.reasons[request_id]) == set(range(message.params.n))
         blocks, runner = self.scheduler.blocks, self.core.executor.runner
         assert (blocks.num_used, blocks.num_used_on_host) == (0, 0)
+        assert runner.items.keys() - self.scheduler.items._dropped == self.scheduler.items._sizes.keys()
         runner.batch.apply(self.scheduler.drop_plan())
         assert not runner.batch.row_of, "the runner holds a sequence that has ended"
         assert not runner.batch.encoders.row_of, "the runner holds an encoder sequence that has ended"

@@ -69,16 +69,24 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[
         bool | None, option("Prefix caching: reuse the KV cache of earlier requests that begin alike.", none="on where text is generated")
     ] = None
+    encoder_cache_memory: Annotated[
+        str, option("Memory for what encoders have made of images and other media, until prompts have been computed: bytes ('256MiB').")
+    ] = "256MiB"
     swap_memory: Annotated[
         str | None, option("Host memory for preempted requests: bytes ('4GiB') or a fraction of the free memory.", none="none")
     ] = None
 
     def __post_init__(self) -> None:
-        amounts = {"kv_cache_memory": self.kv_cache_memory, "swap_memory": self.swap_memory}
+        amounts = {
+            "kv_cache_memory": self.kv_cache_memory,
+            "swap_memory": self.swap_memory,
+            "encoder_cache_memory": self.encoder_cache_memory,
+        }
         for name, text in amounts.items():
             if text is not None and (name, text) != ("kv_cache_memory", "auto"):
                 try:
-                    parse_memory(text)
+                    if isinstance(parse_memory(text), float) and name == "encoder_cache_memory":
+                        raise ConfigError(f"{text!r} is a fraction; it takes bytes, such as '256MiB'.")
                 except ConfigError as error:
                     raise ConfigError(f"option {name!r}: {error}") from None
 
@@ -344,6 +352,12 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     def max_encoder_len(self) -> int:
         """Most tokens of an encoder prompt; 0 where the model has no encoder beside its decoder. The config must be resolved."""
         return self.model.max_encoder_len or 0
+
+    @property
+    def encoder_cache_embeds(self) -> int:
+        """Embeddings of media that `encoder_cache_memory` holds. The config must be resolved."""
+        hidden = (self.hf_config.get("text_config") or self.hf_config).get("hidden_size") or 1
+        return int(parse_memory(self.cache.encoder_cache_memory)) // (hidden * (4 if self.model.dtype == "float32" else 2))
 
     @property
     def served_model_name(self) -> str:

@@ -98,7 +98,9 @@ class LLMEngine:
         if info is None:
             return False
         self.config = info.config
-        self.processor.set_limits(RequestLimits(info.config, info.kv_cache, info.pooling))
+        assert info.config.checkpoint is not None
+        whole_items = self.plugins.models.computes_items_whole(info.config.checkpoint.architecture)
+        self.processor.set_limits(RequestLimits(info.config, info.kv_cache, info.pooling, whole_items=whole_items))
         self._busy_since, self._ready = time.monotonic(), True
         return True
 

@@ -145,6 +145,11 @@ class ModelRegistry(Registry[ModelEntry]):
         entry = self.get(architecture)
         return None if entry.multimodal is None else self.load_target(entry, entry.multimodal, "toolkit_lm.renderer:MultiModalRules")
 
+    def computes_items_whole(self, architecture: str) -> bool:
+        """No chunk of a prompt ends inside an item of media. Raises PluginError, as `load` does."""
+        rules = self.load_multimodal(architecture) if architecture in self else None
+        return rules is not None and rules.bidirectional
+
     def architectures(self) -> list[str]:
         """The architectures that have a class of their own."""
         return [entry.key for entry in self.entries() if not entry.is_fallback]

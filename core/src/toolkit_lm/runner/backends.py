@@ -8,11 +8,16 @@ from torch import nn
 from toolkit_lm.attention import Attention, AttentionType, CacheLayer, Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import EncoderDecoderModel, Model
+from toolkit_lm.model import EncoderDecoderModel, Model, MultiModalModel
 from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
 
 _DECODER, _ENCODER, _CROSS = AttentionType.DECODER, AttentionType.ENCODER, AttentionType.CROSS
-_FED = {"generate": (_DECODER,), "pooling": (_DECODER, _ENCODER), "encoder-decoder": (_DECODER, _ENCODER, _CROSS)}
+_FED = {
+    "generate": (_DECODER,),
+    "media": (_DECODER, _ENCODER),
+    "pooling": (_DECODER, _ENCODER),
+    "encoder-decoder": (_DECODER, _ENCODER, _CROSS),
+}
 """By runner type, or for a model of both, the attention types whose inputs the runner makes."""
 
 
@@ -25,6 +30,8 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
     """By layer name, for every layer of the model that uses the cache. Raises UnsupportedError, naming the layer and the reasons."""
     selections: dict[str, Selection] = {}
     runner = "pooling" if config.model.runner == "pooling" else "encoder-decoder" if isinstance(model, EncoderDecoderModel) else "generate"
+    if isinstance(model, MultiModalModel):
+        runner = "media"
     for layer in cache_layers(model).values():
         if isinstance(layer, Attention) and (kind := layer.params.attention_type) not in _FED[runner]:
             raise UnsupportedError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -28,12 +30,22 @@ from toolkit_lm.config.tasks import POOLING_TASKS, PoolingTask
 from toolkit_lm.distributed import pipeline_parallel_group
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
-from toolkit_lm.model import EncoderBatch, EncoderDecoderModel, IntermediateTensors, Model, ModelState, StepInputs, load_model
+from toolkit_lm.model import (
+    EncoderBatch,
+    EncoderDecoderModel,
+    IntermediateTensors,
+    Model,
+    ModelState,
+    MultiModalModel,
+    StepInputs,
+    load_model,
+)
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import cache_layers, has_cache, load_model_class, select_backends
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
+from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.pooling import PoolingState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
 from toolkit_lm.sampling import ProcessorTable, sample, top_candidates
@@ -54,6 +66,8 @@ class ModelRunner:
         self.kv_cache: KVCacheConfig
         self._layers: dict[str, CacheLayer] = {}
         self._pooler: Pooler | None = None
+        self._media: MediaState | None = None
+        """Of a model that reads media."""
         self._states: list[ModelState] = []
         self._bindings: dict[str, Binding] = {}
         self._backends: list[CacheBackend | None] = []
@@ -74,7 +88,12 @@ class ModelRunner:
             self._pooler = pooler
             kinds.append(PoolingState)
         self._states = [kind(self.model, self.config, self.device) for kind in kinds]
+        if isinstance(self.model, MultiModalModel):
+            self._media = MediaState(self.model, self.config, self.device)
+            self._states.append(self._media)
         self._layers = cache_layers(self.model)
+        self._has_spans = any(isinstance(layer, Attention) and layer.params.spans for layer in self._layers.values())
+        self._feeds_uncached = self._encoder is None and (self._media is None or not has_cache(self.config))
         if (drafter := self.config.scheduler.drafter) is not None:
             if self.config.model.runner == "pooling" or not all(spec.forks_anywhere for spec in self.kv_cache_specs().values()):
                 raise UnsupportedError(f"drafter {drafter!r}: drafts are for engines that generate, of models without recurrent state.")
@@ -87,7 +106,7 @@ class ModelRunner:
         if pooler is None:
             return {}
         attention = [layer.params.attention_type for layer in self._layers.values() if isinstance(layer, Attention)]
-        one_way = all(kind is AttentionType.DECODER for kind in attention)
+        one_way = self._media is not None or all(kind is AttentionType.DECODER for kind in attention)
         return {
             task: PoolingRules(
                 chunkable=one_way and pooler.chunkable(task),
@@ -153,7 +172,7 @@ class ModelRunner:
         self._backends.clear()
         self._layers.clear()
         self._states.clear()
-        self._pooler = self._encoder = None
+        self._pooler = self._encoder = self._media = None
         for name in ("model", "_cache", "_batch", "_buffers"):
             self.__dict__.pop(name, None)
 
@@ -168,6 +187,9 @@ class ModelRunner:
                 state.add(seq)
         if plan.copies or plan.swap_out or plan.swap_in:
             self._cache.copy(plan)
+        if self._media is not None and (plan.dropped_items or plan.encode):
+            with self.model.kernels.step(self.config.scheduler.token_budget):
+                self._media.encode(plan, self._sequences)
         if not plan.scheduled:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
@@ -187,6 +209,7 @@ class ModelRunner:
         for state in self._states:
             state.groups(inputs)
             arguments |= state.inputs(inputs)
+        spans = self._media.spans(inputs) if self._media is not None and self._has_spans else None
         buffers, num_rows, num_tokens = self._buffers, len(inputs.rows), len(inputs.token_index)
         query_start, most_queries = buffers.query_start.upload(num_rows + 1), int(inputs.num_tokens.max())
         metadata = []
@@ -202,9 +225,10 @@ class ModelRunner:
                 slot_mapping=buffer.slots.upload(len(group.slots)) if cached else None,
                 max_query_len=most_queries,
                 max_seq_len=int(group.seq_lens.max()),
+                spans=spans,
             )
-            # In an encoder-decoder model, what caches nothing is the encoder.
-            metadata.append(None if backend is None or not (cached or self._encoder is None) else backend.build(view))
+            # Beside layers with a cache, those without are of an encoder.
+            metadata.append(None if backend is None or not (cached or self._feeds_uncached) else backend.build(view))
         arguments.setdefault("positions", buffers.positions.upload(num_tokens))
         pipeline = pipeline_parallel_group(self.config.parallel) if self.config.parallel.pipeline_parallel_size > 1 else None
         if pipeline is not None and pipeline.rank > 0:
@@ -222,25 +246,30 @@ class ModelRunner:
     def _encode(self, batch: EncoderBatch) -> Tensor:
         """[E, H] hidden states of encoder sequences."""
         assert self._encoder is not None, "only an encoder-decoder model is given encoder sequences"
-        query_start = np.zeros(len(batch.lengths) + 1, np.int32)
-        batch.lengths.cumsum(out=query_start[1:])
+        arrays = [one.features.to_numpy().copy() for one in batch.inputs if one.features is not None]
+        features = {"features": [self._to_device(array) for array in arrays]} if arrays else {}
+        with self._sequences(batch.lengths):
+            return self._encoder.encode(self._to_device(batch.input_ids), self._to_device(batch.positions), **features)
+
+    def _sequences(self, lengths: Sequence[int] | np.ndarray) -> AbstractContextManager[None]:
+        """Has the layers of an encoder see a flat batch of sequences of these lengths."""
+        seq_lens = np.asarray(lengths, np.int32)
+        query_start = np.zeros(len(seq_lens) + 1, np.int32)
+        seq_lens.cumsum(out=query_start[1:])
         view = BatchView(
             query_start=query_start,
-            seq_lens=batch.lengths,
-            starts=np.zeros(len(batch.lengths), np.int64),
+            seq_lens=seq_lens,
+            starts=np.zeros(len(seq_lens), np.int64),
             query_start_device=self._to_device(query_start),
-            seq_lens_device=self._to_device(batch.lengths),
+            seq_lens_device=self._to_device(seq_lens),
             block_table=None,
             slot_mapping=None,
-            max_query_len=int(batch.lengths.max()),
-            max_seq_len=int(batch.lengths.max()),
+            max_query_len=int(seq_lens.max()),
+            max_seq_len=int(seq_lens.max()),
         )
         num_cached = len(self.kv_cache.groups)
         metadata = [None if i < num_cached or backend is None else backend.build(view) for i, backend in enumerate(self._backends)]
-        arrays = [one.features.to_numpy().copy() for one in batch.inputs if one.features is not None]
-        features = {"features": [self._to_device(array) for array in arrays]} if arrays else {}
-        with step_context(StepContext(self._bindings, metadata)):
-            return self._encoder.encode(self._to_device(batch.input_ids), self._to_device(batch.positions), **features)
+        return step_context(StepContext(self._bindings, metadata))
 
     def _sample(self, inputs: StepInputs, hidden_states: Tensor) -> StepResult:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""

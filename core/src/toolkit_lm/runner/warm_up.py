@@ -12,8 +12,8 @@ import torch
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.messages import NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
-from toolkit_lm.model import EncoderDecoderModel
+from toolkit_lm.messages import EncoderItem, NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
+from toolkit_lm.model import EncoderDecoderModel, MultiModalModel
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.runner.model_runner import ModelRunner
@@ -97,6 +97,9 @@ def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int) -> StepPl
     if runner.config.model.runner == "pooling":
         pooling = PoolingParams(task=next(iter(runner.pooling_rules())))
     plan = StepPlan(encoders=_made_up_encoders(runner, num_sequences, num_tokens))
+    if isinstance(runner.model, MultiModalModel):
+        items = enumerate(runner.model.example_items())
+        plan.encode = [EncoderItem(f"warm-up {number}", modality, data) for number, (modality, data) in items]
     for index in range(num_sequences):
         new = NewSequence(
             seq_id=-1 - index,
@@ -127,4 +130,7 @@ def _made_up_encoders(runner: ModelRunner, num_sequences: int, num_tokens: int) 
 
 def _drop(plan: StepPlan) -> StepPlan:
     """Has what a plan made up forgotten."""
-    return StepPlan(dropped=[*(seq.seq_id for seq in plan.new), *(one.encoder_id for one in plan.encoders)])
+    return StepPlan(
+        dropped=[*(seq.seq_id for seq in plan.new), *(one.encoder_id for one in plan.encoders)],
+        dropped_items=[item.identifier for item in plan.encode],
+    )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
-from toolkit_lm.messages import EngineRequest, PoolingRules
+from toolkit_lm.messages import EngineRequest, MultiModalFeatureSpec, PoolingRules
 
 _CUT = "Shorten it, or have it cut: truncate_prompt_tokens."
 
@@ -18,15 +18,23 @@ class RequestLimits:
     """Bounds that a request must keep. Thread-safe. The front checks them, and the engine relies on that."""
 
     def __init__(
-        self, config: VllmConfig, kv_cache: KVCacheConfig, pooling: Mapping[PoolingTask, PoolingRules] = MappingProxyType({})
+        self,
+        config: VllmConfig,
+        kv_cache: KVCacheConfig,
+        pooling: Mapping[PoolingTask, PoolingRules] = MappingProxyType({}),
+        *,
+        whole_items: bool = False,
     ) -> None:
-        """`pooling`: the pooling tasks that the model serves."""
+        """`pooling`: the pooling tasks that the model serves. `whole_items`: a step computes all tokens of an item of media, or none."""
         self.generates = config.model.runner != "pooling"
         self.pooling = pooling
         self.max_model_len = config.max_model_len
         self.max_encoder_len = config.max_encoder_len
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
+        self.chunked = config.scheduler.enable_chunked_prefill is not False
+        self.whole_items = whole_items
+        self.most_embeds = config.encoder_cache_embeds
         self.kv_cache = kv_cache
         self._one_fits = self._too_many_blocks(self.max_model_len, 1, 1, self.max_encoder_len) is None
         """A single sequence of any length fits: nobody need count."""
@@ -45,6 +53,8 @@ class RequestLimits:
                 f"encoder (max_encoder_len). {_CUT}",
                 "prompt",
             )
+        if message.features:
+            self._check_items(message.features)
         if message.inputs.pooling is not None:
             return self._check_pooling(message.inputs.pooling.task, prompt, message.inputs.pooling_start)
         if not self.generates:
@@ -73,6 +83,20 @@ class RequestLimits:
             way_out = f" {way_to_serve(task)}" if self.generates else ""
             raise RequestError(f"the model does not support the task {task!r}. Supported: {self._served}.{way_out}", "task")
         return self.pooling[task]
+
+    def _check_items(self, features: Sequence[MultiModalFeatureSpec]) -> None:
+        for number, feature in enumerate(features, 1):
+            what, place = f"item {number} of the prompt ({feature.modality})", feature.mm_position
+            if place.num_embeds > self.most_embeds:
+                held = f"the encoder cache holds {self.most_embeds} (encoder_cache_memory)"
+                raise ContextLengthError(f"{what} takes {place.num_embeds} embeddings, and {held}. Make it smaller.", "prompt")
+            if self.whole_items and place.length > self.max_num_batched_tokens:
+                limit = f"the model needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
+                raise ContextLengthError(f"{what} has {place.length} tokens, and {limit}. Make it smaller.", "prompt")
+        sizes = {feature.mm_identifier: feature.mm_position.num_embeds for feature in features}
+        if not self.chunked and (total := sum(sizes.values())) > self.most_embeds:
+            held = f"without chunked prefill the encoder cache must hold all, and has room for {self.most_embeds} (encoder_cache_memory)"
+            raise ContextLengthError(f"the {len(features)} items of the prompt take {total} embeddings; {held}. Give fewer.", "prompt")
 
     @property
     def _served(self) -> str:

@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Iterator
 from itertools import takewhile
 
+from msgspec import structs
+
 from toolkit_lm.messages import Array, Candidates, EngineOutput, EngineRequest, NewSequence, SamplerState, ScheduledSequence, TokenLogprobs
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.beam import Beam, BeamSearch
@@ -121,6 +123,7 @@ class Sequence:
             num_prompt_logprobs=request.num_prompt_logprobs,
             num_candidates=request.search.num_candidates if request.search else 0,
             encoder_id=None if request.encoder is None else request.encoder.seq_id,
+            features=[structs.replace(one, data=None) for one in request.features],
         )
 
     def extended(self, seq_id: int, token_id: int, logprob: float) -> Sequence:
@@ -203,6 +206,10 @@ class Request:
             salt = self.encoder.digest
         self.salt = salt
         self.cache_keys = message.cache_keys
+        self.features = message.features
+        """The items of media in its prompt, by offset."""
+        self.media_end = message.features[-1].mm_position.end if message.features else 0
+        """Tokens from here on read none of them."""
         self.swapped = False
         """Its blocks are in the host pool."""
         self.max_output_tokens = message.max_output_tokens
@@ -332,7 +339,18 @@ class Request:
     @property
     def least_tokens(self) -> int:
         """Fewest tokens that it can compute in a step."""
-        return self.num_wanted_tokens if self.search or not self.chunkable else self.num_to_encode + 1
+        if self.search or not self.chunkable:
+            return self.num_wanted_tokens
+        return self.num_to_encode + self._least_of_items + 1
+
+    @property
+    def _least_of_items(self) -> int:
+        """Tokens up to the last one of the item that its next token belongs to, which a step may have to compute as a whole."""
+        start = self.leader.num_computed_tokens
+        if start >= self.media_end:
+            return 0
+        places = [one.mm_position for one in self.features]
+        return next((place.end - start - 1 for place in places if place.offset <= start < place.end), 0)
 
     @property
     def awaits_tokens(self) -> bool:

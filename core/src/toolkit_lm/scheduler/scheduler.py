@@ -14,8 +14,9 @@ from toolkit_lm.messages import Candidates, EngineOutput, EngineRequest, StepPla
 from toolkit_lm.params import FinishReason, leave_too_little
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
-from toolkit_lm.scheduler.block_manager import BlockManager
+from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
 from toolkit_lm.scheduler.deadlines import Deadlines
+from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.event_log import EventLog, load_event
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.quarantine import Quarantine
@@ -38,8 +39,10 @@ class Scheduler:
     Quarantine says whom to compute alone, and EventLog keeps what there is to tell.
     """
 
-    def __init__(self, config: VllmConfig, kv_cache: KVCacheConfig, policy: SchedulingPolicy, salt: str = "") -> None:
-        """`salt`: goes into all hashes of cached prefixes."""
+    def __init__(
+        self, config: VllmConfig, kv_cache: KVCacheConfig, policy: SchedulingPolicy, salt: str = "", *, whole_items: bool = False
+    ) -> None:
+        """`salt`: goes into all hashes of cached prefixes. `whole_items`: no chunk ends inside an item of media."""
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.max_num_seqs = config.scheduler.max_num_seqs
         self.max_num_batched_tokens = config.scheduler.token_budget
@@ -52,6 +55,7 @@ class Scheduler:
         self.blocks = BlockManager(kv_cache)
         self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
         self.request_blocks = RequestBlocks(config, self.blocks, self.preemption, self.roster)
+        self.items = EncoderCache(config.encoder_cache_embeds, self.max_num_batched_tokens, whole_items=whole_items)
         self.quarantine = Quarantine()
         self.events = EventLog()
         self.outputs: list[EngineOutput] = []
@@ -108,6 +112,7 @@ class Scheduler:
             self._time_out(now)
         # What is dropped while it is planned is dropped by this very plan.
         plan = StepPlan(dropped=self.roster.dropped)
+        self.items.begin_step()
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
@@ -120,6 +125,7 @@ class Scheduler:
         if not (plan.scheduled or plan.swap_out):
             return None
         self.roster.dropped = []
+        plan.dropped_items = self.items.take_dropped()
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -156,13 +162,14 @@ class Scheduler:
         """
         self.roster.requeue_all(plans)
         self.blocks.reset()
+        self.items.reset(plans)
         for request in self.roster.waiting:
             request.forget_all()
 
     def drop_plan(self) -> StepPlan:
         """A plan that computes nothing: the runner forgets what it holds in vain."""
         dropped, self.roster.dropped = self.roster.dropped, []
-        return StepPlan(dropped=dropped)
+        return StepPlan(dropped=dropped, dropped_items=self.items.take_dropped())
 
     # Planning
 
@@ -186,7 +193,7 @@ class Scheduler:
         preempted, position = False, 0
         while position < len(self.roster.running) and budget > 0:
             request = self.roster.running[position]
-            ranges = request.token_ranges(self.policy.grant(request, budget))
+            ranges = self._ranges(request, self.policy.grant(request, budget))
             while not self.blocks.fits(ranges):
                 victim = self.policy.gives_way(request, self.roster.running[position:]) or request
                 self._preempt(plan, victim)
@@ -194,7 +201,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                budget -= self.request_blocks.commit(plan, request, ranges)
+                budget -= self._commit(plan, request, ranges)
                 position += 1
         return budget, preempted
 
@@ -208,23 +215,44 @@ class Scheduler:
                 continue
             num_behind += bool(held_up)
             tokens = self.policy.grant(request, budget)
-            if (cached := self.request_blocks.find_room(request, tokens)) is None:
+            cached = self.request_blocks.find_room(request, tokens)
+            if cached is None or not self._can_begin(request, cached.num_tokens, tokens):
                 held_up.append(request)
                 continue
             self._admit(plan, request, cached)
-            budget -= self.request_blocks.commit(plan, request, request.token_ranges(tokens))
+            budget -= self._commit(plan, request, self._ranges(request, tokens))
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
         """One that is quarantined; all others wait without blocks, so that it fits. It computes all of its keys and values itself."""
         if request in self.roster.waiting:
             self._admit(plan, request, Cached())
         self.request_blocks.trim(request)
-        self.request_blocks.commit(plan, request, request.token_ranges(self.max_num_batched_tokens))
+        self._commit(plan, request, self._ranges(request, self.max_num_batched_tokens))
+
+    def _ranges(self, request: Request, budget: int) -> list[TokenRange]:
+        """What a request computes now, of at most `budget` tokens."""
+        ranges = request.token_ranges(budget)
+        if request.media_end and ranges and ranges[0].start < request.media_end:
+            return self.items.fit(request, ranges)
+        return ranges
+
+    def _can_begin(self, request: Request, num_cached: int, budget: int) -> bool:
+        """The item of media that follows what is cached of one that waits has room."""
+        start = max(num_cached, request.leader.num_computed_tokens)
+        first = TokenRange(request.leader.seq_id, start, min(start + budget, request.leader.num_tokens))
+        return start >= request.media_end or bool(self.items.fit(request, [first]))
+
+    def _commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> int:
+        """Adds it to a plan. Returns its number of tokens."""
+        if request.media_end:
+            self.items.commit(plan, request, ranges)
+        return self.request_blocks.commit(plan, request, ranges)
 
     def _release_from_quarantine(self, request: Request) -> None:
         """It has drawn a token: it is not to blame, and makes room for the next one."""
         if self.quarantine.release(request.request_id) and request.unfinished:
             self.roster.requeue(request)
+            self.items.release(request.request_id)
             self.request_blocks.start_over(request)
 
     def _admit(self, plan: StepPlan, request: Request, cached: Cached) -> None:
@@ -237,6 +265,7 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Takes a running request's blocks. It waits, and is computed again from its tokens, or comes back from the host."""
         self.roster.requeue(request)
+        self.items.release(request.request_id)
         copies = self.request_blocks.swap_out(request)
         if copies is None:
             self.request_blocks.start_over(request)
@@ -317,6 +346,7 @@ class Scheduler:
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
+            self.items.release(request.request_id)
             if request.encoder is not None:
                 self.blocks.free(request.encoder.seq_id)
             self.events.add("aborted" if reason in ("abort", "timeout") else "finished", request, reason)

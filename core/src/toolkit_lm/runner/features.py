@@ -1,0 +1,120 @@
+"""Media in prompts: the embeddings that encoders have made, and where they take the place of tokens'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.messages import EncoderItem, MultiModalFeatureSpec, NewSequence, StepPlan
+from toolkit_lm.model import EncoderSequences, ModelState, MultiModalModel, StepInputs
+
+
+class MediaState(ModelState):
+    """The items that the runner holds, and the sequences whose prompts have some."""
+
+    model: MultiModalModel
+
+    def __init__(self, model: MultiModalModel, config: VllmConfig, device: torch.device) -> None:
+        super().__init__(model, config, device)
+        self._embeds: dict[str, Tensor] = {}
+        """By identifier, [n, H]."""
+        self._features: dict[int, list[MultiModalFeatureSpec]] = {}
+        """By sequence."""
+        self._positions: dict[int, np.ndarray] = {}
+        """By sequence, [3, N] of its prompt, where the model has such."""
+        self._embeds_tokens = config.parallel.pipeline_parallel_rank == 0
+        """The first pipeline stage does, for all."""
+
+    def add(self, seq: NewSequence) -> None:
+        if not seq.features:
+            return
+        self._features[seq.seq_id] = seq.features
+        prompt = np.array(seq.token_ids[: seq.num_prompt_tokens], np.int64)
+        if (positions := self.model.prompt_positions(prompt, seq.features)) is not None:
+            self._positions[seq.seq_id] = positions
+
+    def remove(self, seq_id: int) -> None:
+        self._features.pop(seq_id, None)
+        self._positions.pop(seq_id, None)
+
+    def encode(self, plan: StepPlan, sequences: EncoderSequences) -> None:
+        """Forgets and makes embeddings, as a plan says."""
+        for name in plan.dropped_items:
+            self._embeds.pop(name, None)
+        if not self._embeds_tokens:
+            return
+        items = {modality: [one for one in plan.encode if one.modality == modality] for modality in {one.modality for one in plan.encode}}
+        for modality, some in items.items():
+            given = [one for one in some if "embeds" in one.data]
+            for one in given:
+                # Kept in the model's dtype, whatever it came in.
+                self._embeds[one.identifier] = self._tensors(one)["embeds"].to(getattr(torch, self.config.model.dtype))
+            if made := [one for one in some if "embeds" not in one.data]:
+                embeds = self.model.encode(modality, [self._tensors(one) for one in made], sequences)
+                self._embeds.update(zip((one.identifier for one in made), embeds, strict=True))
+
+    def _tensors(self, item: EncoderItem) -> dict[str, Tensor]:
+        return {name: torch.from_numpy(array.to_numpy().copy()).to(self.device) for name, array in item.data.items()}
+
+    def inputs(self, inputs: StepInputs) -> dict[str, Tensor]:
+        """`inputs_embeds` [T, H] where a row reads media; `positions` [3, T] where a row's follow from media."""
+        if not self._features:
+            return {}
+        arguments = {}
+        if self._positions:
+            arguments["positions"] = torch.from_numpy(self._all_positions(inputs)).to(self.device)
+        if self._embeds_tokens and (read := list(self._read(inputs))):
+            embeds = self.model.embed(torch.from_numpy(inputs.input_ids).to(self.device))
+            for places, rows in read:
+                embeds[torch.from_numpy(places).to(self.device)] = rows.to(embeds.dtype)
+            arguments["inputs_embeds"] = embeds
+        return arguments
+
+    def _read(self, inputs: StepInputs) -> Iterator[tuple[np.ndarray, Tensor]]:
+        """For each item of which the step computes tokens: their places in the flat batch, and the embeddings that belong there."""
+        for index, start, end, feature in self._touched(inputs):
+            place = feature.mm_position
+            first, last = max(start, place.offset) - place.offset, min(end, place.end) - place.offset
+            mask = np.ones(place.length, bool) if place.mask is None else np.array(place.mask, bool)
+            before = int(mask[:first].sum())
+            own = mask[first:last]
+            if not own.any():
+                continue
+            offset = int(inputs.query_start[index]) + place.offset + first - start
+            yield offset + np.flatnonzero(own), self._embeds[feature.mm_identifier][before : before + int(own.sum())]
+
+    def _touched(self, inputs: StepInputs) -> Iterator[tuple[int, int, int, MultiModalFeatureSpec]]:
+        """Of each item that a row reads: the row's place in the step, the row's first token and its end, and the item."""
+        for index, scheduled in enumerate(inputs.plan.scheduled):
+            start, end = scheduled.start, scheduled.start + scheduled.num_tokens
+            for feature in self._features.get(scheduled.seq_id, ()):
+                if feature.mm_position.offset < end and start < feature.mm_position.end:
+                    yield index, start, end, feature
+
+    def _all_positions(self, inputs: StepInputs) -> np.ndarray:
+        positions = np.repeat(inputs.token_index[None], 3, axis=0)
+        for index, scheduled in enumerate(inputs.plan.scheduled):
+            if (its := self._positions.get(scheduled.seq_id)) is None:
+                continue
+            tokens = slice(int(inputs.query_start[index]), int(inputs.query_start[index + 1]))
+            start, length = scheduled.start, its.shape[1]
+            in_prompt = its[:, start : start + scheduled.num_tokens]
+            # After the prompt they go on, one by one.
+            positions[:, tokens] += its.max() + 1 - length
+            positions[:, tokens.start : tokens.start + in_prompt.shape[1]] = in_prompt
+        return positions
+
+    def spans(self, inputs: StepInputs) -> np.ndarray | None:
+        """[T, 2] int32: of each token, the item that it belongs to, from its first token to its end; itself, where it belongs to none."""
+        found = list(self._touched(inputs)) if self._features else []
+        if not found:
+            return None
+        spans = np.stack((inputs.token_index, inputs.token_index + 1), axis=1).astype(np.int32)
+        for index, start, end, feature in found:
+            place, first = feature.mm_position, int(inputs.query_start[index])
+            spans[first + max(start, place.offset) - start : first + min(end, place.end) - start] = place.offset, place.end
+        return spans
