@@ -44,6 +44,7 @@ class TransformersForCausalLM(FallbackModel):
             )
             setattr(model.get_submodule(name), LAYER, layer)
         self._adopt(model)
+        self.decoder_name: str = model.base_model_prefix
         self._decode: Callable[..., Any] = model.base_model.__call__
         self._embed: Callable[..., Any] = model.get_input_embeddings().__call__
         self._project: Callable[..., Any] = _without_decoder(model).__call__

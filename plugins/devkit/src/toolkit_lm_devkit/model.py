@@ -15,7 +15,7 @@ import torch
 from toolkit_lm.attention import CacheLayer, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import CheckpointWeights, Model, check_constructor
+from toolkit_lm.model import CheckpointWeights, Model, check_constructor, construction
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import read_checkpoint
 from torch import Tensor
@@ -203,7 +203,8 @@ class ModelConformance(Conformance):
         """The model as one rank holds it, without weights."""
         options: dict[str, Any] = {"max_model_len": self.max_model_len, "block_size": BLOCK_SIZE, "tensor_parallel_size": ranks}
         config = VllmConfig.default(**options).with_rank(rank).with_checkpoint(subject.checkpoint)
-        return self.model_class(subject)(vllm_config=config)
+        with construction(models=Plugins.load().models):
+            return self.model_class(subject)(vllm_config=config)
 
     def test_constructor_takes_two_keywords(self, first: Subject) -> None:
         cls = self.model_class(first)
