@@ -20,7 +20,7 @@ from toolkit_lm_cpu import library
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(p.parent for pattern in ("core", "plugins/*", "contrib_*/*") for p in ROOT.glob(f"{pattern}/pyproject.toml"))
-LIBRARIES = ("media",)
+LIBRARIES = ("media", "rotary")
 """Distributions that plugins use, and that register nothing themselves."""
 
 

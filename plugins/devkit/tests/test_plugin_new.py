@@ -17,7 +17,8 @@ def test_a_whole_distribution(toolkit, tmp_path, kind):
     assert f"cd {home}" in done.out
     project = tomllib.loads((home / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["toolkit_lm"] == {"my-thing": "toolkit_lm_my_thing"}
-    wanted = ["toolkit-lm-core", "toolkit-lm-cli"] if kind == Kind.COMMAND else ["toolkit-lm-core"]
+    others = {Kind.COMMAND: ["toolkit-lm-cli"], Kind.MODEL: ["toolkit-lm-rotary"]}
+    wanted = ["toolkit-lm-core", *others.get(kind, [])]
     assert [dependency.partition(f">={API_VERSION},<")[0] for dependency in project["dependencies"]] == wanted
     files = {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()}
     assert {"README.md", "pyproject.toml", "src/toolkit_lm_my_thing/__init__.py", "src/toolkit_lm_my_thing/py.typed"} < files

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from toolkit_lm.attention import Attention
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, RopeParameters, RotaryEmbedding, Rotation
+from toolkit_lm.model import HFConfig, Rotation
+from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor
 
 from toolkit_lm_decoder.gemma2 import Gemma2Attention, Gemma2ForCausalLM, Gemma2Model, GemmaRMSNorm

@@ -17,14 +17,13 @@ from toolkit_lm.model import (
     LayerParts,
     QKVParallelLinear,
     RMSNorm,
-    RopeParameters,
-    RotaryEmbedding,
     Rotation,
     RowParallelLinear,
     join,
     layer_index,
     make_layers,
 )
+from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
 from toolkit_lm_decoder.causal_lm import CausalLM, Decoder

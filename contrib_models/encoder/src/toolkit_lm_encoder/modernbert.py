@@ -15,8 +15,6 @@ from toolkit_lm.model import (
     HFConfig,
     LayerNorm,
     QKVParallelLinear,
-    RopeParameters,
-    RotaryEmbedding,
     Rotation,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -26,6 +24,7 @@ from toolkit_lm.model import (
     torch_dtype,
 )
 from toolkit_lm_pooling_adapters.poolers import num_labels_of
+from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.encoder import Encoder, Renames

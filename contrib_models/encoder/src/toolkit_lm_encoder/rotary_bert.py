@@ -13,14 +13,13 @@ from toolkit_lm.model import (
     HFConfig,
     LayerNorm,
     QKVParallelLinear,
-    RopeParameters,
-    RotaryEmbedding,
     Rotation,
     RowParallelLinear,
     join,
     make_layers,
     torch_dtype,
 )
+from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.encoder import Embeddings, Encoder, Renames, with_defaults

@@ -54,8 +54,7 @@ from .parameters import (
     new_parameter as new_parameter,
     torch_dtype as torch_dtype,
 )
-from .rope_scaling import RopeParameters as RopeParameters
-from .rotary import RotaryEmbedding as RotaryEmbedding, Rotation as Rotation
+from .rotary import Rotation as Rotation
 from .state import (
     Drafter as Drafter,
     EncoderBatch as EncoderBatch,

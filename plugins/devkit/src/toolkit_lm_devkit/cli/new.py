@@ -45,7 +45,11 @@ _RUNS_LLAMA = ("toolkit-lm-devkit", "toolkit-lm-decoder", "toolkit-lm-sdpa", "to
 """What the kit needs where it runs its small Llama."""
 
 _ABOUT = {
-    Kind.MODEL: _About("A model", ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf", "toolkit-lm-pooling-adapters")),
+    Kind.MODEL: _About(
+        "A model",
+        ("toolkit-lm-devkit", "toolkit-lm-sdpa", "toolkit-lm-renderer-hf", "toolkit-lm-pooling-adapters"),
+        requires=(CORE_DISTRIBUTION, "toolkit-lm-rotary"),
+    ),
     Kind.ATTENTION_BACKEND: _About("An attention backend"),
     Kind.KV_KIND: _About("A kind of KV cache specs"),
     Kind.DRAFTER: _About("A drafter", _RUNS_LLAMA),

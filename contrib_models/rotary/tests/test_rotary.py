@@ -4,8 +4,9 @@ import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import HFConfig, RopeParameters, RotaryEmbedding
-from toolkit_lm.model.rope_scaling import _SCALINGS
+from toolkit_lm.model import HFConfig
+from toolkit_lm_rotary import RopeParameters, RotaryEmbedding
+from toolkit_lm_rotary.scaling import _SCALINGS
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as rotate_interleaved

@@ -13,10 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from toolkit_lm.errors import CheckpointError, UnsupportedError, nearest
-from toolkit_lm.model.hf_config import HFConfig
+from toolkit_lm.model import HFConfig
+from torch import Tensor
 
 DEFAULT_THETA = 10000.0
 
