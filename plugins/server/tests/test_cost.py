@@ -66,6 +66,32 @@ def test_many_short_messages_cost_more_than_their_text():
         pass
 
 
+def image(size):
+    url = {"url": f"data:image/png;base64,{'A' * size}"}
+    return {"role": "user", "content": [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]}
+
+
+def test_an_image_costs_what_it_takes_and_not_what_so_much_text_would():
+    with CostBudget(256 * MIB).spend(conversation_cost([image(12 * MIB)])):
+        pass
+    for messages in ([image(100)] * 64, [image(90 * MIB)]):
+        with (
+            pytest.raises(RequestError, match="most of it for images and other media"),
+            CostBudget(256 * MIB).spend(conversation_cost(messages)),
+        ):
+            raise AssertionError("it is let in")
+    text = {"role": "user", "content": [{"type": "text", "text": "a" * 8 * MIB}, image(1)["content"][0]]}
+    with pytest.raises(RequestError, match="most of it for prompt"), CostBudget(256 * MIB).spend(conversation_cost([text])):
+        raise AssertionError("it is let in")
+    embeds = {"type": "image_embeds", "image_embeds": {"embeds": {"dtype": "float32", "shape": [1], "data": "A" * 90 * MIB}}}
+    cost = conversation_cost([{"role": "user", "content": [embeds]}])
+    assert cost["images and other media"] > 256 * MIB
+    for odd in ({"type": ["x"]}, {"type": 5, "x": [["y" * MIB]]}, {"type": "image", "image": {"a": {"b": {"c": {"d": {"e": "z" * MIB}}}}}}):
+        assert conversation_cost([{"role": "user", "content": [odd, 5]}])["images and other media"] >= 4 * MIB
+    prompt = {"prompt": "a", "multi_modal_data": {"image": [b"a" * MIB] * 3, "video": b"a" * MIB}}
+    assert generation_cost([prompt], SamplingParams(max_tokens=16), 4096)["images and other media"] == 4 * 7 * MIB
+
+
 def conversation_cost(messages):
     return generation_cost([(messages, {})], SamplingParams(max_tokens=16), 4096)
 

@@ -31,6 +31,9 @@ Cost = Mapping[str, int]
 _CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
 _MESSAGE = 64
 """Characters that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
+_ITEM, _ENCODED = 4 * 2**20, 3
+"""Bytes that an item of media counts as, for its pixels and what the processor makes of them, and those of each character that it comes in:
+the text, the file in it, and a copy. How many pixels a file has is known when its header is read: a bound of its own."""
 _SHORT = 64
 _REQUESTS = 3
 """So many times the cost that one request may have is what all of them together may."""
@@ -46,6 +49,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     # The best of several are chosen by the log probabilities of their tokens.
     ranked = 0 if params.ranks and params.logprobs is None else params.logprobs
     return {
+        "images and other media": sum(map(_media, prompts)),
         "prompt": of_prompts * (_CHARACTER + _ENTRY * width),
         f"prompts x {name}": sequences * _SEQUENCE,
         f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
@@ -89,8 +93,46 @@ def _size(given: object) -> int:
     elif isinstance(given, Mapping) and isinstance(given.get("prompt"), str):
         given = given["prompt"]
     if isinstance(given, list) and given and isinstance(given[0], dict):
-        return len(repr(given)) + _MESSAGE * len(given)
+        return sum(map(_message_size, given))
     return len(given) if isinstance(given, str | list) else len(repr(given))
+
+
+def _message_size(message: object) -> int:
+    """As `_size`, without items of media, which may be files of megabytes."""
+    if not any(True for _ in _items(message)):
+        return len(repr(message)) + _MESSAGE
+    assert isinstance(message, Mapping)
+    texts = [part for part in message["content"] if not _is_item(part)]
+    return len(repr({**message, "content": texts})) + _MESSAGE * len(message["content"])
+
+
+def _media(given: object) -> int:
+    """Bytes of the items of media in a prompt, or in a conversation with its options."""
+    if isinstance(given, Mapping):
+        listed_items = [one if isinstance(one, list | tuple) else [one] for one in (given.get("multi_modal_data") or {}).values()]
+        return sum(_ITEM + _ENCODED * _length(item) for items in listed_items for item in items)
+    messages = given[0] if isinstance(given, tuple) and given and isinstance(given[0], list) else []
+    return sum(_ITEM + _ENCODED * _length(part) for message in messages for part in _items(message))
+
+
+def _items(message: object) -> Iterator[Mapping[str, object]]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return (part for part in (content if isinstance(content, list) else ()) if _is_item(part))
+
+
+def _is_item(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") not in (None, "text")
+
+
+def _length(item: object, depth: int = 4) -> int:
+    """Characters or bytes of an item, wherever in it they are."""
+    if isinstance(item, str | bytes):
+        return len(item)
+    if isinstance(item, Mapping) and depth:
+        return sum(_length(value, depth - 1) for value in item.values())
+    if (num_bytes := getattr(item, "nbytes", None)) is not None:
+        return int(num_bytes)
+    return len(repr(item)) if isinstance(item, list | Mapping) else 0
 
 
 class Shares:

@@ -96,8 +96,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="engine_dead")
         case ToolkitError() if (status := getattr(error, "http_status", None)) is not None:
             # A plugin's: what else is there has failed, and the request is not to blame.
-            headers = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
-            return ApiError(status, str(error), code=getattr(error, "code", None), headers=headers)
+            again = {"Retry-After": str(RETRY_AFTER)} if status == 503 else None
+            return ApiError(status, str(error), code=getattr(error, "code", None), headers=again)
         case _:
             logger.error("a request failed", exc_info=error)
             return ApiError(500, "The server failed on this request.", code="internal_error")

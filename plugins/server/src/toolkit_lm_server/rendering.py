@@ -147,7 +147,7 @@ class Render:
         return {
             "model": self._rendering.served_model_name,
             "token_ids": rendered.token_ids,
-            "features": rendered.features,
+            "features": rendered.features or None,
             "sampling_params": said,
             "max_model_len": self._rendering.config.max_model_len,
         }

@@ -1,0 +1,52 @@
+"""Objects of a caller in this process, on their way to a render server."""
+
+from __future__ import annotations
+
+import io
+from base64 import b64decode
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from toolkit_lm.errors import RequestError
+from toolkit_lm_renderer_remote.media import count_media, plain
+
+
+def decoded(url: str) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(b64decode(url.partition(",")[2]))))
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3), (5, 7, 4), (3, 5, 7), (5, 7, 1)])
+def test_pixels_arrive_as_they_are(shape):
+    pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    found = decoded(plain({"image": [pixels]})["image"][0])
+    expected = np.moveaxis(pixels, 0, -1) if shape[0] == 3 else pixels
+    assert (found == expected.reshape(found.shape)).all()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "CMYK"])
+def test_images_of_pillow_arrive_as_rgb(mode):
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)).convert(mode)
+    assert (decoded(plain(image)) == np.asarray(image.convert("RGB"))).all()
+
+
+def test_embeddings_are_arrays_in_json():
+    found = plain({"embeds": torch.ones(2, 3, dtype=torch.bfloat16), "grid": np.array([[1, 2, 3]], np.int16)})
+    assert (found["embeds"]["dtype"], found["embeds"]["shape"]) == ("float32", [2, 3])
+    assert np.frombuffer(b64decode(found["grid"]["data"]), np.int64).tolist() == [1, 2, 3]
+
+
+def test_the_rest_stays():
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "image": b"abc"}, 5, None, True]}
+    found = plain([message])
+    assert found[0]["content"][1]["image"] == "data:application/octet-stream;base64,YWJj"
+    assert found[0]["content"][2:] == [5, None, True]
+    assert count_media([message]) == 1
+    assert count_media([{"content": "a"}, {"content": None}, 5, {"content": [5, {"text": "a"}, {"type": "image_url"}]}]) == 1
+
+
+@pytest.mark.parametrize("given", [object(), {1, 2}, np.array(["a"]), np.zeros((0, 3), np.uint8), np.zeros((2, 2, 2), np.uint8)])
+def test_what_cannot_be_sent_is_refused(given):
+    with pytest.raises(RequestError):
+        plain({"image": given})
