@@ -109,12 +109,15 @@ class MediaState(ModelState):
         return positions
 
     def spans(self, inputs: StepInputs) -> np.ndarray | None:
-        """[T, 2] int32: of each token, the item that it belongs to, from its first token to its end; itself, where it belongs to none."""
+        """[T, 2] int32: of each token that an embedding of an item replaces, the run of such tokens that it is in; of others, itself."""
         found = list(self._touched(inputs)) if self._features else []
         if not found:
             return None
         spans = np.stack((inputs.token_index, inputs.token_index + 1), axis=1).astype(np.int32)
         for index, start, end, feature in found:
-            place, first = feature.mm_position, int(inputs.query_start[index])
-            spans[first + max(start, place.offset) - start : first + min(end, place.end) - start] = place.offset, place.end
+            place, first = feature.mm_position, int(inputs.query_start[index]) - start
+            replaced = np.ones(place.length, bool) if place.mask is None else np.array(place.mask, bool)
+            edges = np.flatnonzero(np.diff(replaced, prepend=False, append=False)) + place.offset
+            for begin, stop in edges.reshape(-1, 2).tolist():
+                spans[first + max(start, begin) : first + max(start, min(end, stop))] = begin, stop
         return spans
