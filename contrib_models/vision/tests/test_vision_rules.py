@@ -62,6 +62,11 @@ def test_tokens_of_gemma3():
     found = rules.replacement("image", {"pixel_values": pixels(rules)})
     assert found == ([255_999, *[262_144] * 256, 256_000], [False, *[True] * 256, False], {})
     assert found == rules.replacement("image", {"embeds": np.ones((256, 2560), np.float32)})
+    assert found == rules.replacement("image", {"pixel_values": pixels(rules), "num_crops": np.array([0])})
+    with pytest.raises(RequestError, match=r"num_crops must be \[0\]"):
+        rules.replacement("image", {"pixel_values": pixels(rules), "num_crops": np.array([2])})
+    with pytest.raises(RequestError, match="nothing else"):
+        rules.replacement("image", {"embeds": np.ones((256, 2560), np.float32), "num_crops": np.array([0])})
     assert rules.bidirectional and rules.placeholder_id("image") == 255_999 and rules.surround == {"image": ("\n\n", "\n\n")}
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isqrt
+from typing import TYPE_CHECKING
 
-from toolkit_lm.errors import CheckpointError
+from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.renderer import Replacement
 
 from toolkit_lm_vision.pictures import PictureRules
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def tokens_per_side(num_tokens: int, side: int) -> int:
@@ -27,6 +32,13 @@ class Gemma3Rules(PictureRules):
 
     def placeholder_id(self, modality: str) -> int:
         return self.token_id("boi", 255_999)
+
+    def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
+        if "pixel_values" in data and "num_crops" in data:
+            crops, data = data["num_crops"], {name: array for name, array in data.items() if name != "num_crops"}
+            if crops.shape != (1,) or crops[0] != 0:
+                raise RequestError("crops of an image are not read: num_crops must be [0], as without do_pan_and_scan.")
+        return super().replacement(modality, data)
 
     def tokens_of_picture(self) -> Replacement:
         count = self.hf_config.get("mm_tokens_per_image", int, 256)
