@@ -37,6 +37,10 @@ class Scripted(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body)
         text = body["prompt"] if "prompt" in body else body["messages"][-1]["content"]
+        text = text if isinstance(text, str) else text[-1]["text"]
+        if text == "long" and len(body["messages"]) > 1:
+            self._error(400, "That is too long.", "context_length_exceeded")
+            return
         if text == "refuse":
             self._error(400, "That is too long.")
             return
@@ -57,8 +61,8 @@ class Scripted(BaseHTTPRequestHandler):
     def _event(self, event):
         self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
-    def _error(self, status, message):
-        self._json(status, {"error": {"message": message}})
+    def _error(self, status, message, code=None):
+        self._json(status, {"error": {"message": message, "code": code}})
 
     def _json(self, status, body):
         data = json.dumps(body).encode()
@@ -87,6 +91,45 @@ def test_chat_sends_what_was_given_and_prints_the_stream(toolkit, url):
     assert done == (0, "goodday\n", "")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "good day"}]
     assert Scripted.asked == [{"model": "scripted", "stream": True, "messages": messages, "temperature": 0.5, "seed": 3}]
+
+
+def test_images_go_with_the_first_message(toolkit, url, monkeypatch, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"abc")
+    (tmp_path / "b").write_bytes(b"de")
+    parts = [
+        {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+        for kind, data in (("image/png", "YWJj"), ("application/octet-stream", "ZGU="))
+    ]
+    images = ["--image", str(tmp_path / "a.png"), "--image", str(tmp_path / "b")]
+    monkeypatch.setattr("sys.stdin", iter_lines("one two\n", "three\n"))
+    assert toolkit("chat", "--url", url, *images, "--system", "Brief.").out == "onetwo\nthree\n"
+    system, first, *rest = [message["content"] for message in Scripted.asked[-1]["messages"]]
+    assert (system, first) == ("Brief.", [*parts, {"type": "text", "text": "one two"}])
+    assert rest == ["onetwo", "three"]
+    assert toolkit("chat", "--url", url, *images, "--message", "four").out == "four\n"
+    assert Scripted.asked[-1]["messages"][0]["content"][-1] == {"type": "text", "text": "four"}
+
+
+def test_when_a_conversation_starts_anew_its_images_do_too(toolkit, url, monkeypatch, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"abc")
+    monkeypatch.setattr("sys.stdin", iter_lines("one\n", "long\n"))
+    done = toolkit("chat", "--url", url, "--image", str(tmp_path / "a.png"))
+    assert done.out == "one\nlong\n"
+    assert "is forgotten" in done.err
+    [message] = Scripted.asked[-1]["messages"]
+    assert [part["type"] for part in message["content"]] == ["image_url", "text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("none.png", "No such file"), ("", "Is a directory"), ("empty.png", "is empty"), ("big.png", "has more than")]
+)
+def test_a_file_that_cannot_be_sent_is_told_at_once(toolkit, url, tmp_path, name, why):
+    (tmp_path / "empty.png").touch()
+    with (tmp_path / "big.png").open("wb") as file:
+        file.truncate(2**35)
+    done = toolkit("chat", "--url", url, "--image", str(tmp_path / name), "--message", "a")
+    assert (done.code, Scripted.asked) == (2, [])
+    assert why in done.err
 
 
 def test_complete_names_the_model_that_was_given(toolkit, url):

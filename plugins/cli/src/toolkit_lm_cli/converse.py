@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
@@ -12,6 +13,7 @@ from toolkit_lm.config import VllmConfig, option
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.plugin import Plugins
 
+from toolkit_lm_cli.attachments import image_parts, question
 from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
 
@@ -42,19 +44,25 @@ def chat(
     flags: SamplingFlags,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     message: Annotated[str | None, typer.Option(help="One message to answer. Default: a conversation.")] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="Image that the first message is about, of a model that sees. May be given several times.", metavar="FILE"),
+    ] = None,
 ) -> None:
     """Talk with a model, in this process or on a server (--url).
 
     Without --message it is a conversation. Standard input that is not a terminal is read as one message per line.
     """
     _refuse_many(flags)
+    # A file that cannot be read is told before the model is loaded.
+    images = image_parts(image or ())
     talker = _talker(ctx, config, client, plugins)
     try:
         messages = [{"role": "system", "content": system}] if system else []
         if message is not None:
-            _answer(talker, [*messages, {"role": "user", "content": message}], flags)
+            _answer(talker, [*messages, question(message, images)], flags)
         else:
-            _converse(talker, messages, flags)
+            _converse(talker, messages, images, flags)
     finally:
         talker.close()
 
@@ -93,21 +101,24 @@ def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugi
     return LocalTalker(config, plugins)
 
 
-def _converse(talker: Talker, start: list[dict[str, Any]], flags: SamplingFlags) -> None:
-    """Each line with what was said before it; when that no longer fits, from the start. At a terminal, ^C stops an answer."""
+def _converse(talker: Talker, start: list[dict[str, Any]], images: list[dict[str, Any]], flags: SamplingFlags) -> None:
+    """Each line with what was said before it; when that no longer fits, from the start. At a terminal, ^C stops an answer.
+
+    `images`: of the first message, wherever the conversation starts.
+    """
     interactive = sys.stdin.isatty()
     messages = start
     for line in _lines():
-        question = {"role": "user", "content": line}
+        asked = question(line, images if messages is start else ())
         try:
             try:
-                answer = _answer(talker, [*messages, question], flags)
+                answer = _answer(talker, [*messages, asked], flags)
             except ContextLengthError as error:
                 if messages is start:
                     raise
                 print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
-                messages = start
-                answer = _answer(talker, [*messages, question], flags)
+                messages, asked = start, question(line, images)
+                answer = _answer(talker, [*messages, asked], flags)
         except RequestError as error:
             if not interactive:
                 raise
@@ -117,7 +128,7 @@ def _converse(talker: Talker, start: list[dict[str, Any]], flags: SamplingFlags)
                 raise
             print()
         else:
-            messages = [*messages, question, {"role": "assistant", "content": answer}]
+            messages = [*messages, asked, {"role": "assistant", "content": answer}]
 
 
 def _lines() -> Iterator[str]:
