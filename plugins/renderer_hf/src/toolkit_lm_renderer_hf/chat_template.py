@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
@@ -22,6 +22,7 @@ from toolkit_lm_renderer_hf.tokenizer import read_json
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "dict"})
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "probe-of-content"
+_PROBE_PART = {"type": "text", "text": _PROBE}
 
 
 class ChatTemplate:
@@ -35,6 +36,15 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
         self._takes_parts = {name: self._probe(name) for name in sources}
+        self._takes_media: dict[str, bool] = {}
+        self._media_texts: Mapping[str, str] = {}
+
+    def take_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
+        """For conversations with items of media: by modality its placeholder, and what stands for it where a template writes none."""
+        self._media_texts = texts
+        for name in self._templates:
+            parts = [{"type": modality} for modality in tokens]
+            self._takes_media[name] = any(self._writes(name, [part, _PROBE_PART], tokens[part["type"]]) for part in parts)
 
     def render(
         self,
@@ -45,8 +55,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        hide: Callable[[str], str] = str,
     ) -> str:
-        """The conversation as one text of at most `max_length` characters. Raises RequestError."""
+        """The conversation as one text of at most `max_length` characters. `hide` is applied to all texts in it. Raises RequestError."""
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise RequestError(
@@ -56,17 +67,18 @@ class ChatTemplate:
             add_generation_prompt = not continue_final_message
         elif add_generation_prompt and continue_final_message:
             raise RequestError("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
-        extra = _plain(chat_template_kwargs or {}, "chat_template_kwargs")
+        extra = _plain(chat_template_kwargs or {}, "chat_template_kwargs", hide)
         for key in extra:
             if key in _RESERVED:
                 raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
-        chat = [_message(message, self._takes_parts[name]) for message in messages]
+        form = _Form(self._takes_parts[name], self._takes_media.get(name, False), self._media_texts, hide)
+        chat = [form.message(message) for message in messages]
         if not chat:
             raise RequestError("the conversation is empty: give at least one message.", "messages")
         final = _tag_final(chat) if continue_final_message else None
         names = {
             "messages": chat,
-            "tools": _plain(tools, "tools"),
+            "tools": _plain(tools, "tools", hide),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **extra,
@@ -100,19 +112,16 @@ class ChatTemplate:
     def _probe(self, name: str) -> bool:
         """True where the template writes a text only when `content` is a list of parts."""
 
-        def writes(content: Any) -> bool:
-            try:
-                names = {
-                    "messages": [{"role": "user", "content": content}],
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": True,
-                }
-                return _PROBE in self._run(name, names, 10**6)
-            except RequestError:
-                return False
+        return not self._writes(name, _PROBE) and self._writes(name, [_PROBE_PART])
 
-        return not writes(_PROBE) and writes([{"type": "text", "text": _PROBE}])
+    def _writes(self, name: str, content: Any, token: str = "") -> bool:
+        """Whether the template writes the text of a user's content, and a token."""
+        names = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            text = self._run(name, names, 10**6)
+        except RequestError:
+            return False
+        return _PROBE in text and token in text
 
 
 def find_chat_template(
@@ -169,43 +178,60 @@ def _read_option(option: str) -> str:
         raise ConfigError(f"chat_template {option!r} is neither a Jinja template nor a file that can be read: {error}") from error
 
 
-def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
-    """`message` as plain data, its content in the form that the template takes. Keys without a value are left out, as in transformers."""
-    if not isinstance(message, Mapping):
-        raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
-    plain = {key: value for key, value in _plain(message, "messages").items() if value is not None}
-    if not isinstance(plain.get("role"), str):
-        raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")
-    content = plain.get("content")
-    if isinstance(content, list):
-        texts = [_text_of(part) for part in content]
-        plain["content"] = [{"type": "text", "text": text} for text in texts] if takes_parts else "\n".join(texts)
-    elif isinstance(content, str):
-        plain["content"] = [{"type": "text", "text": content}] if takes_parts else content
-    elif content is not None:
-        raise RequestError(f"a message's content must be a text or a list of parts, not a {type(content).__name__}.", "messages")
-    return plain
+class _Form(NamedTuple):
+    """The form of messages that a template takes."""
+
+    takes_parts: bool
+    """Contents are lists of parts."""
+    takes_media: bool
+    """Contents are texts, or lists of parts where they are given as such; and it writes the placeholders of media."""
+    media_texts: Mapping[str, str]
+    """What stands for an item in a text. None of any modality: there are no items."""
+    hide: Callable[[str], str]
+
+    def message(self, message: Any) -> dict[str, Any]:
+        """`message` as plain data. Keys without a value are left out, as in transformers."""
+        if not isinstance(message, Mapping):
+            raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
+        plain = {key: value for key, value in _plain(message, "messages", self.hide).items() if value is not None}
+        if not isinstance(plain.get("role"), str):
+            raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")
+        content = plain.get("content")
+        if isinstance(content, list):
+            parts = [self._part(part) for part in content]
+            plain["content"] = parts if self.takes_parts or self.takes_media else "\n".join(map(self._text, parts))
+        elif isinstance(content, str):
+            plain["content"] = [{"type": "text", "text": content}] if self.takes_parts else content
+        elif content is not None:
+            raise RequestError(f"a message's content must be a text or a list of parts, not a {type(content).__name__}.", "messages")
+        return plain
+
+    def _part(self, part: Any) -> dict[str, str]:
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if isinstance(part, dict) and isinstance(kind, str) and kind in self.media_texts:
+            # One that writes parts, and nothing for media, has the placeholder from here.
+            return {"type": kind} if self.takes_media or not self.takes_parts else {"type": "text", "text": self.media_texts[kind]}
+        if kind != "text":
+            known = f"text and {', '.join(self.media_texts)}" if self.media_texts else "text only"
+            raise RequestError(f"this model takes {known}, not content of type {kind!r:.100}.", "messages")
+        if not isinstance(part.get("text"), str):
+            raise RequestError("a content part of type 'text' must have a 'text'.", "messages")
+        return {"type": "text", "text": str(part["text"])}
+
+    def _text(self, part: Mapping[str, str]) -> str:
+        return part["text"] if part["type"] == "text" else self.media_texts[part["type"]]
 
 
-def _text_of(part: Any) -> str:
-    kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-    if kind != "text":
-        raise RequestError(f"this model takes text only, not content of type {kind!r}.", "messages")
-    if not isinstance(part.get("text"), str):
-        raise RequestError("a content part of type 'text' must have a 'text'.", "messages")
-    return str(part["text"])
-
-
-def _plain(value: Any, param: str) -> Any:
+def _plain(value: Any, param: str, hide: Callable[[str], str]) -> Any:
     """A copy of `value` made of JSON types only: a template must not reach methods of the caller's objects."""
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (int, float, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)
+        return hide(str.__str__(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, param) for key, item in value.items()}
+        return {hide(str(key)): _plain(item, param, hide) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, param) for item in value]
+        return [_plain(item, param, hide) for item in value]
     raise RequestError(f"{param} must hold JSON values only, not a {type(value).__name__}.", param)
 
 
@@ -216,7 +242,9 @@ def _tag_final(chat: list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG
         return content
-    final: str = content[-1]["text"]
+    final: str | None = content[-1].get("text")
+    if not final:
+        raise RequestError("continue_final_message needs a final message that ends with a text to continue.", "continue_final_message")
     content[-1]["text"] = final + _CONTINUE_TAG
     return final
 

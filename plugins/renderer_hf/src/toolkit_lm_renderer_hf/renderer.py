@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from tokenizers import Encoding
+from tokenizers import Encoding, Tokenizer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, nearest
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
-from toolkit_lm.renderer import DecodeStream, Rendered, RenderedText, Renderer
+from toolkit_lm.renderer import DecodeStream, MultiModalRules, Rendered, RenderedText, Renderer
 
 from toolkit_lm_renderer_hf.chat_template import find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
@@ -19,6 +19,10 @@ from toolkit_lm_renderer_hf.end_tokens import end_tokens, text_config
 from toolkit_lm_renderer_hf.joining import Joiner
 from toolkit_lm_renderer_hf.panic import is_panic, panics_as
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from toolkit_lm_renderer_hf.media_items import Item
+    from toolkit_lm_renderer_hf.multimodal import MultiModal
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +46,8 @@ class HfRenderer(Renderer):
         folder = Path(config.renderer.tokenizer or config.checkpoint.path)
         if not folder.is_dir():
             raise CheckpointError(f"tokenizer folder {str(folder)!r} does not exist.")
+        self._folder = Path(config.checkpoint.path)
+        self._multimodal: MultiModal | None = None
         self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(folder, config.model.trust_remote_code)
         self._detokenizer = Detokenizer(self._tokenizer)
         self._joiner = Joiner(self._tokenizer)
@@ -52,14 +58,35 @@ class HfRenderer(Renderer):
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
         self._eos_token_ids = end_tokens(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
 
+    def take_rules(self, rules: MultiModalRules) -> None:
+        super().take_rules(rules)
+        try:
+            from toolkit_lm_renderer_hf.multimodal import MultiModal
+        except ModuleNotFoundError as error:
+            raise CheckpointError(f"a multimodal model needs {error.name}: pip install 'toolkit-lm-renderer-hf[multimodal]'.") from error
+        self._multimodal = MultiModal(self.config, rules, self._tokenizer, self._folder)
+        if self._chat_template is not None:
+            self._chat_template.take_media(self._multimodal.tokens, self._multimodal.texts)
+
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
+        options = kwargs.pop("mm_processor_kwargs", None)
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
-                raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
+                known = (*_CHAT_OPTIONS, "mm_processor_kwargs")
+                raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, known)}", name)
         if self._chat_template is None:
             raise RequestError("the checkpoint has no chat template. Give one by --chat-template, or use plain completions.", "messages")
-        text = self._chat_template.render(messages, max_length=self._max_chars, **kwargs)
-        return Rendered(self._encode(text, "messages", add_special_tokens=False))
+        if self._multimodal is None:
+            if options:
+                raise RequestError("this model takes no images or other media.", "mm_processor_kwargs")
+            text = self._chat_template.render(messages, max_length=self._max_chars, **kwargs)
+            return Rendered(self._encode(text, "messages", add_special_tokens=False))
+        messages, items = self._multimodal.take(messages)
+        typed = self._multimodal.typed()
+        text = self._chat_template.render(messages, max_length=self._max_chars, hide=typed.hide, **kwargs)
+        text, tokenizer = self._multimodal.whole_text(text, typed)
+        token_ids = self._encode(text, "messages", add_special_tokens=False, tokenizer=tokenizer)
+        return self._multimodal.render(token_ids, items, options, self.feature_cache)
 
     @property
     def has_chat_template(self) -> bool:
@@ -68,11 +95,25 @@ class HfRenderer(Renderer):
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         if isinstance(prompt, str):
             return Rendered(self._encode(prompt, "prompt", add_special_tokens=add_special_tokens))
-        parsed = parse_prompt(prompt)
+        parsed = parse_prompt(prompt, media=self._multimodal is not None)
+        if self._multimodal is not None and (items := self._multimodal.of_prompt(parsed)):
+            return self._with_items(self._multimodal, parsed, items, add_special_tokens)
         token_ids = parsed.get("prompt_token_ids")
         if token_ids is not None:
             return Rendered(_not_empty(cast(list[int], token_ids), "prompt_token_ids"))
         return Rendered(self._encode(parsed["prompt"], "prompt", add_special_tokens=add_special_tokens))
+
+    def _with_items(self, multimodal: MultiModal, prompt: Any, items: list[Item], add_special_tokens: bool) -> Rendered:
+        options, given = prompt.get("mm_processor_kwargs"), prompt.get("prompt_token_ids")
+        if given is None:
+            text, _ = multimodal.whole_text(prompt["prompt"])
+            given = self._encode(text, "prompt", add_special_tokens=add_special_tokens)
+            return multimodal.render(given, items, options, self.feature_cache)
+
+        def encode(text: str) -> list[int]:
+            return self._encode(text, "prompt", add_special_tokens=False)
+
+        return multimodal.render(given, items, options, self.feature_cache, encode)
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         pairs = [(text, None) if isinstance(text, str) else text for text in texts]
@@ -121,11 +162,11 @@ class HfRenderer(Renderer):
     def eos_token_ids(self) -> list[int]:
         return list(self._eos_token_ids)
 
-    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool, tokenizer: Tokenizer | None = None) -> list[int]:
         self._check_text(text, param)
         try:
             # encode() would hold the interpreter meanwhile.
-            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            [encoding] = (tokenizer or self._tokenizer).encode_batch([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
             if is_panic(error):
                 raise _unable(param)(str(error)) from error

@@ -1,0 +1,135 @@
+"""Items of media in conversations and prompts, as callers give them: found, counted, and not yet read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.prompts import Conversation
+
+_MOST_ITEMS = 16
+"""Of a modality in a prompt, where the operator does not say."""
+_MOST_UUID = 256
+_SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "image": ("image", ("image", "url")),
+    "image_url": ("image", ("image_url",)),
+    "image_embeds": ("image", ("image_embeds",)),
+    "video": ("video", ("video", "url")),
+    "video_url": ("video", ("video_url",)),
+    "video_embeds": ("video", ("video_embeds",)),
+    "audio": ("audio", ("audio", "url")),
+    "audio_url": ("audio", ("audio_url",)),
+    "audio_embeds": ("audio", ("audio_embeds",)),
+    "input_audio": ("audio", ("input_audio",)),
+}
+"""By type of a content part, the modality, and the keys of which one holds the item."""
+
+
+class Item(NamedTuple):
+    """One item of media, unread."""
+
+    modality: str
+    source: Any
+    """Bytes of a file, a URL, pixels; or embeddings, where `is_embeds`."""
+    what: str
+    """What errors call it, such as "image 2"."""
+    param: str
+    is_embeds: bool = False
+    uuid: str = ""
+    """The caller's own name of it."""
+
+
+class ItemLimits:
+    """How many items of each modality a prompt may have."""
+
+    def __init__(self, given: Sequence[str], modalities: Sequence[str]) -> None:
+        """`given`: entries such as "image=8". Raises ConfigError."""
+        self._most = {}
+        for entry in given:
+            modality, _, count = entry.partition("=")
+            if modality not in modalities or not (count.isascii() and count.isdecimal()):
+                raise ConfigError(f"limit_mm_per_prompt: {entry!r} is not like image=8. The model takes: {', '.join(modalities)}.")
+            self._most[modality] = int(count)
+
+    def check(self, items: Sequence[Item], modalities: Sequence[str]) -> None:
+        """Raises RequestError for a modality that the model does not take, or too many items."""
+        for modality, count in Counter(item.modality for item in items).items():
+            first = next(item for item in items if item.modality == modality)
+            if modality not in modalities:
+                raise RequestError(f"{first.what}: this model takes no {modality}, only {' and '.join(modalities)}.", first.param)
+            most = self._most.get(modality, _MOST_ITEMS)
+            if count > most:
+                allowed = f"a prompt may have {most} of modality {modality!r} (limit_mm_per_prompt)"
+                raise RequestError(f"{modality} {most + 1}: there are {count}; {allowed}.", first.param)
+
+
+def take_items(messages: Conversation) -> tuple[list[Any], list[Item]]:
+    """The messages with bare parts, such as {"type": "image"}, where items stand; and the items in order. Raises RequestError."""
+    items: list[Item] = []
+    return [_bare_message(message, items) for message in messages], items
+
+
+def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
+    """Those beside a text or token ids: `multi_modal_data`, with `multi_modal_uuids`. Raises RequestError."""
+    data, uuids = prompt.get("multi_modal_data") or {}, prompt.get("multi_modal_uuids") or {}
+    for name, given in (("multi_modal_data", data), ("multi_modal_uuids", uuids)):
+        if not isinstance(given, Mapping) or not all(isinstance(modality, str) for modality in given):
+            raise RequestError(f"{name} must be a mapping such as {{'image': [...]}}, not a {type(given).__name__}.", name)
+    items: list[Item] = []
+    for modality, given in data.items():
+        sources = list(given) if isinstance(given, list | tuple) else [given]
+        names = uuids.get(modality)
+        named = list(names) if isinstance(names, list | tuple) else [names] * (1 if names is not None else len(sources))
+        if len(named) != len(sources):
+            raise RequestError(f"multi_modal_uuids has {len(named)} of {modality!r} for {len(sources)} items.", "multi_modal_uuids")
+        for number, (source, uuid) in enumerate(zip(sources, named, strict=True), 1):
+            what, param = f"{modality} {number}", "multi_modal_data"
+            items.append(Item(modality, source, what, param, _is_embeds(source), _uuid(uuid, what, "multi_modal_uuids")))
+    if set(uuids) - set(data):
+        raise RequestError("multi_modal_uuids names items that are not there.", "multi_modal_uuids")
+    return items
+
+
+def _bare_message(message: Any, items: list[Item]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list | tuple) or not any(_type_of(part) in _SOURCES for part in content):
+        return message
+    return {**message, "content": [_bare_part(part, items) for part in content]}
+
+
+def _type_of(part: Any) -> str | None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _bare_part(part: Any, items: list[Item]) -> Any:
+    kind = _type_of(part)
+    if kind not in _SOURCES:
+        return part
+    modality, keys = _SOURCES[kind]
+    what = f"{modality} {1 + sum(item.modality == modality for item in items)}"
+    source = next((part[key] for key in keys if part.get(key) is not None), None)
+    if kind.endswith("_url") and isinstance(source, Mapping):
+        source = source.get("url")
+    if source is None:
+        raise RequestError(f"{what}: a content part of type {kind!r} must have {keys[0]!r}.", "messages")
+    embeds = kind.endswith("_embeds") or _is_embeds(source)
+    items.append(Item(modality, source, what, "messages", embeds, _uuid(part.get("uuid"), what, "messages")))
+    return {"type": modality}
+
+
+def _is_embeds(source: Any) -> bool:
+    """Whether it is an encoder's output: a mapping of arrays, or a matrix of floats."""
+    if isinstance(source, Mapping):
+        return True
+    return len(getattr(source, "shape", ())) == 2 and "float" in str(getattr(source, "dtype", ""))
+
+
+def _uuid(given: Any, what: str, param: str) -> str:
+    if given is None:
+        return ""
+    if not isinstance(given, str) or not 0 < len(given) <= _MOST_UUID:
+        raise RequestError(f"{what}: its uuid must be a text of 1 to {_MOST_UUID} characters.", param)
+    return given

@@ -1,0 +1,113 @@
+"""The tokens that stand for items of media: found where a template or a prompt has put them, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+
+from tokenizers import Tokenizer
+from toolkit_lm.errors import CheckpointError, RequestError
+from toolkit_lm.renderer import MultiModalRules
+
+from toolkit_lm_renderer_hf.media_items import Item
+
+
+class TypedPlaceholders:
+    """Stand-ins for the texts of placeholders that a user has typed. One for each conversation: nobody can type its stand-ins."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        # Digits pass through whatever a template does to a text.
+        self.stand_ins = {token: f"{secrets.randbelow(10**30):030}" for token in tokens}
+        self.used = False
+
+    def hide(self, text: str) -> str:
+        """`text` without texts of placeholders."""
+        for token, stand_in in self.stand_ins.items():
+            if token in text:
+                text, self.used = text.replace(token, stand_in), True
+        return text
+
+
+class Placeholders:
+    """A model's placeholder tokens, by modality. Raises CheckpointError where the tokenizer has none of an id."""
+
+    def __init__(self, tokenizer: Tokenizer, rules: MultiModalRules) -> None:
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self.ids = {modality: rules.placeholder_id(modality) for modality in rules.modalities}
+        self.tokens = {modality: self._token(modality) for modality in self.ids}
+        """Their texts."""
+        self._surround = rules.surround
+
+    def typed(self) -> TypedPlaceholders:
+        return TypedPlaceholders(self.tokens.values())
+
+    def surrounded(self, text: str) -> str:
+        """`text` with what the model has around each placeholder."""
+        for modality, (before, after) in self._surround.items():
+            token = self.tokens[modality]
+            text = text.replace(token, f"{before}{token}{after}")
+        return text
+
+    def as_typed(self, text: str, typed: TypedPlaceholders) -> tuple[str, Tokenizer]:
+        """The text with what the user has typed, and a tokenizer that reads that as any other text."""
+        tokenizer, renamed = self._plain
+        for token, name in renamed.items():
+            text = text.replace(token, name)
+        for token, stand_in in typed.stand_ins.items():
+            text = text.replace(stand_in, token)
+        return text, tokenizer
+
+    def places(self, token_ids: Sequence[int], items: Sequence[Item]) -> list[tuple[int, Item]]:
+        """Where each item stands, in the order of the places. Raises RequestError where there are more or fewer than items."""
+        modalities = {token: modality for modality, token in self.ids.items()}
+        found = [(place, modalities[token]) for place, token in enumerate(token_ids) if token in modalities]
+        counts, wanted = Counter(modality for _, modality in found), Counter(item.modality for item in items)
+        for modality in {**wanted, **counts}:
+            if counts[modality] != wanted[modality]:
+                raise RequestError(
+                    f"the prompt has {counts[modality]} placeholders {self.tokens[modality]!r} for {wanted[modality]} items of modality "
+                    f"{modality!r}; it must have one for each.",
+                    items[0].param,
+                )
+        queues = {modality: deque(item for item in items if item.modality == modality) for modality in wanted}
+        return [(place, queues[modality].popleft()) for place, modality in found]
+
+    def around(self, modality: str, encode: Callable[[str], list[int]]) -> tuple[list[int], list[int]]:
+        """What the model has around a placeholder, in tokens."""
+        before, after = (encode(text) if text else [] for text in self._surround.get(modality, ("", "")))
+        return before, after
+
+    def _token(self, modality: str) -> str:
+        token_id = self.ids[modality]
+        token = self._tokenizer.id_to_token(token_id) if token_id >= 0 else None
+        if token is None or self._tokenizer.encode(token, add_special_tokens=False).ids != [token_id]:
+            raise CheckpointError(f"the tokenizer has no token {token_id}, which stands for {modality} in a prompt.")
+        return token
+
+    @property
+    def _plain(self) -> tuple[Tokenizer, Mapping[str, str]]:
+        with self._lock:
+            return self._renamed
+
+    @cached_property
+    def _renamed(self) -> tuple[Tokenizer, Mapping[str, str]]:
+        """A copy of the tokenizer, whose placeholders have names that nobody can type."""
+        names = {token: f"{secrets.randbelow(10**30):030}" for token in self.tokens.values()}
+        state = json.loads(self._tokenizer.to_str())
+        for added in state["added_tokens"]:
+            added["content"] = names.get(added["content"], added["content"])
+        vocab = state["model"]["vocab"]
+        if isinstance(vocab, dict):
+            state["model"]["vocab"] = {names.get(token, token): number for token, number in vocab.items()}
+        else:
+            state["model"]["vocab"] = [[names.get(token, token), *rest] for token, *rest in vocab]
+        plain = Tokenizer.from_str(json.dumps(state))
+        for token, name in names.items():
+            if plain.encode(name, add_special_tokens=False).ids != [self._tokenizer.token_to_id(token)]:
+                raise CheckpointError(f"the tokenizer cannot tell its token {token!r} from that text.")
+        return plain, names
