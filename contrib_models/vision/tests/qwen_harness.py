@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.model import MultiModalModel
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import MultiModalRules
 from toolkit_lm_devkit import randomize
 from torch import Tensor
@@ -21,11 +23,11 @@ TEXT = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "vocab_size": VOCAB,
     "max_position_embeddings": 512,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [4, 7, 5]},
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
@@ -62,6 +64,13 @@ def random_qwen(family: str) -> Any:
     with torch.no_grad():
         model.model.visual.patch_embed.proj.weight.mul_(0.3)
     return model.eval()
+
+
+def rules_of(theirs: Any) -> MultiModalRules:
+    """Our rules of a model of transformers."""
+    config = VllmConfig.default(theirs.config.to_dict() | {"architectures": [type(theirs).__name__]})
+    rules: MultiModalRules = Plugins.load().models.load_multimodal(type(theirs).__name__)(config)
+    return rules
 
 
 class Item(NamedTuple):

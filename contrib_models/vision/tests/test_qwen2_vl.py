@@ -24,10 +24,10 @@ from qwen_harness import (
     qwen2_5_vl,
     qwen2_vl,
     random_qwen,
+    rules_of,
     video,
 )
 from safetensors.torch import load_file, save_file
-from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.model import LinearBase, construction
 from toolkit_lm.plugin import Plugins
@@ -125,11 +125,6 @@ def test_positions_of_frames_by_the_clock(seconds):
     expected, _ = theirs.model.get_rope_index(torch.tensor([prompt.token_ids]), **given)
     found = rules.shape.positions(Grid(6, 6, 4), rules.shape.interval(seconds))
     assert (found + 3).tolist() == expected[:, 0, 3 : 3 + found.shape[1]].tolist()
-
-
-def rules_of(theirs):
-    config = VllmConfig.default(theirs.config.to_dict() | {"architectures": [type(theirs).__name__]})
-    return Plugins.load().models.load_multimodal(type(theirs).__name__)(config)
 
 
 def test_logits_of_prompts(family):
