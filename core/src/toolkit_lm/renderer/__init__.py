@@ -2,6 +2,7 @@
 
 from toolkit_lm.renderer.contract import DecodeStream, Rendered, RenderedText, Renderer
 from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules
-from toolkit_lm.renderer.multimodal import MultiModalRules, Replacement, make_renderer
+from toolkit_lm.renderer.making import make_renderer
+from toolkit_lm.renderer.multimodal import MultiModalRules, Replacement
 
 __all__ = ["DecodeStream", "EncoderDecoderRules", "MultiModalRules", "Rendered", "RenderedText", "Renderer", "Replacement", "make_renderer"]

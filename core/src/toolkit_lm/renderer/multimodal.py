@@ -12,9 +12,6 @@ from toolkit_lm.messages import MultiModalFeatureSpec
 if TYPE_CHECKING:
     import numpy as np
 
-    from toolkit_lm.plugin import Plugins
-    from toolkit_lm.renderer.contract import Renderer
-
 _LONGEST_IDENTIFIER = 256
 
 
@@ -73,14 +70,3 @@ class MultiModalRules:
             raise RequestError("it has no data, and the engine does not hold it.")
         if held != (list(token_ids[at.offset : at.end]), at.mask, feature.layout) or not at.num_embeds:
             raise RequestError("its place in the prompt is not what the model makes of it.")
-
-
-def make_renderer(config: VllmConfig, plugins: Plugins) -> Renderer:
-    """The renderer of a resolved config, with the rules of a multimodal model. Raises ToolkitError."""
-    made: Renderer = plugins.renderers.make(config.renderer.renderer, config)
-    architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
-    rules = plugins.models.load_multimodal(architecture) if architecture in plugins.models else None
-    if rules is not None:
-        with plugins.boundary:
-            made.take_rules(rules(config))
-    return made

@@ -1,0 +1,18 @@
+"""make_renderer: what every front begins with."""
+
+from __future__ import annotations
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.renderer.contract import Renderer
+
+
+def make_renderer(config: VllmConfig, plugins: Plugins) -> Renderer:
+    """The renderer of a resolved config, with the rules of a multimodal model. Raises ToolkitError."""
+    made: Renderer = plugins.renderers.make(config.renderer.renderer, config)
+    architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
+    rules = plugins.models.load_multimodal(architecture) if architecture in plugins.models else None
+    if rules is not None:
+        with plugins.boundary:
+            made.take_rules(rules(config))
+    return made
