@@ -30,20 +30,21 @@ class EncoderCache:
         self._encoded = 0
         """Embeddings that the planned step makes."""
         self._dropped: list[str] = []
+        self.in_use = False
+        """`end_step` has something to tell."""
 
-    def begin_step(self) -> None:
-        """Another step is planned."""
-        if self._in_step:
-            self._in_step.clear()
-            self._encoded = 0
-
-    def take_dropped(self) -> list[str]:
-        """What the runner is to forget before it encodes anything."""
+    def end_step(self) -> list[str]:
+        """A step is planned: what the runner is to forget before it encodes anything."""
+        self.in_use = False
+        self._in_step.clear()
+        self._encoded = 0
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def fit(self, request: Request, ranges: Collection[TokenRange]) -> list[TokenRange]:
         """What of these the next step can compute: up to the first item that has no room in the cache, or in the step."""
+        if not ranges or ranges[0].start >= request.media_end:
+            return list(ranges)
         read: dict[str, int] = {}
         fitting = []
         for one in ranges:
@@ -72,6 +73,9 @@ class EncoderCache:
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> None:
         """Adds to a plan what these ranges, which `fit`, need encoded."""
+        if not ranges or ranges[0].start >= request.media_end:
+            return
+        self.in_use = True
         held = self._held.setdefault(request.request_id, {})
         # None of them makes room for another.
         self._in_step.update(feature.mm_identifier for one in ranges for feature in touched(request.features, one))
@@ -103,6 +107,7 @@ class EncoderCache:
 
     def reset(self, plans: Iterable[StepPlan]) -> None:
         """Nothing that the runner holds can be relied on, and what these plans drop it may still hold."""
+        self.in_use = True
         self._dropped += [name for plan in plans for name in plan.dropped_items]
         self._dropped += self._sizes
         self._sizes.clear()

@@ -34,6 +34,7 @@ class RequestLimits:
         self.max_num_batched_tokens = config.scheduler.token_budget
         self.chunked = config.scheduler.enable_chunked_prefill is not False
         self.whole_items = whole_items
+        self._forks_anywhere = all(group.spec.forks_anywhere for group in kv_cache.groups)
         self.most_embeds = config.encoder_cache_embeds
         self.kv_cache = kv_cache
         self._one_fits = self._too_many_blocks(self.max_model_len, 1, 1, self.max_encoder_len) is None
@@ -55,6 +56,8 @@ class RequestLimits:
             )
         if message.features:
             self._check_items(message.features)
+            if message.features[-1].mm_position.end == prompt and params.widest[1] > 1 and self.whole_items and not self._forks_anywhere:
+                raise RequestError("a prompt whose last token is of an item of media has one output: add text after it.", "n")
         if message.inputs.pooling is not None:
             return self._check_pooling(message.inputs.pooling.task, prompt, message.inputs.pooling_start)
         if not self.generates:

@@ -112,7 +112,6 @@ class Scheduler:
             self._time_out(now)
         # What is dropped while it is planned is dropped by this very plan.
         plan = StepPlan(dropped=self.roster.dropped)
-        self.items.begin_step()
         if self.quarantine.quarantined:
             self._schedule_alone(plan, self.roster.requests[self.quarantine.quarantined[0]])
         else:
@@ -125,7 +124,8 @@ class Scheduler:
         if not (plan.scheduled or plan.swap_out):
             return None
         self.roster.dropped = []
-        plan.dropped_items = self.items.take_dropped()
+        if self.items.in_use:
+            plan.dropped_items = self.items.end_step()
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
@@ -169,7 +169,7 @@ class Scheduler:
     def drop_plan(self) -> StepPlan:
         """A plan that computes nothing: the runner forgets what it holds in vain."""
         dropped, self.roster.dropped = self.roster.dropped, []
-        return StepPlan(dropped=dropped, dropped_items=self.items.take_dropped())
+        return StepPlan(dropped=dropped, dropped_items=self.items.end_step())
 
     # Planning
 
@@ -193,7 +193,9 @@ class Scheduler:
         preempted, position = False, 0
         while position < len(self.roster.running) and budget > 0:
             request = self.roster.running[position]
-            ranges = self._ranges(request, self.policy.grant(request, budget))
+            ranges = request.token_ranges(self.policy.grant(request, budget))
+            if request.media_end:
+                ranges = self.items.fit(request, ranges)
             while not self.blocks.fits(ranges):
                 victim = self.policy.gives_way(request, self.roster.running[position:]) or request
                 self._preempt(plan, victim)
@@ -201,7 +203,9 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                budget -= self._commit(plan, request, ranges)
+                if request.media_end:
+                    self.items.commit(plan, request, ranges)
+                budget -= self.request_blocks.commit(plan, request, ranges)
                 position += 1
         return budget, preempted
 
@@ -216,35 +220,30 @@ class Scheduler:
             num_behind += bool(held_up)
             tokens = self.policy.grant(request, budget)
             cached = self.request_blocks.find_room(request, tokens)
-            if cached is None or not self._can_begin(request, cached.num_tokens, tokens):
+            if cached is None or (request.media_end and not self._can_begin(request, cached.num_tokens, tokens)):
                 held_up.append(request)
                 continue
             self._admit(plan, request, cached)
-            budget -= self._commit(plan, request, self._ranges(request, tokens))
+            budget -= self._compute(plan, request, tokens)
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
         """One that is quarantined; all others wait without blocks, so that it fits. It computes all of its keys and values itself."""
         if request in self.roster.waiting:
             self._admit(plan, request, Cached())
         self.request_blocks.trim(request)
-        self._commit(plan, request, self._ranges(request, self.max_num_batched_tokens))
-
-    def _ranges(self, request: Request, budget: int) -> list[TokenRange]:
-        """What a request computes now, of at most `budget` tokens."""
-        ranges = request.token_ranges(budget)
-        if request.media_end and ranges and ranges[0].start < request.media_end:
-            return self.items.fit(request, ranges)
-        return ranges
+        self._compute(plan, request, self.max_num_batched_tokens)
 
     def _can_begin(self, request: Request, num_cached: int, budget: int) -> bool:
         """The item of media that follows what is cached of one that waits has room."""
         start = max(num_cached, request.leader.num_computed_tokens)
         first = TokenRange(request.leader.seq_id, start, min(start + budget, request.leader.num_tokens))
-        return start >= request.media_end or bool(self.items.fit(request, [first]))
+        return bool(self.items.fit(request, [first]))
 
-    def _commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> int:
-        """Adds it to a plan. Returns its number of tokens."""
+    def _compute(self, plan: StepPlan, request: Request, budget: int) -> int:
+        """Adds to a plan what one that has just been admitted computes, of at most `budget` tokens. Returns how many these are."""
+        ranges = request.token_ranges(budget)
         if request.media_end:
+            ranges = self.items.fit(request, ranges)
             self.items.commit(plan, request, ranges)
         return self.request_blocks.commit(plan, request, ranges)
 
@@ -265,7 +264,8 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Takes a running request's blocks. It waits, and is computed again from its tokens, or comes back from the host."""
         self.roster.requeue(request)
-        self.items.release(request.request_id)
+        if request.media_end:
+            self.items.release(request.request_id)
         copies = self.request_blocks.swap_out(request)
         if copies is None:
             self.request_blocks.start_over(request)
@@ -346,7 +346,8 @@ class Scheduler:
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
-            self.items.release(request.request_id)
+            if request.media_end:
+                self.items.release(request.request_id)
             if request.encoder is not None:
                 self.blocks.free(request.encoder.seq_id)
             self.events.add("aborted" if reason in ("abort", "timeout") else "finished", request, reason)
