@@ -105,6 +105,20 @@ class RendererConformance(Conformance):
         with pytest.raises(RequestError):
             renderer.render_conversation([])
 
+    @pytest.mark.parametrize("prompt", [{"prompt": "Hello"}, {"prompt_token_ids": [2, 0, 2]}], ids=repr)
+    def test_media_beside_a_prompt_are_refused(self, renderer: Renderer, prompt: Any) -> None:
+        """Whoever takes some refuses those that are no media."""
+        with pytest.raises(RequestError):
+            renderer.render_prompt({**prompt, "multi_modal_data": {"image": b"no image"}})
+
+    @pytest.mark.parametrize(
+        "part", [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}, {"type": "image"}, {"type": "none"}], ids=repr
+    )
+    def test_media_in_a_conversation_are_refused(self, renderer: Renderer, part: Any) -> None:
+        """As above: no host is allowed."""
+        with pytest.raises(RequestError):
+            renderer.render_conversation([{"role": "user", "content": [{"type": "text", "text": "Hello"}, part]}])
+
     # Decoding
 
     def test_a_stream_gives_the_text_of_the_whole(self, renderer: Renderer, skip: bool) -> None:
