@@ -47,6 +47,9 @@ class Qwen2VLRules(MultiModalRules):
             raise CheckpointError(f"config.json: the {modality} token {token} is not in the vocabulary.")
         return token
 
+    def placeholder_text(self, modality: str, token: str) -> str:
+        return f"<|vision_start|>{token}<|vision_end|>"
+
     def replacement(self, modality: str, data: Mapping[str, np.ndarray]) -> Replacement:
         names = Names(modality)
         values = "embeds" if "embeds" in data else names.pixels
