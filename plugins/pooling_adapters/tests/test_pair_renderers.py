@@ -90,7 +90,7 @@ def test_what_is_refused(processor):
         processor("wrong")
 
 
-def test_the_example_of_the_hooks_page(monkeypatch):
+def test_toolkit_register_pair_renderers(monkeypatch):
     blocks = PAGE.read_text(encoding="utf-8").split("```python\n")[2:]
     entry, shown = types.ModuleType("pairs_example"), types.ModuleType("toolkit_lm_mine.pairs")
     for module, block in zip((entry, shown), blocks, strict=True):
