@@ -116,14 +116,14 @@ def test_bench_examples_run(block, request, tmp_path):
 
 
 def test_yaml_examples_are_config_files(tmp_path):
-    from toolkit_lm.config import load_options
+    from toolkit_lm_cli.config_file import merge_options
 
     options = VllmConfig.options() + options_of(ServerOptions)
     examples = [block.text for page in GUIDES for block in blocks(page) if block.language == "yaml"]
     assert examples
     for example in examples:
         (tmp_path / "options.yaml").write_text(example)
-        assert load_options(options, {}, file=tmp_path / "options.yaml")
+        assert merge_options(options, {}, environ={}, file=tmp_path / "options.yaml")
 
 
 @pytest.fixture(scope="module")

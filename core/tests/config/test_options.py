@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
-from toolkit_lm.config import PluginsConfig, SchedulerConfig, VllmConfig, load_options, option, options_of, read_file
+from toolkit_lm.config import PluginsConfig, SchedulerConfig, VllmConfig, load_options, option, options_of
 from toolkit_lm.errors import ConfigError
 
 
@@ -95,55 +95,25 @@ def test_a_wrong_choice_names_the_choices():
         BY_NAME["color"].convert("gren", "here")
 
 
-def test_a_flag_wins_over_environment_over_file(tmp_path):
-    file = tmp_path / "options.yaml"
-    file.write_text("count: 3\nratio: 0.1\ncolor: green\n")
+def test_a_keyword_wins_over_environment():
     environ = {"TOOLKIT_LM_COUNT": "4", "TOOLKIT_LM_RATIO": "0.2", "HOME": "x"}
-    assert load_options(OPTIONS, {"count": "5"}, environ=environ, file=file) == {"count": 5, "ratio": 0.2, "color": "green"}
+    assert load_options(OPTIONS, {"count": "5"}, environ=environ) == {"count": 5, "ratio": 0.2}
 
 
-def test_an_unknown_key_names_the_nearest(tmp_path):
-    file = tmp_path / "options.yaml"
-    file.write_text("coumt: 3\n")
-    with pytest.raises(ConfigError, match=r"options.yaml'?: unknown option 'coumt'. Did you mean 'count'"):
-        load_options(OPTIONS, {}, file=file)
+def test_an_unknown_key_names_the_nearest():
     with pytest.raises(ConfigError, match=r"unknown option 'ration'. Did you mean 'ratio'"):
         load_options(OPTIONS, {"ration": 1})
     with pytest.warns(UserWarning, match=r"TOOLKIT_LM_COUMT sets no option. Did you mean TOOLKIT_LM_COUNT\?"):
         assert load_options(OPTIONS, {}, environ={"TOOLKIT_LM_COUMT": "3"}) == {}
 
 
-def test_options_of_other_commands_are_let_pass(tmp_path):
-    file = tmp_path / "options.yaml"
-    file.write_text("port: 80\ncount: 3\n")
-    assert load_options(OPTIONS, {}, environ={"TOOLKIT_LM_PORT": "81"}, file=file, foreign=["port"]) == {"count": 3}
+def test_options_of_other_commands_are_let_pass():
+    assert load_options(OPTIONS, {}, environ={"TOOLKIT_LM_PORT": "81"}, foreign=["port"]) == {}
 
 
-def test_a_wrong_value_names_its_source(tmp_path):
-    file = tmp_path / "options.yaml"
-    file.write_text("count: many\n")
-    with pytest.raises(ConfigError, match=r"config file .*options.yaml"):
-        load_options(OPTIONS, {}, file=file)
+def test_a_wrong_value_names_its_source():
     with pytest.raises(ConfigError, match=r"environment variable TOOLKIT_LM_COUNT"):
         load_options(OPTIONS, {}, environ={"TOOLKIT_LM_COUNT": "many"})
-
-
-@pytest.mark.parametrize("text", ["- a\n", "a: [", "\x00", "just words"])
-def test_a_broken_file_is_one_error(tmp_path, text):
-    file = tmp_path / "options.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=r"options\.yaml"):
-        read_file(file)
-
-
-def test_a_file_may_be_empty_and_its_keys_may_have_dashes(tmp_path):
-    file = tmp_path / "options.yaml"
-    file.write_text("")
-    assert read_file(file) == {}
-    file.write_text("max-num-seqs: 3\n")
-    assert read_file(file) == {"max_num_seqs": 3}
-    with pytest.raises(ConfigError, match=r"absent"):
-        read_file(tmp_path / "absent.yaml")
 
 
 def test_names_are_unique_and_helped_over_all_sections():

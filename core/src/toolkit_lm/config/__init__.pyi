@@ -5,7 +5,6 @@ from .options import (
     load_options as load_options,
     option as option,
     options_of as options_of,
-    read_file as read_file,
 )
 from .pooling_profile import PoolingProfile as PoolingProfile, RoleProfile as RoleProfile
 from .vllm import (

@@ -1,11 +1,11 @@
-"""How an option is stated, and how its value is found: flag, then environment, then file, then default.
+"""How an option is stated, and how its value is found: flag or keyword, then environment, then default.
 
 An option is a field of a frozen `msgspec.Struct` section, annotated with `option(help, ...)`:
 
     class CacheConfig(Struct, frozen=True):
         block_size: Annotated[int, option("Tokens per KV cache block.", ge=1)] = 16
 
-Its flag (`--block-size`), environment variable (`TOOLKIT_LM_BLOCK_SIZE`), key in the YAML file (`block_size`) and Python keyword
+Its flag (`--block-size`), environment variable (`TOOLKIT_LM_BLOCK_SIZE`), key in the command line's file (`block_size`) and Python keyword
 are derived from the field's name, so names are unique over all sections.
 """
 
@@ -17,7 +17,6 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -167,41 +166,20 @@ def options_of(section: type[msgspec.Struct]) -> list[Option]:
     return found
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
-    """Reads a YAML file of options: one mapping, keys with dashes or underscores. Raises ConfigError."""
-    import yaml
-
-    try:
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ConfigError(f"config file {str(path)!r} must hold a mapping of option names to values, not a {type(data).__name__}.")
-    return {str(key).replace("-", "_"): value for key, value in data.items()}
-
-
 def load_options(
     options: Sequence[Option],
     given: Mapping[str, Any],
     *,
     environ: Mapping[str, str] | None = None,
-    file: str | Path | None = None,
     foreign: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Merges the sources of options: `given` (flags or keywords) over `environ` over `file`; defaults are left to the sections.
+    """Merges the sources of options: `given` (flags or keywords) over `environ`; defaults are left to the sections.
 
-    `foreign` names options of other commands, which a shared file or environment may also hold. Raises ConfigError for an unknown
-    key in `given` or `file`. An unknown `TOOLKIT_LM_*` variable may be another program's: it is a warning where it looks like a slip.
+    `foreign` names options of other commands, which a shared environment may also hold. Raises ConfigError for an unknown key in
+    `given`. An unknown `TOOLKIT_LM_*` variable may be another program's: it is a warning where it looks like a slip.
     """
     known = {o.name: o for o in options}
     merged: dict[str, Any] = {}
-    for key, value in (read_file(file) if file is not None else {}).items():
-        if key in known:
-            merged[key] = known[key].convert(value, f"config file {str(file)!r}")
-        elif key not in foreign:
-            raise ConfigError(f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}")
     for variable, text in (environ or {}).items():
         if not variable.startswith(ENV_PREFIX):
             continue

@@ -45,8 +45,9 @@ def main(begun: float) -> None:
     clock = _Clock(float(start))
     clock.end("interpreter", begun)
     from toolkit_lm import LLM, SamplingParams
-    from toolkit_lm.config import VllmConfig, read_file
+    from toolkit_lm.config import VllmConfig
     from toolkit_lm.plugin import Plugins
+    from toolkit_lm_cli.config_file import read_file
 
     config = VllmConfig.make(**read_file(options))
     plugins = Plugins.load(config.plugins)

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Protocol, Self, get_type_hints, runtime_check
 
 import msgspec
 import typer
-from toolkit_lm.config import ENV_PREFIX, Option, VllmConfig, load_options, options_of, read_file
+from toolkit_lm.config import ENV_PREFIX, Option, VllmConfig, options_of
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 
+from toolkit_lm_cli.config_file import merge_options, read_file
 from toolkit_lm_cli.prescan import flag_value
 
 Section = type[msgspec.Struct]
@@ -60,7 +61,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                 given = _given(ctx, options, values)
                 file = given.pop("config", None)
                 foreign = _foreign_names(plugins, file, {o.name for o in options})
-                merged = load_options(options, given, environ=os.environ, file=file, foreign=foreign)
+                merged = merge_options(options, given, environ=os.environ, file=file, foreign=foreign)
                 config = VllmConfig.make(**{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged})
                 if config.plugins != plugins.config:
                     plugins = Plugins.load(config.plugins)

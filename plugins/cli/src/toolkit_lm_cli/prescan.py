@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from toolkit_lm.config import Option, PluginsConfig, load_options, options_of, read_file
+from toolkit_lm.config import Option, PluginsConfig, options_of
+
+from toolkit_lm_cli.config_file import merge_options, read_file
 
 
 def plugins_config(arguments: Sequence[str], environ: Mapping[str, str]) -> PluginsConfig:
@@ -14,7 +16,7 @@ def plugins_config(arguments: Sequence[str], environ: Mapping[str, str]) -> Plug
     given = {o.name: flag_value(o, values) for o in options if (values := list(_values(arguments, o.flag)))}
     variables = {o.env: environ[o.env] for o in options if o.env in environ}
     foreign = tuple(read_file(file)) if file is not None else ()
-    return PluginsConfig(**load_options(options, given, environ=variables, file=file, foreign=foreign))
+    return PluginsConfig(**merge_options(options, given, environ=variables, file=file, foreign=foreign))
 
 
 def flag_value(option: Option, values: Sequence[str]) -> str | list[str]:

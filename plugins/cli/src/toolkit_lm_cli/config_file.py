@@ -1,0 +1,47 @@
+"""The file of `--config`: options in YAML, below the environment and above the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkit_lm.config import Option, load_options
+from toolkit_lm.errors import ConfigError, nearest
+
+
+def read_file(path: str | Path) -> dict[str, Any]:
+    """Reads a YAML file of options: one mapping, keys with dashes or underscores. Raises ConfigError."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"config file {str(path)!r} must hold a mapping of option names to values, not a {type(data).__name__}.")
+    return {str(key).replace("-", "_"): value for key, value in data.items()}
+
+
+def merge_options(
+    options: Sequence[Option],
+    given: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str],
+    file: str | Path | None,
+    foreign: Sequence[str] = (),
+) -> dict[str, Any]:
+    """As `load_options`, with the values of a file below those of the environment. `foreign` may stand in the file too.
+
+    Raises ConfigError, also for an unknown key of the file.
+    """
+    known = {o.name: o for o in options}
+    stated: dict[str, Any] = {}
+    for key, value in (read_file(file) if file is not None else {}).items():
+        if key in known:
+            stated[key] = known[key].convert(value, f"config file {str(file)!r}")
+        elif key not in foreign:
+            raise ConfigError(f"config file {str(file)!r}: unknown option {key!r}. {nearest(key, known)}")
+    return stated | load_options(options, given, environ=environ, foreign=foreign)
