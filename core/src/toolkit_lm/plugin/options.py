@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
-import textwrap
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -18,7 +15,7 @@ from toolkit_lm.plugin.info import PluginInfo
 
 def make_options(info: PluginInfo, kind: type[Any], values: Mapping[str, Any]) -> Any:
     """An instance of a plugin's `Options`. Raises ConfigError for an unknown key or a wrong value."""
-    known = option_fields(kind)
+    known = list(inspect.signature(kind).parameters)
     for key in values:
         if key not in known:
             raise ConfigError(f"{info} has no option {key!r}. {nearest(key, known)}")
@@ -36,19 +33,3 @@ def check_options_class(kind: Any) -> None:
         return
     if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
         raise PluginError("Options must be a msgspec Struct, a dataclass or a pydantic model, and it is none of them")
-
-
-def option_fields(kind: type[Any]) -> dict[str, str]:
-    """The options that a plugin has: each with its type, its default, and as help the text that stands below it in the source."""
-    helps = _texts_below(kind)
-    options = inspect.signature(kind, eval_str=True).parameters.values()
-    return {one.name: f"{str(one).partition(': ')[2]}{helps.get(one.name, '')}" for one in options}
-
-
-def _texts_below(kind: type[Any]) -> dict[str, str]:
-    try:
-        definition: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
-    except (OSError, TypeError, SyntaxError):
-        return {}
-    fields = [(one, text) for one, text in pairwise(definition.body) if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr)]
-    return {ast.unparse(field.target): f". {' '.join(ast.literal_eval(text.value).split())}" for field, text in fields}

@@ -22,7 +22,7 @@ from toolkit_lm.plugin.fingerprint import Fingerprint, fingerprint
 from toolkit_lm.plugin.info import PluginInfo, PluginWarning
 from toolkit_lm.plugin.listener import EventListener
 from toolkit_lm.plugin.loader import Loader, implementations
-from toolkit_lm.plugin.options import make_options, option_fields
+from toolkit_lm.plugin.options import make_options
 from toolkit_lm.plugin.registries import Registries
 from toolkit_lm.plugin.registry import Registry
 
@@ -191,11 +191,6 @@ class Plugins(Registries):
             self._options[name] = self._make_options(name, {})
         return self._options[name]
 
-    def option_fields(self, name: str) -> dict[str, str]:
-        """The options that a plugin has, each with its type, default and help."""
-        kind = self._options_class(name)
-        return {} if kind is None else option_fields(kind)
-
     def fingerprint(self, *, installed: bool = False) -> Fingerprint:
         """What other processes must have loaded too. `installed`: without plugins given from code.
 
@@ -206,12 +201,13 @@ class Plugins(Registries):
             self._fingerprints[installed] = fingerprint(wanted)
         return self._fingerprints[installed]
 
-    def _options_class(self, name: str) -> type[Any] | None:
+    def options_class(self, name: str) -> type[Any] | None:
+        """A plugin's `Options`; None where it has none, or is not loaded. Raises PluginError for an unknown plugin."""
         self.info(name)
         return next((getattr(plugin, "Options", None) for info, plugin in self._loaded if info.name == name), None)
 
     def _make_options(self, name: str, values: dict[str, Any]) -> Any:
-        kind = self._options_class(name)
+        kind = self.options_class(name)
         if kind is not None:
             return make_options(self.info(name), kind, values)
         if values:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import json
 import re
+import textwrap
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -85,8 +89,25 @@ def _row(plugins: Plugins, info: PluginInfo) -> dict[str, Any]:
     row["entries"] = {
         hook.removeprefix("toolkit_register_"): entries for hook, one in by_hook(plugins).items() if (entries := _entries(one, info))
     }
-    row["options"] = plugins.option_fields(info.name) if info.status == "ok" else {}
+    kind = plugins.options_class(info.name) if info.status == "ok" else None
+    row["options"] = {} if kind is None else option_fields(kind)
     return row
+
+
+def option_fields(kind: type[Any]) -> dict[str, str]:
+    """The options that a plugin has: each with its type, its default, and as help the text that stands below it in the source."""
+    helps = _texts_below(kind)
+    options = inspect.signature(kind, eval_str=True).parameters.values()
+    return {one.name: f"{str(one).partition(': ')[2]}{helps.get(one.name, '')}" for one in options}
+
+
+def _texts_below(kind: type[Any]) -> dict[str, str]:
+    try:
+        definition: Any = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    fields = [(one, text) for one, text in pairwise(definition.body) if isinstance(one, ast.AnnAssign) and isinstance(text, ast.Expr)]
+    return {ast.unparse(field.target): f". {' '.join(ast.literal_eval(text.value).split())}" for field, text in fields}
 
 
 def _entries(registry: Registry[Any], plugin: PluginInfo) -> dict[str, str]:
