@@ -42,6 +42,8 @@ class Add(Struct, tag="add"):
     requests: list[EngineRequest]
     shared: Shared | None = None
     """What all of them have, in place of their own."""
+    evicted: list[str] = []
+    """Items of media whose data the engine forgets after it has taken these in."""
 
 
 class Finish(Struct, tag="finish"):
@@ -100,12 +102,12 @@ Report = Phase | Ready | Outputs | Failed
 _NOTHING = Shared(SamplingParams(), SequenceInputs())
 
 
-def add(requests: Sequence[EngineRequest]) -> Add:
+def add(requests: Sequence[EngineRequest], evicted: Sequence[str] = ()) -> Add:
     """The command whose decoded requests share what these share."""
     if len({(id(one.params), id(one.inputs)) for one in requests}) != 1:
-        return Add(list(requests))
+        return Add(list(requests), evicted=list(evicted))
     bare = [replace(one, params=_NOTHING.params, inputs=_NOTHING.inputs) for one in requests]
-    return Add(bare, Shared(requests[0].params, requests[0].inputs))
+    return Add(bare, Shared(requests[0].params, requests[0].inputs), list(evicted))
 
 
 def added(command: Add) -> list[EngineRequest]:

@@ -1,0 +1,180 @@
+"""The data of media, which a front sends once: the front's mirror of what the engine holds, and the engine's side of it.
+
+The front decides. Each of its messages says what the engine is to forget, so that both agree whenever a message has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, islice
+from threading import Lock
+
+from msgspec.structs import replace
+
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import Array, EngineRequest, MultiModalFeatureSpec
+from toolkit_lm.processing.pinned_rendering import CURRENT
+from toolkit_lm.renderer.feature_lookup import HeldFeature
+
+_OVERHEAD = 1024
+"""Bytes of an item beside its data, on both sides. It bounds the number of items that are tiny."""
+
+
+class FeatureMirror:
+    """A front's side: which items the engine holds for it, the longest unused first. It has none of the data.
+
+    A FeatureLookup: `get` and `held_keys` may be called from any thread, all else from the one that sends. The order of use changes only
+    when something is sent: else a request without an item's data could overtake the one that brings it.
+    """
+
+    def __init__(self, budget: int) -> None:
+        """`budget`: bytes that the engine may hold. What is pinned may exceed it for a while. 0: nothing is held."""
+        self.budget = budget
+        self.num_bytes = 0
+        self._held: OrderedDict[str, HeldFeature] = OrderedDict()
+        self._pins: Counter[str] = Counter()
+        self._unpinned: deque[str] = deque()
+        """Pins that have ended, by a thread or the garbage collector: these take no lock."""
+        self._forgotten: set[str] = set()
+        """The engine is to be told."""
+        self._lock = Lock()
+
+    def get(self, identifier: str) -> HeldFeature | None:
+        """Only while a prompt is rendered: what nobody pins is not found."""
+        if (rendering := CURRENT.get()) is None:
+            return None
+        with self._lock:
+            self._unpin()
+            if (held := self._held.get(identifier)) is not None:
+                self._pins[identifier] += 1
+                rendering.add_pin(partial(self._unpinned.append, identifier))
+            return held
+
+    def held_keys(self, limit: int) -> list[str]:
+        """The identifiers used last, the newest first."""
+        with self._lock:
+            return list(islice(reversed(self._held), limit))
+
+    def lacks(self, request: EngineRequest) -> bool:
+        """It relies on data that the engine does not hold: it was rendered for another engine."""
+        return any(one.data is None and one.mm_identifier not in self._held for one in request.features)
+
+    @contextmanager
+    def sending(self, requests: Sequence[EngineRequest]) -> Iterator[tuple[list[EngineRequest], list[str]]]:
+        """Gives what is sent in place of requests, and what the engine forgets after it.
+
+        After the block it counts as sent, and `requests` keep no data; but not after an error. Raises RequestError, which changes nothing.
+        """
+        with self._lock:
+            self._unpin()
+            used: dict[str, HeldFeature] = {}
+            evicted = dict.fromkeys(self._forgotten)
+            sent = [replace(one, features=self._sent(one, used, evicted)) if one.features else one for one in requests]
+            evicted = {name: None for name in evicted if name not in used}
+            size = self.num_bytes + sum(one.num_bytes for name, one in used.items() if name not in self._held)
+            for name in chain((one for one in self._held if one not in used), used):
+                if size <= self.budget:
+                    break
+                if name not in self._pins:
+                    evicted[name] = None
+                    size -= (used.get(name) or self._held[name]).num_bytes
+            yield sent, list(evicted)
+            for name, held in used.items():
+                self._held[name] = held
+                self._held.move_to_end(name)
+            for name in evicted:
+                self._held.pop(name, None)
+            self.num_bytes = size
+            self._forgotten.clear()
+        for request in requests:
+            if request.features:
+                request.features = [replace(one, data=None) for one in request.features]
+
+    def _sent(self, request: EngineRequest, used: dict[str, HeldFeature], evicted: dict[str, None]) -> list[MultiModalFeatureSpec]:
+        """A request's features, without the data that the engine holds. Adds to what is used, and to what is not to be kept."""
+        features = []
+        for number, feature in enumerate(request.features, 1):
+            name, place = feature.mm_identifier, feature.mm_position
+            size = _OVERHEAD + (_num_bytes(feature.data) if feature.data is not None else 0)
+            found = HeldFeature(request.prompt_token_ids[place.offset : place.end], place.mask, feature.layout, size)
+            held = used.pop(name, None) or self._held.get(name)
+            if held is not None:
+                if held[:3] != found[:3]:
+                    raise RequestError(f"item {number}, {feature.modality}, has the identifier {name!r} of another item.", "prompt")
+                used[name] = held
+                feature = replace(feature, data=None)
+            elif feature.data is None:
+                raise RequestError(f"item {number}, {feature.modality}: the engine does not hold the data of {name!r}.", "prompt")
+            elif size <= self.budget:
+                used[name] = found
+            else:
+                evicted[name] = None
+            features.append(feature)
+        return features
+
+    def forget(self, identifiers: Iterable[str]) -> None:
+        """The engine has said that it does not hold these."""
+        with self._lock:
+            for name in identifiers:
+                if held := self._held.pop(name, None):
+                    self.num_bytes -= held.num_bytes
+                self._forgotten.add(name)
+
+    def _unpin(self) -> None:
+        while self._unpinned:
+            name = self._unpinned.popleft()
+            self._pins[name] -= 1
+            if not self._pins[name]:
+                del self._pins[name]
+
+
+class EngineFeatures:
+    """The engine's side: the data of what its fronts' mirrors name. An item is there as long as one of them does."""
+
+    def __init__(self) -> None:
+        self._data: dict[str, dict[str, Array]] = {}
+        self._fronts: dict[int, set[str]] = {}
+
+    def take_in(self, front: int, requests: Iterable[EngineRequest], evicted: Iterable[str]) -> dict[str, list[str]]:
+        """Gives the features of a message's requests their data. Returns what they lack: identifiers by request, to be sent again."""
+        names = self._fronts.setdefault(front, set())
+        missing: dict[str, list[str]] = {}
+        for request in requests:
+            for feature in request.features:
+                name = feature.mm_identifier
+                if feature.data is not None:
+                    names.add(name)
+                    if name not in self._data:
+                        self._data[name] = _alone(feature.data)
+                elif name not in names:
+                    missing.setdefault(request.request_id, []).append(name)
+            if request.features:
+                request.features = [replace(one, data=self._data.get(one.mm_identifier)) for one in request.features]
+        self._forget(names, evicted)
+        return missing
+
+    def leave(self, front: int) -> None:
+        """A front has gone."""
+        self._forget(set(), self._fronts.pop(front, set()))
+
+    def _forget(self, names: set[str], evicted: Iterable[str]) -> None:
+        for name in evicted:
+            names.discard(name)
+            if not any(name in others for others in self._fronts.values()):
+                self._data.pop(name, None)
+
+
+def _num_bytes(data: dict[str, Array]) -> int:
+    return sum(array.data.nbytes for array in data.values())
+
+
+def _alone(data: dict[str, Array]) -> dict[str, Array]:
+    """Copies data that would keep a message of more than twice its size in memory."""
+    size = _num_bytes(data)
+    return {
+        name: array if memoryview(array.data.obj).nbytes <= 2 * size else replace(array, data=memoryview(bytes(array.data)))
+        for name, array in data.items()
+    }

@@ -1,0 +1,38 @@
+"""Renderings that rely on what the engine holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+
+from toolkit_lm.renderer import Rendered
+
+
+class PinnedRendering:
+    """A rendering of one prompt, to be called at least once. What it finds held stays held until `release`, or the end of this object."""
+
+    def __init__(self, render: Callable[[], Rendered]) -> None:
+        self._render = render
+        self._unpins: list[Callable[[], object]] = []
+
+    def __call__(self) -> Rendered:
+        token = CURRENT.set(self)
+        try:
+            return self._render()
+        finally:
+            CURRENT.reset(token)
+
+    def add_pin(self, unpin: Callable[[], object]) -> None:
+        """`unpin` is called once, from any thread, in the middle of anything."""
+        self._unpins.append(unpin)
+
+    def release(self) -> None:
+        """Lets go of what was found."""
+        while self._unpins:
+            self._unpins.pop()()
+
+    __del__ = release
+
+
+CURRENT: ContextVar[PinnedRendering | None] = ContextVar("toolkit_lm_rendering", default=None)
+"""The rendering that runs in this context."""
