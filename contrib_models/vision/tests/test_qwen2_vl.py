@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import subprocess
@@ -285,3 +286,23 @@ def test_example_items_are_what_the_rules_take(family):
 def test_the_rules_need_no_torch():
     code = "import sys, toolkit_lm_vision.qwen2_vl_rules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_bfloat16_error_is_that_of_transformers(name, tmp_path, plugins):
+    """Both are compared with transformers in float32, on the weights that bfloat16 leaves."""
+    half = random_qwen(name).to(torch.bfloat16)
+    half.save_pretrained(tmp_path)
+    exact = copy.deepcopy(half).float()
+    model, rules = ours(tmp_path, plugins, dtype="bfloat16")
+    prompts = [prompt for prompt in prompts_of(half, rules) if prompt.items]
+    errors = []
+    for prompt, found in zip(prompts, logits_of_prompts(model, prompts), strict=True):
+        given = []
+        for theirs in (exact, half):
+            theirs.model.rope_deltas = None
+            with torch.inference_mode():
+                given.append(theirs(input_ids=torch.tensor([prompt.token_ids]), **arguments(prompt)).logits[0].float())
+        errors.append([(one - given[0]).abs().mean() for one in (found.float(), given[1])])
+    ours_, theirs_ = torch.tensor(errors).mean(0)
+    assert 0 < ours_ <= 1.2 * theirs_

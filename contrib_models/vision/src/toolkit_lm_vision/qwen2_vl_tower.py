@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -147,6 +148,7 @@ class PatchTower(nn.Module):
         super().__init__()
         self.shape = shape
         self.kernels = choose_kernels()
+        self._full_layers = shape.full_layers if shape.window else range(shape.num_layers)
         self.patch_embed = PatchEmbedding(shape, vllm_config=vllm_config, prefix=join(prefix, "patch_embed"))
         self.blocks = nn.ModuleList(
             PatchBlock(shape, vllm_config=vllm_config, prefix=join(prefix, f"blocks.{i}")) for i in range(shape.num_layers)
@@ -161,9 +163,10 @@ class PatchTower(nn.Module):
             patches, places = self._squares(patches)[torch.from_numpy(order)].flatten(0, 1), self._squares(places)[order].reshape(-1, 2)
         rotation = self._rotation(torch.from_numpy(places).to(patches.device))
         x = self.patch_embed(patches)
-        for index, block in enumerate(self.blocks):
-            with sequences(windows if order is not None and index not in self.shape.full_layers else frames):
-                x = block(x, rotation)
+        for lengths, run in groupby(enumerate(self.blocks), lambda one: frames if one[0] in self._full_layers else windows):
+            with sequences(lengths):
+                for _, block in run:
+                    x = block(x, rotation)
         merged: Tensor = self.merger(x)
         return merged if order is None else merged[torch.from_numpy(np.argsort(order))]
 
