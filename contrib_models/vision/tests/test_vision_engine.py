@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm.events import RequestEvent
+from toolkit_lm.plugin import hookimpl
 from vision_checkpoints import drawings, make_subject
 
 OPTIONS = {"device": "cpu", "max_model_len": 192, "num_kv_blocks": 200, "max_num_seqs": 8}
 COUNT = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-FAMILIES = ["llava", "llava, SigLIP and Qwen2", "llava, Mistral", "gemma3", "gemma3, spans wider than windows"]
+FAMILIES = [
+    "llava",
+    "llava, SigLIP and Qwen2",
+    "llava, Mistral",
+    "gemma3",
+    "gemma3, a token for each patch",
+    "gemma3, spans wider than windows",
+]
 TEXTS = [
     "What is in these?\n{0}\nand {0}, or\n\n{0} together? Say it.",
     "{0}What is this?",
@@ -35,6 +47,19 @@ def expected(subject):
     return found
 
 
+class Preemptions:
+    """A plugin that counts them."""
+
+    name = "preemptions"
+
+    def __init__(self):
+        self.count = 0
+
+    @hookimpl
+    def toolkit_event(self, event):
+        self.count += isinstance(event, RequestEvent) and event.kind == "preempted"
+
+
 def prompt_of(text, images) -> dict:
     return {"prompt": text, "multi_modal_data": {"image": images}} if images else {"prompt": text}
 
@@ -57,3 +82,93 @@ def test_greedy_tokens(subject, expected, options):
             for output, (_, _, prompt, drawn) in zip(outputs, expected, strict=True):
                 assert output.prompt_token_ids == prompt
                 assert list(output.outputs[0].token_ids) == drawn
+
+
+def drawn(llm, prompts, params=GREEDY) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module", params=["llava", "gemma3, a token for each patch"])
+def other(request, tmp_path_factory):
+    return make_subject(tmp_path_factory.mktemp("vision"), request.param)
+
+
+def test_a_prefix_that_ends_inside_a_picture(other):
+    """Blocks of 8: what two prompts share ends inside their last picture, or the picture is not the same."""
+    a, b = drawings(2, seed=5)
+    with LLM(str(other.folder), **{**OPTIONS, "num_kv_blocks": 2000}, block_size=8) as llm:
+        for images, ending in (([a, b], " x"), ([a, b], " y"), ([a, a], " x"), ([b, b], " x"), ([a, b], "")):
+            for num_letters in range(8):
+                text = f"{'p' * num_letters}{other.mark} and {other.mark}{ending}"
+                output = llm.generate([prompt_of(text, images)], GREEDY)[0]
+                prompt, tokens = other.greedy(text, images, COUNT)
+                assert output.prompt_token_ids == prompt
+                assert list(output.outputs[0].token_ids) == tokens
+                if images[0] is a and ending in (" y", ""):
+                    assert output.num_cached_tokens >= len(prompt) - 16
+
+
+def test_preempted_prompts(other):
+    """More prompts than blocks have room for, computed again where they are thrown out."""
+    images, count = drawings(8, seed=9), 30
+    texts = [f"{i} {other.mark} is? {'o' * i}{other.mark}" for i in range(4)]
+    prompts = [prompt_of(text, images[2 * i : 2 * i + 2]) for i, text in enumerate(texts)]
+    expected = [other.greedy(text, prompt["multi_modal_data"]["image"], count)[1] for text, prompt in zip(texts, prompts, strict=True)]
+    preemptions = Preemptions()
+    blocks = 48 if other.is_gemma else 26
+    with LLM(str(other.folder), **{**OPTIONS, "num_kv_blocks": blocks, "max_model_len": 96}, block_size=4, plugins=[preemptions]) as llm:
+        assert drawn(llm, prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)) == expected
+    assert preemptions.count
+
+
+def test_embeddings_in_the_place_of_a_picture(other):
+    (image,) = drawings(1, seed=3)
+    text = f"see {other.mark} there"
+    pixels = other.inputs(text, [image])["pixel_values"]
+    config = other.model.config
+    selection = {
+        name: getattr(config, name) for name in ("vision_feature_layer", "vision_feature_select_strategy") if hasattr(config, name)
+    }
+    with torch.inference_mode():
+        embeds = other.model.get_image_features(pixels, return_dict=True, **selection).pooler_output[0].numpy()
+    with LLM(str(other.folder), **OPTIONS) as llm:
+        pictured, given = drawn(llm, [prompt_of(text, [image]), {"prompt": text, "multi_modal_data": {"image": [embeds]}}])
+    assert pictured == given == other.greedy(text, [image], COUNT)[1]
+
+
+def test_in_a_process_of_its_own(other):
+    images = drawings(2, seed=4)
+    text = f"{other.mark} or {other.mark}?"
+    expected = other.greedy(text, images, COUNT)[1]
+    with LLM(str(other.folder), **OPTIONS, engine_process=True) as llm:
+        for _ in range(2):  # again, without the pictures' data
+            assert drawn(llm, [prompt_of(text, images), prompt_of(text, images)]) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"image": drawings(1)}, "placeholders"),
+        ({"image": [np.zeros((3, 64), np.float32)] * 2}, r"image 1: .*must have the shape \[\d+, 64\], not \[3, 64\]"),
+        ({"video": drawings(2)}, "takes no video"),
+    ],
+)
+def test_what_is_refused(other, data, message):
+    good = prompt_of(f"{other.mark}{other.mark}", drawings(2))
+    with LLM(str(other.folder), **OPTIONS) as llm:
+        with pytest.raises(ToolkitError, match=message):
+            llm.generate([{"prompt": f"{other.mark}{other.mark}", "multi_modal_data": data}], GREEDY)
+        assert len(drawn(llm, [good])[0]) == COUNT
+
+
+def test_a_picture_that_no_step_has_room_for(other):
+    """Gemma 3's are computed whole; LLaVA's in parts."""
+    options = {**OPTIONS, "max_num_batched_tokens": 12}
+    (image,) = drawings(1)
+    text = f"see {other.mark}"
+    if other.is_gemma:
+        with pytest.raises(ToolkitError, match="max_num_batched_tokens"), LLM(str(other.folder), **options) as llm:
+            drawn(llm, [prompt_of(text, [image])])
+    else:
+        with LLM(str(other.folder), **options) as llm:
+            assert drawn(llm, [prompt_of(text, [image])]) == [other.greedy(text, [image], COUNT)[1]]

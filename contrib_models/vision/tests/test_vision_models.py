@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, ToolkitError
+from toolkit_lm.model import Absent
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_devkit import checkpoint_config, load_checkpoint, run_ranks
 from vision_families import FAMILIES, VOCAB, pictures, random_model
@@ -182,3 +183,15 @@ def test_two_ranks_compute_what_one_does(family, tmp_path, plugins):
 
     for found in run_ranks(on_rank):
         assert (found - expected).abs().max() <= MOST * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_two_stages_compute_what_one_does(family, tmp_path, plugins):
+    theirs = random_model(family)
+    theirs.save_pretrained(tmp_path)
+    model, rules = ours(tmp_path, plugins)
+    prompts = [prompt_of(rules, TEXT[0], picture, TEXT[1]) for picture in pictures(theirs, 2)]
+    first, last = (load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2) for rank in range(2))
+    assert isinstance(last.images, Absent)
+    for one, other in zip(logits_of_prompts(first, prompts, last), logits_of_prompts(model, prompts), strict=True):
+        assert torch.equal(one, other)

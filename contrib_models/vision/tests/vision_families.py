@@ -57,12 +57,12 @@ def llava(vision: Any = CLIP, text: Any = None, **fields: Any) -> Any:
     return LlavaForConditionalGeneration(config)
 
 
-def gemma3(**fields: Any) -> Any:
+def gemma3(tokens: int = 4, **fields: Any) -> Any:
     given = {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"] * 2}
     text = Gemma3TextConfig(**{**TEXT, **given, "query_pre_attn_scalar": 16, **fields})
     vision = SiglipVisionConfig(**TOWER, image_size=28, patch_size=7, vision_use_head=False)
-    tokens = {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END, "mm_tokens_per_image": 4}
-    return Gemma3ForConditionalGeneration(Gemma3Config(vision_config=vision, text_config=text, **tokens))
+    marks = {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END}
+    return Gemma3ForConditionalGeneration(Gemma3Config(vision_config=vision, text_config=text, mm_tokens_per_image=tokens, **marks))
 
 
 FAMILIES = {
@@ -77,7 +77,8 @@ FAMILIES = {
     "llava, Mistral": lambda: llava(text=MistralConfig(**TEXT, sliding_window=9)),
     "llava, GPT-2": lambda: llava(text=GPT2Config(**GPT2)),
     "gemma3": gemma3,
-    "gemma3, spans wider than windows": lambda: gemma3(sliding_window=3),
+    "gemma3, a token for each patch": lambda: gemma3(16, sliding_window=20),
+    "gemma3, spans wider than windows": lambda: gemma3(16, sliding_window=9),
 }
 
 

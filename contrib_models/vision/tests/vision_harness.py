@@ -87,8 +87,8 @@ def encoded(model: MultiModalModel, pictures: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def logits_of_prompts(model: MultiModalModel, prompts: Sequence[Prompt]) -> list[Tensor]:
-    """Logits [Ti, V] at each token of each prompt, all computed in one step."""
+def logits_of_prompts(model: MultiModalModel, prompts: Sequence[Prompt], *stages: MultiModalModel) -> list[Tensor]:
+    """Logits [Ti, V] at each token of each prompt, all computed in one step. `stages`: the further ones of a pipeline."""
     lengths = [len(prompt.token_ids) for prompt in prompts]
     input_ids = torch.tensor([token for prompt in prompts for token in prompt.token_ids])
     embeds = model.embed(input_ids)
@@ -96,6 +96,8 @@ def logits_of_prompts(model: MultiModalModel, prompts: Sequence[Prompt]) -> list
     if pictures:
         embeds[torch.tensor([one for prompt in prompts for one in prompt.is_picture])] = torch.cat(encoded(model, pictures))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    with sequences(model, lengths, np.concatenate([spans_of(prompt) for prompt in prompts])):
-        hidden = model(input_ids, positions, inputs_embeds=embeds)
-    return list(model.compute_logits(hidden).split(lengths))
+    spans, out = np.concatenate([spans_of(prompt) for prompt in prompts]), None
+    for stage in (model, *stages):
+        with sequences(stage, lengths, spans):
+            out = stage(input_ids, positions, inputs_embeds=embeds if stage is model else None, intermediate=out)
+    return list((model, *stages)[-1].compute_logits(out).split(lengths))

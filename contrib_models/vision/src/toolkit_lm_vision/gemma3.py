@@ -30,6 +30,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
+    "max_position_embeddings": 131_072,
     "sliding_window": 4096,
 }
 """What published configs leave out, since it is transformers' default."""
