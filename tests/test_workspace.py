@@ -16,6 +16,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from toolkit_lm.plugin.discovery import AUTHOR
 from toolkit_lm_cpu import library
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +64,8 @@ def test_distribution_is_well_formed(folder):
     assert (folder / "src" / package / "py.typed").exists()
     assert (folder / "README.md").read_text().startswith("# ")
     assert data["dynamic"] == ["version"] and data["license"] == "Apache-2.0"
+    # It loads before third parties' by that.
+    assert data["authors"] == [{"name": AUTHOR}]
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     if folder.name != "core":
         assert "toolkit-lm-core>=0.1,<0.2" in data["dependencies"]

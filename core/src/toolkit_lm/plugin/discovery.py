@@ -19,38 +19,8 @@ from toolkit_lm.plugin.markers import PROJECT
 
 CORE_DISTRIBUTION = "toolkit-lm-core"
 
-BUILTIN = frozenset(
-    f"toolkit-lm-{name}"
-    for name in (
-        "bench",
-        "cli",
-        "cpu",
-        "decoder",
-        "devkit",
-        "encdec",
-        "encoder",
-        "flash-attn",
-        "flex",
-        "moe",
-        "opentelemetry",
-        "pooling-adapters",
-        "renderer-harmony",
-        "renderer-hf",
-        "renderer-mistral",
-        "renderer-remote",
-        "reward",
-        "sampling-extra",
-        "sdpa",
-        "sentence-transformers",
-        "server",
-        "tiny",
-        "transformers",
-        "vision",
-        "whisper",
-        "xformers",
-    )
-)
-"""The distributions of this repository: they load first, so that third parties win where one result counts."""
+AUTHOR = "The toolkit-lm authors"
+"""Of the distributions of this repository, as their metadata has it."""
 
 
 @dataclass(slots=True)
@@ -67,6 +37,8 @@ class Candidate:
     """Asked for by name or from code: a failure is fatal."""
     refusal: str | None = None
     """Why it is not even imported."""
+    builtin: bool = False
+    """Of a distribution of this repository: these load first, so that third parties win where one result counts."""
 
 
 def discover(config: PluginsConfig) -> list[Candidate]:
@@ -85,7 +57,7 @@ def discover(config: PluginsConfig) -> list[Candidate]:
         candidate.required = config.plugins is not None and info.name in config.plugins
         if info.name in config.disable_plugins or (config.plugins is not None and not candidate.required):
             info.status = "disabled"
-    found.sort(key=lambda c: (c.info.distribution not in BUILTIN, c.info.name, c.info.distribution or ""))
+    found.sort(key=lambda c: (not c.builtin, c.info.name, c.info.distribution or ""))
     _refuse_duplicates([c for c in found if c.info.status != "disabled"])
     return found
 
@@ -122,10 +94,12 @@ def _installed() -> Iterator[Candidate]:
         # Parsing a distribution's metadata is slow; most have no entry point of ours.
         if PROJECT not in (distribution.read_text("entry_points.txt") or ""):
             continue
+        metadata = distribution.metadata
+        builtin = AUTHOR in metadata.get_all("Author", [])
         for entry in distribution.entry_points.select(group=PROJECT):
-            info = PluginInfo(entry.name, canonicalize_name(distribution.name), distribution.version, _file(entry.module))
+            info = PluginInfo(entry.name, canonicalize_name(metadata["Name"]), metadata["Version"], _file(entry.module))
             info.add_package(entry.module)
-            yield Candidate(info, entry, _core_requirement(distribution.requires or ()))
+            yield Candidate(info, entry, _core_requirement(distribution.requires or ()), builtin=builtin)
 
 
 def _file(module: str) -> str | None:
@@ -168,5 +142,5 @@ def _refuse_duplicates(candidates: Iterable[Candidate]) -> None:
         if len(same) > 1:
             both = " and ".join(str(candidate.info) for candidate in same)
             for candidate in same:
-                if candidate.info.distribution not in BUILTIN:
+                if not candidate.builtin:
                     candidate.refusal = f"two installed plugins have the name {name!r}: {both}. Uninstall one"
