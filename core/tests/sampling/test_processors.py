@@ -15,7 +15,7 @@ from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
-from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample, uniform, uniforms
+from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample, top_candidates, uniform, uniforms
 
 
 class Nothing(ProcessorParams):
@@ -177,6 +177,17 @@ def test_a_sequence_keeps_its_arguments_whatever_its_row(make_rows, make_logits,
     assert sample(logits[:2], rows.select(order)).token_ids == [9, 3]
     rows.clear(2)
     assert sample(logits[:1], rows.select(order[1:])).token_ids == [3]
+
+
+def test_candidates_of_beams_are_what_processors_leave(make_rows, make_logits, make_table):
+    params = SamplingParams(use_beam_search=True, n=2)
+    rows = rows_of(make_rows, [only(token=3), {}, only(token=9, **{"raise": "apply"})], make_table(), params)
+    rows.num_candidates[:] = 4
+    logits = make_logits(3)
+    found = top_candidates(logits, rows)
+    assert (found.candidates[0].token_ids, len(found.candidates[1].token_ids)) == ([3], 4)
+    assert found.candidates[0].logprobs == pytest.approx([float(logits[0].log_softmax(0)[3])])
+    assert list(found.errors) == [2] and "division by zero" in found.errors[2]
 
 
 def test_one_of_the_stage_probs_works_last_and_not_on_greedy_rows(make_rows, make_logits, make_table):

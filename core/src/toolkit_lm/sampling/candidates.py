@@ -18,22 +18,29 @@ class BeamCandidates(NamedTuple):
     candidates: dict[int, Candidates]
     """By row. Fewer than asked for where the vocabulary, or the request's masks, leave no more."""
     errors: dict[int, str]
-    """By row: logits that hold NaN."""
+    """By row: logits that hold NaN; a plugin's logits processor that failed."""
 
 
 def top_candidates(logits: Tensor, rows: SamplingBatch) -> BeamCandidates:
     """The `num_candidates` likeliest tokens of each row of logits [R, V], any float dtype. The logits are left as they are.
 
-    Log probabilities are of the model's own distribution; masks come after, and take nothing off the tokens that they leave.
+    Log probabilities are of the model's own distribution; masks and processors of the stage "logits" come after, and take nothing off the
+    tokens that they leave.
     """
     finite = torch.isfinite(logits.amax(dim=-1)).tolist()
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     mask(logprobs, rows)
+    failed: dict[int, str] = {}
+    if rows.processors is not None and rows.processors.names:
+        rows.processors.apply(logprobs, rows.key.tolist(), rows.processor_row, "logits")
+        failed = rows.processors.errors
     best = logprobs.topk(min(int(rows.num_candidates.max()), logprobs.shape[-1]), dim=-1)
     found = BeamCandidates({}, {})
     columns = zip(best.indices.tolist(), best.values.tolist(), rows.num_candidates.tolist(), finite, strict=True)
     for row, (token_ids, values, wanted, is_finite) in enumerate(columns):
-        if is_finite:
+        if (key := int(rows.key[row])) in failed:
+            found.errors[row] = failed[key]
+        elif is_finite:
             left = sum(value > -torch.inf for value in values[:wanted])
             found.candidates[row] = Candidates(token_ids[:left], values[:left])
         else:
