@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from toolkit_lm.errors import CheckpointError, ToolkitError
 from toolkit_lm.model import Absent
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_devkit import checkpoint_config, load_checkpoint, run_ranks
+from toolkit_lm_devkit import assert_bf16_error, checkpoint_config, load_checkpoint, run_ranks
 from vision_families import FAMILIES, VOCAB, pictures, random_model
 from vision_harness import encoded, logits_of_prompts, prompt_of
 
@@ -31,9 +31,9 @@ def family(request, tmp_path_factory, plugins):
     return theirs, *ours(folder, plugins)
 
 
-def ours(folder, plugins):
+def ours(folder, plugins, **options):
     architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    model = load_checkpoint(plugins.models.load(architecture), folder, plugins=plugins)
+    model = load_checkpoint(plugins.models.load(architecture), folder, plugins=plugins, **options)
     return model, plugins.models.load_multimodal(architecture)(checkpoint_config(folder))
 
 
@@ -195,3 +195,17 @@ def test_two_stages_compute_what_one_does(family, tmp_path, plugins):
     assert isinstance(last.images, Absent)
     for one, other in zip(logits_of_prompts(first, prompts, last), logits_of_prompts(model, prompts), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["llava", "llava, SigLIP and Qwen2", "gemma3"])
+def test_bfloat16(family, tmp_path, plugins):
+    theirs = random_model(family)
+    theirs.save_pretrained(tmp_path)
+    model, rules = ours(tmp_path, plugins, dtype="bfloat16")
+    a, b, c = pictures(theirs, 3)
+    prompts = [prompt_of(rules, TEXT[0], a, TEXT[1], b), prompt_of(rules, c, TEXT[2])]
+    exact, found = [their_logits(theirs, prompt) for prompt in prompts], logits_of_prompts(model, prompts)
+    half = theirs.bfloat16()
+    rounded = [prompt._replace(pictures=[one.bfloat16() for one in prompt.pictures]) for prompt in prompts]
+    assert found[0].dtype is torch.bfloat16
+    assert_bf16_error(found, [their_logits(half, prompt) for prompt in rounded], exact)

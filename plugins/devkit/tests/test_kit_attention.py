@@ -16,7 +16,7 @@ class Right(AttentionBackend):
     def refuses(cls, spec):
         if spec.dtype not in ("float32", "bfloat16") or spec.type is not AttentionType.DECODER or not isinstance(spec.kv_cache, FullSpec):
             return "not that"
-        return "no such feature" if spec.sinks or spec.bias or spec.window or spec.soft_cap else None
+        return "no such feature" if spec.sinks or spec.bias or spec.window or spec.soft_cap or spec.spans else None
 
     @classmethod
     def page_layout(cls, spec):
