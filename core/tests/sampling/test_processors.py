@@ -179,6 +179,18 @@ def test_a_sequence_keeps_its_arguments_whatever_its_row(make_rows, make_logits,
     assert sample(logits[:1], rows.select(order[1:])).token_ids == [3]
 
 
+@pytest.mark.parametrize("in_logprobs", [False, True])
+def test_log_probabilities_are_the_models_own_unless_a_processor_says_otherwise(
+    make_rows, make_logits, make_table, monkeypatch, in_logprobs
+):
+    monkeypatch.setattr(Only, "in_logprobs", in_logprobs)
+    logits, params = make_logits(3), SamplingParams(temperature=0, logprobs=0)
+    sampled = sample(logits, rows_of(make_rows, [only(token=3), {}, only(token=9)], make_table(), params))
+    found = [one.logprobs[0] for one in sampled.logprobs]
+    own = [float(row.log_softmax(0)[token]) for row, token in zip(logits, sampled.token_ids, strict=True)]
+    assert found == pytest.approx([0.0, own[1], 0.0] if in_logprobs else own, abs=1e-6)
+
+
 def test_candidates_of_beams_are_what_processors_leave(make_rows, make_logits, make_table):
     params = SamplingParams(use_beam_search=True, n=2)
     rows = rows_of(make_rows, [only(token=3), {}, only(token=9, **{"raise": "apply"})], make_table(), params)

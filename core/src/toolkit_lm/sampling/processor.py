@@ -47,6 +47,8 @@ class LogitsProcessor(ABC):
     """
 
     stage: ClassVar[Stage]
+    in_logprobs: ClassVar[bool] = False
+    """Log probabilities of the output are those of the changed logits, of the stage "logits"; otherwise they are the model's own."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config

@@ -71,6 +71,11 @@ class ProcessorTable:
                     changed = self._apply(name, values[users], [row(index) for index in users])
                     values[users] = changed / changed.sum(dim=-1, keepdim=True) if stage == "probs" else changed
 
+    def in_logprobs(self, keys: Sequence[int]) -> list[int]:
+        """The rows whose log probabilities are those of changed logits."""
+        names = {name for name, processor in self._processors.items() if processor.in_logprobs}
+        return [index for index, key in enumerate(keys) if not names.isdisjoint(self.names.get(key, ()))] if names else []
+
     def after_draw(
         self, keys: Sequence[int], row: Callable[[int], ProcessorRow], token_ids: Sequence[int], probs: Mapping[int, float]
     ) -> dict[int, SamplerState]:

@@ -86,7 +86,11 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
         keys = rows.key.tolist()
         states = processors.after_draw(keys, rows.processor_row, drawn_ids, probs)
         errors |= {row: processors.errors[key] for row, key in enumerate(keys) if key in processors.errors}
-    logprobs = _logprobs(logits, token_ids, rows.logprobs) if rows.logprobs.max() >= 0 else []
+    if rows.logprobs.max() < 0:
+        return Sampled(drawn_ids, [], errors, states)
+    if processors is not None and (changed := processors.in_logprobs(rows.key.tolist())):
+        logits = logits.float().index_copy(0, _to(np.array(changed), logits), scores[changed].float())
+    logprobs = _logprobs(logits, token_ids, rows.logprobs)
     return Sampled(drawn_ids, logprobs, errors, states)
 
 
