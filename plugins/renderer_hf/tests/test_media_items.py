@@ -555,6 +555,50 @@ def test_checkpoints_without_a_processor(make_renderer, tokenizer, make_seeing):
             make_seeing(images=images).render_conversation(chat(of(pixels())))
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"size": {"shortest_edge": 10**6}},
+        {"size": {"height": 10**5, "width": 10**5}},
+        {"crop_size": {"height": 28, "width": 10**9}},
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 28, "width": 28}, "pan_and_scan_max_num_crops": 100},
+        QWEN_IMAGES | {"size": {"shortest_edge": 3136, "longest_edge": 10**9}},
+        QWEN_IMAGES | {"temporal_patch_size": 10**6},
+    ],
+    ids=repr,
+)
+def test_checkpoints_that_would_make_images_of_any_size(make_seeing, changed):
+    made = make_seeing(images=CLIP | changed)
+    with pytest.raises(CheckpointError, match="it may be"):
+        made.render_conversation(chat(of(pixels())))
+
+
+def test_fetches_go_on_side_by_side(llava, monkeypatch):
+    """And the first item that is refused is the one that is named."""
+    running, most, lock = 0, 0, threading.Lock()
+
+    def load(source, limits, *, what, param):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.1 if "late" in source else 0.2)
+        with lock:
+            running -= 1
+        if "bad" in source:
+            raise RequestError(f"{what}: it is refused.", param)
+        return file_of(pixels(int(source[-1])))
+
+    monkeypatch.setattr("toolkit_lm_renderer_hf.media.load_bytes", load)
+    urls = [of(f"http://a/{number}") for number in range(8)]
+    rendered = llava.render_conversation(chat(*urls))
+    assert most == 4
+    for seed, feature in enumerate(rendered.features):
+        np.testing.assert_array_equal(values(feature), values(llava.render_conversation(chat(of(pixels(seed)))).features[0]))
+    with pytest.raises(RequestError, match="image 2: it is refused"):
+        llava.render_conversation(chat(urls[0], of("http://a/bad"), of("http://late/bad")))
+
+
 def test_rules_of_another_tokenizer(make_seeing):
     class Other(LlavaRules):
         def placeholder_id(self, modality):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,11 @@ _OPTIONS = {"size": None, "min_pixels": "shortest_edge", "max_pixels": "longest_
 """Those that a request may set, and the part of `size` that two of them are."""
 _MOST_RATIO = 200
 """Of an image's sides, as Qwen2-VL has it."""
+_MOST_EDGE = 4096
+"""And any other number that a checkpoint states."""
+_PIXEL_COUNTS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
+_MOST_CROPS = 64
+_CROPS = re.compile("crops|tiles")
 _MOST_REASON = 300
 
 
@@ -84,8 +90,18 @@ class ImageProcessor:
             raise CheckpointError(f"{self._folder}: transformers cannot make the image processor: {error}") from error
         if getattr(made, "backend", "pil") != "pil":
             raise CheckpointError(f"{self._folder}: {type(made).__name__} needs torchvision, and there is no other of its kind.")
+        self._check_config(made.to_dict(), hasattr(made, "merge_size"))
         logger.info("Images are processed by %s.", type(made).__name__)
         return made
+
+    def _check_config(self, config: Mapping[str, Any], counts_pixels: bool) -> None:
+        """Raises CheckpointError for numbers that would make images of any size. `counts_pixels`: edges count pixels, as Qwen's."""
+        for name, number in _numbers(config):
+            most = _MOST_CROPS if _CROPS.search(name) else _MOST_EDGE
+            if counts_pixels and name in _PIXEL_COUNTS:
+                most = self._max_pixels
+            if abs(number) > most:
+                raise CheckpointError(f"{self._folder}: the image processor's {name} is {number}; it may be {most}.")
 
     def _size(self, given: Mapping[str, Any]) -> dict[str, int]:
         own = {name: value for name, value in dict(self._loaded.size).items() if value is not None}
@@ -110,6 +126,18 @@ class ImageProcessor:
         edge = edges.get("shortest_edge")
         if edge and not edges.get("longest_edge") and edge * edge * long > self._max_pixels * short:
             raise RequestError(f"it has {width} x {height} pixels, and would be resized to more than {self._max_pixels}.")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
+    """The integers of a config, with the key that each is under."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _numbers(one, str(key))
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one, name)
+    elif isinstance(value, int):
+        yield name, value
 
 
 def _refusal(reason: str) -> RequestError:
