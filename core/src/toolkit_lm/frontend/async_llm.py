@@ -7,7 +7,7 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
-from typing import Any, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
@@ -19,6 +19,7 @@ from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.pooling import TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
 from toolkit_lm.processing.processor import Processor
@@ -27,6 +28,13 @@ from toolkit_lm.prompts import Conversation, Prompt, TextPair
 from toolkit_lm.renderer import Renderer
 
 AnyListener = TypeVar("AnyListener", bound=Listener)
+
+
+class EncodeOptions(RequestOptions, TextOptions, total=False):
+    """How pooling requests are read and handled."""
+
+    task: PoolingTask | None
+    """Stands in for params that say nothing else."""
 
 
 class AsyncLLM:
@@ -158,28 +166,15 @@ class AsyncLLM:
         prompt: Prompt | TextPair,
         params: PoolingParams | None = None,
         *,
-        task: PoolingTask | None = None,
         request_id: str | None = None,
-        prompt_name: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[EncodeOptions],
     ) -> PoolingRequestOutput:
-        """One pooling task on a prompt or a pair of texts; the arguments are those of `Processor.prepare_pooling`.
+        """One pooling task on a prompt or a pair of texts. Cancelling it aborts the request.
 
-        `task` stands in for params that say nothing else. Cancelling it aborts the request. Raises RequestError, QueueFullError among
-        them, and EngineDeadError.
+        Raises RequestError, QueueFullError among them, and EngineDeadError.
         """
-        [output] = await self.encode_many(
-            [prompt],
-            params,
-            task=task,
-            request_ids=None if request_id is None else [request_id],
-            prompt_name=prompt_name,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-            instruction=instruction,
-            **options,
-        )
+        request_ids = None if request_id is None else [request_id]
+        [output] = await self.encode_many([prompt], params, request_ids=request_ids, **options)
         return output
 
     async def encode_many(
@@ -187,13 +182,9 @@ class AsyncLLM:
         prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
         params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
-        task: PoolingTask | None = None,
         request_ids: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
-        prompt_name: str | Sequence[str | None] | None = None,
-        truncate_prompt_tokens: int | None = None,
-        instruction: str | None = None,
-        **options: Unpack[RequestOptions],
+        **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput]:
         """As `encode`, for many prompts at once, which reach the engine together: cheaper than so many calls of `encode`.
 
@@ -205,17 +196,13 @@ class AsyncLLM:
         many = listed(prompts)
         ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
         called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
+        rest: dict[str, Any] = {**options}
+        task = rest.pop("task", None)
+        of_texts = {name: rest.pop(name) for name in TextOptions.__annotations__.keys() & rest.keys()}
 
         def prepare() -> list[PreparedRequest]:
-            prepared = self.processor.prepare_pooling_batch(
-                ids,
-                many,
-                params_of_each(params, task, len(many), self.tasks),
-                prompt_name=prompt_name,
-                truncate_prompt_tokens=truncate_prompt_tokens,
-                instruction=instruction,
-                options=options,
-            )
+            each = params_of_each(params, task, len(many), self.tasks)
+            prepared = self.processor.prepare_pooling_batch(ids, many, each, cast(RequestOptions, rest), **of_texts)
             # Sequences of equal length that meet in a step are computed together.
             return sorted(all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids))
 
