@@ -550,6 +550,10 @@ def test_checkpoints_without_a_processor(make_renderer, tokenizer, make_seeing):
     renderer = make_renderer(tokenizer, hf_config={"vocab_size": 400})
     with pytest.raises(CheckpointError, match=r"neither preprocessor_config\.json"):
         renderer.take_rules(LlavaRules(renderer.config))
+    # Who wants no images needs none.
+    renderer = make_renderer(tokenizer, hf_config={"vocab_size": 400}, limit_mm_per_prompt=["image=0"])
+    renderer.take_rules(LlavaRules(renderer.config))
+    assert renderer.render_prompt("a").features is None
     for images, reason in (({"image_processor_type": "NoSuch"}, "cannot make the image processor"), ({"size": 3}, "cannot make")):
         with pytest.raises(CheckpointError, match=reason):
             make_seeing(images=images).render_conversation(chat(of(pixels())))

@@ -71,17 +71,18 @@ class MediaReader:
     Raises CheckpointError where the checkpoint does not say how, ConfigError for bounds that make no sense.
     """
 
-    def __init__(self, config: VllmConfig, rules: MultiModalRules, folder: Path) -> None:
+    def __init__(self, config: VllmConfig, rules: MultiModalRules, folder: Path | None) -> None:
+        """`folder`: of the checkpoint's image processor. None: no image is read."""
         self._rules = rules
         bounds = config.renderer
         self._limits = MediaLimits(
             max_bytes=bounds.max_media_bytes, max_pixels=bounds.max_media_pixels, allowed_hosts=tuple(bounds.allowed_media_hosts)
         )
-        self._images = ImageProcessor(folder, bounds.max_media_pixels)
+        self._images = None if folder is None else ImageProcessor(folder, bounds.max_media_pixels)
 
     def read(self, items: Sequence[Item], options: Any, held: FeatureLookup | None) -> list[ReadItem]:
         """Each item once, however often it stands in a prompt. `options`: mm_processor_kwargs. Raises RequestError."""
-        chosen = self._images.options(options)
+        chosen = self._images.options(options) if self._images is not None else {}
         made: dict[str, ReadItem] = {}
         found = []
         for item, content in zip(items, self._contents(items), strict=True):
@@ -97,6 +98,7 @@ class MediaReader:
             return ReadItem(item.modality, identifier, Replacement(known.token_ids, known.mask, known.layout), None)
         arrays = content.arrays
         if arrays is None:
+            assert self._images is not None, "no image is read"
             pixels = content.pixels
             if pixels is None:
                 pixels = open_image(content.file, self._limits, what=item.what, param=item.param)
@@ -109,7 +111,8 @@ class MediaReader:
     def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
         """Of the content and all that decides what is made of it; and of the caller's name, which cannot stand for the content."""
         said = json.dumps([item.modality, content.kind, item.uuid, options], sort_keys=True)
-        return hashlib.sha256(self._images.fingerprint + content.digest() + said.encode()).hexdigest()
+        fingerprint = self._images.fingerprint if self._images is not None else b""
+        return hashlib.sha256(fingerprint + content.digest() + said.encode()).hexdigest()
 
     def _contents(self, items: Sequence[Item]) -> list[_Content]:
         """What the items hold. URLs are fetched some at a time."""
@@ -122,7 +125,7 @@ class MediaReader:
         if item.is_embeds:
             with _naming(item):
                 return _Content("embeds", arrays=read_embeds(item.modality, item.source, self._limits.max_bytes))
-        if item.modality != "image":
+        if item.modality != "image" or self._images is None:
             raise RequestError(
                 f"{item.what}: this renderer processes images only, since transformers' other processors need torchvision. "
                 f"Give {item.modality}_embeds.",

@@ -53,13 +53,16 @@ class ItemLimits:
                 raise ConfigError(f"limit_mm_per_prompt: {entry!r} is not like image=8. The model takes: {', '.join(modalities)}.")
             self._most[modality] = int(count)
 
+    def most(self, modality: str) -> int:
+        return self._most.get(modality, _MOST_ITEMS)
+
     def check(self, items: Sequence[Item], modalities: Sequence[str]) -> None:
         """Raises RequestError for a modality that the model does not take, or too many items."""
         for modality, count in Counter(item.modality for item in items).items():
             first = next(item for item in items if item.modality == modality)
             if modality not in modalities:
                 raise RequestError(f"{first.what}: this model takes no {modality}, only {' and '.join(modalities)}.", first.param)
-            most = self._most.get(modality, _MOST_ITEMS)
+            most = self.most(modality)
             if count > most:
                 allowed = f"a prompt may have {most} of modality {modality!r} (limit_mm_per_prompt)"
                 raise RequestError(f"{modality} {most + 1}: there are {count}; {allowed}.", first.param)
