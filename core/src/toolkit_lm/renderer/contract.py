@@ -36,7 +36,11 @@ class RenderedText(NamedTuple):
 
 
 class DecodeStream(ABC):
-    """Turns one sequence's tokens into text, as they come."""
+    """Turns one sequence's tokens into text, as they come.
+
+    All of it: the marks of reasoning and of tool calls too. Stop texts, and the places of tokens, are places in this text. What tells the
+    parts of an answer from each other does so beside it, and nothing is held back for that.
+    """
 
     @abstractmethod
     def push(self, token_ids: Sequence[int]) -> str:
