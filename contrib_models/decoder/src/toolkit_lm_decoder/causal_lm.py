@@ -56,10 +56,6 @@ class Decoder(Model):
         embedded: Tensor = self.get_submodule(self.embedding_name)(input_ids)
         return embedded
 
-    def embedded(self, input_ids: Tensor, inputs_embeds: Tensor | None) -> Tensor:
-        """What the layers begin with: `inputs_embeds` where they are given."""
-        return self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-
 
 class CausalLM(Model):
     """A decoder with its language-modeling head."""

@@ -211,6 +211,8 @@ class LlamaDecoderLayer(FusibleLayer):
 class LlamaModel(Decoder):
     """The embedding, the layers and the last norm."""
 
+    embed_tokens: nn.Module
+
     def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         config = HFConfig(vllm_config.hf_config)
@@ -242,7 +244,7 @@ class LlamaModel(Decoder):
         if intermediate is not None:
             x, residual = intermediate["hidden_states"], intermediate["residual"]
         else:
-            x, residual = self.embedded(input_ids, inputs_embeds), None
+            x, residual = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds, None
         for layer, rotation in zip(self.layers.owned, self.rotations(positions), strict=True):
             x, residual = layer(x, residual, rotation)
         if not self.is_last:

@@ -124,7 +124,8 @@ class OPTModel(Decoder):
         if intermediate is not None:
             x = intermediate["hidden_states"]
         else:
-            x = self.project_in(self.embedded(input_ids, inputs_embeds)) + self.embed_positions(positions + POSITION_OFFSET)
+            embeds = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            x = self.project_in(embeds) + self.embed_positions(positions + POSITION_OFFSET)
         for layer in self.layers.owned:
             x = layer(x)
         return self.project_out(self.final_layer_norm(x)) if self.is_last else {"hidden_states": x}

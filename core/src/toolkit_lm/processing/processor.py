@@ -19,6 +19,7 @@ from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.encoder_decoder import EncoderDecoderReader, RenderedPrompt
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
+from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import (
     check_bounds,
@@ -118,7 +119,7 @@ class Processor:
             return self._generation(request_ids, (self._render(read, prompt, params=params) for prompt in prompts), params, options or {})
         given: Any = prompts
         render = self.renderer.render_prompt
-        rendered = (_with_text(self._render(render, one), one if isinstance(one, str) else one.get("prompt")) for one in given)
+        rendered = (self._rendered(render, one, one if isinstance(one, str) else one.get("prompt")) for one in given)
         return self._generation(request_ids, rendered, params, options or {})
 
     def prepare_chat(
@@ -147,7 +148,7 @@ class Processor:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
             return self._generation(request_ids, (self._render(read, one) for one in conversations), params, options or {})
         render = self.renderer.render_conversation
-        rendered = (_with_text(self._render(render, one, **render_options), None) for one in conversations)
+        rendered = (self._rendered(render, one, None, **render_options) for one in conversations)
         return self._generation(request_ids, rendered, params, options or {})
 
     def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
@@ -156,6 +157,25 @@ class Processor:
         except Exception as error:
             self.plugins.boundary.check(error)
             raise
+
+    def _rendered(self, render: Callable[..., Rendered], given: Any, text: str | None, **render_options: Any) -> RenderedPrompt:
+        if self.renderer.feature_cache is None:
+            rendered, rendering = self._render(render, given, **render_options), None
+        else:
+            rendering = PinnedRendering(partial(self._render, render, given, **render_options))
+            rendered = rendering()
+        return RenderedPrompt(rendered.token_ids, text, features=rendered.features, rendering=rendering if rendered.features else None)
+
+    def render_again(self, prepared: PreparedRequest) -> None:
+        """Gives it the data of items that the engine no longer holds. Raises RequestError."""
+        assert prepared.rendering is not None, "it has items of media"
+        rendered, features = prepared.rendering(), prepared.message.features
+        again = rendered.features or []
+        with self.plugins.boundary:
+            check_features(again, rendered.token_ids, self.renderer, prepared.rendering.found)
+        if [one.mm_identifier for one in again] != [one.mm_identifier for one in features]:
+            raise RequestError("the prompt's items of media are other ones when they are read again.", "multi_modal_data")
+        prepared.message.features = [structs.replace(old, data=new.data) for old, new in zip(features, again, strict=True)]
 
     def _generation(
         self, request_ids: Sequence[str], rendered: Iterable[RenderedPrompt], params: SamplingParams, options: RequestOptions
@@ -184,7 +204,7 @@ class Processor:
         check_token_ids(token_ids, self._vocab_size)
         if features:
             with self.plugins.boundary:
-                check_features(features, token_ids, self.renderer)
+                check_features(features, token_ids, self.renderer, rendered.rendering.found if rendered.rendering else {})
         if params.truncate_prompt_tokens is not None and rendered.encoder is None:
             cut = cut_prompt(token_ids, params, self.config.max_model_len)
             if text is not None and len(cut) < len(token_ids):
@@ -193,7 +213,8 @@ class Processor:
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
         message.inputs, message.features = inputs, features
-        message.cache_keys += cache_keys(features)
+        if features:
+            message.cache_keys += cache_keys(features)
         if rendered.encoder is not None:
             check_token_ids(rendered.encoder.token_ids, self._vocab_size)
             message.encoder = rendered.encoder
@@ -207,7 +228,7 @@ class Processor:
             check_token_ids(forced.values(), self._vocab_size, "forced tokens")
             processors = {**processors, **inputs.logits_processors}
             message.inputs = structs.replace(inputs, forced_tokens=forced, logits_processors=processors)
-        return PreparedRequest(message, text, rendered.encoder_text)
+        return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering)
 
     # Pooling
 
@@ -308,7 +329,3 @@ class Processor:
             cache_keys=[CacheKey(0, 1, salt)] if salt else [],
             context=options.get("context", {}),
         )
-
-
-def _with_text(rendered: Rendered, text: str | None) -> RenderedPrompt:
-    return RenderedPrompt(rendered.token_ids, text, features=rendered.features)
