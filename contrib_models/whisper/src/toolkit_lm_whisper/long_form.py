@@ -19,6 +19,7 @@ from toolkit_lm.outputs import CompletionOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.renderer import Renderer
 
+from toolkit_lm_whisper.languages import code_of
 from toolkit_lm_whisper.rules import WhisperRules
 
 _STEP, _FRAME = 0.02, 0.01
@@ -130,8 +131,8 @@ class LongForm:
         return [token for token in given if token < self.first_time - 1 and token not in marks]
 
     def language(self, name: str | None) -> int | None:
-        """Its token; None: it is to be detected. Raises RequestError."""
-        found = next((token for token, one in self.languages.items() if one == name), None)
+        """Its token, by code or name; None: it is to be detected. Raises RequestError."""
+        found = None if name is None else next((token for token, one in self.languages.items() if one == code_of(name)), None)
         if name is not None and found is None:
             raise RequestError(f"language {name!r} is not one of the model's. {nearest(name, self.languages.values())}", "language")
         return found

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.messages import Array, EncoderInput
 from toolkit_lm.renderer import EncoderDecoderRules, Renderer
 
 from toolkit_lm_whisper.features import LogMel
+from toolkit_lm_whisper.languages import code_of
 
 
 class WhisperRules(EncoderDecoderRules):
@@ -82,13 +83,36 @@ class WhisperRules(EncoderDecoderRules):
 
     def default_decoder_prompt(self) -> list[int]:
         """The start of a transcript: of the language and task that the checkpoint names, else English, transcribed; no timestamps."""
+        named = self._forced() or self._named()
+        no_timestamps = [token for token in self._no_timestamps() if token not in named]
+        return [self.start_token_id, *named, *no_timestamps]
+
+    def _named(self) -> list[int]:
+        """The tokens of language and task."""
         languages, tasks = self.generation.get("lang_to_id") or {}, self.generation.get("task_to_id") or {}
         if not languages:
-            return [self.start_token_id, *self._no_timestamps()]
-        language = self.generation.get("language") or "<|en|>"
-        language = language if language in languages else f"<|{language}|>"
-        named = [languages.get(language, next(iter(languages.values()))), tasks.get(self.generation.get("task") or "transcribe")]
-        return [self.start_token_id, *(token for token in named if token is not None), *self._no_timestamps()]
+            return []
+        stated = self.generation.get("language")
+        language = languages.get(f"<|{code_of(str(stated or 'en'))}|>")
+        if language is None and stated:
+            raise CheckpointError(f"generation_config.json: language {stated!r} is not one of its lang_to_id.")
+        named = [next(iter(languages.values())) if language is None else language, tasks.get(self.generation.get("task") or "transcribe")]
+        return [token for token in named if token is not None]
+
+    def _forced(self) -> list[int]:
+        """As older checkpoints name them, in `forced_decoder_ids`, where they name neither language nor task."""
+        given = self.generation.get("forced_decoder_ids") or self.config.hf_config.get("forced_decoder_ids")
+        if not given or self.generation.get("language") or self.generation.get("task"):
+            return []
+        try:
+            places, tokens = zip(*given, strict=True)
+        except (TypeError, ValueError):
+            places, tokens = (), ()
+        if not places or any(place != i for i, place in enumerate(places, 1)) or {*map(type, tokens)} - {int, type(None)}:
+            raise CheckpointError(f"forced_decoder_ids must be [[1, TOKEN], [2, TOKEN], ...], not {given!r}.")
+        # None stands for the language, which transformers detects.
+        parts = [self._named()[:1] if token is None else [token] for token in tokens]
+        return [token for part in parts for token in part]
 
     def decoder_prompt(self, token_ids: Sequence[int]) -> list[int]:
         """Text from before the window stands before the start of the transcript."""
