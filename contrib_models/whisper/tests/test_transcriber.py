@@ -125,6 +125,58 @@ def test_several_at_once_are_those_of_each_alone(llm):
     assert {one.language for one in together} <= {"en", "de"}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_detected_languages_are_those_of_transformers(checkpoint, llm, seed):
+    _, model = checkpoint
+    samples = recording(3, seed) * (1, 0.05, 0.3, 0.7)[seed]
+    [found] = Transcriber(llm, Thresholds(temperatures=(0.0,))).transcribe([(samples, 16000)])
+    heard = transformers.WhisperFeatureExtractor()(samples, sampling_rate=16000, return_tensors="pt").input_features
+    [token] = model.detect_language(heard, generation_config=transformers.GenerationConfig(**GENERATION)).tolist()
+    assert GENERATION["lang_to_id"][f"<|{found.language}|>"] == token
+
+
+def test_what_is_drawn_again_is_what_transformers_draws_again(checkpoint, llm):
+    """By the same log probabilities and rates of compression."""
+    folder, model = checkpoint
+    samples = recording(70)
+    inputs = transformers.WhisperFeatureExtractor()(
+        samples, sampling_rate=16000, truncation=False, padding="longest", return_attention_mask=True, return_tensors="pt"
+    )
+    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    told = []
+    theirs = {name: getattr(model, name) for name in ("_retrieve_avg_logprobs", "_retrieve_compression_ratio")}
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        for name, function in theirs.items():
+            patch.setattr(model, name, lambda *given, name=name, function=function: told.append((name, function(*given))) or told[-1][1])
+        model.generate(
+            **inputs,
+            language="en",
+            task="transcribe",
+            return_timestamps=True,
+            temperature=(0.0,),
+            logprob_threshold=-1.0,
+            compression_ratio_threshold=1.35,
+            no_speech_threshold=2.0,
+            condition_on_prev_tokens=False,
+            max_new_tokens=SHAPE["max_target_positions"] - 3,
+        )
+    transcriber = Transcriber(llm, Thresholds(temperatures=(0.0,), most_no_speech=2.0), uses_context=False)
+    [found] = transcriber.transcribe([(samples, 16000)], language="en")
+    ours = {one.seek: one for one in found.segments}.values()
+    expected = {name: [float(value) for key, value in told if key == name] for name in theirs}
+    assert len(ours) > 2
+    assert [one.avg_logprob for one in ours] == pytest.approx(expected["_retrieve_avg_logprobs"], abs=1e-3)
+    assert [one.compression_ratio for one in ours] == pytest.approx(expected["_retrieve_compression_ratio"])
+
+
+def test_languages_by_name(llm):
+    given = (recording(2), 16000)
+    transcriber = Transcriber(llm, Thresholds(temperatures=(0.0,)))
+    [by_name], [by_code] = (transcriber.transcribe([given], language=name) for name in ("German", "de"))
+    assert by_name == by_code
+    assert by_name.language == "de"
+
+
 def test_what_fails_is_drawn_again(llm):
     never = Thresholds(temperatures=(0.0, 0.5), least_logprob=0.0)
     calls = []

@@ -15,6 +15,8 @@ class Suppress(LogitsProcessor):
     """Rules out `always` at every place, and `begin` at the first of the output."""
 
     stage = "logits"
+    # As in transformers: how sure the model is, is said of what it may draw.
+    in_logprobs = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)

@@ -19,6 +19,8 @@ class Timestamps(LogitsProcessor):
     """
 
     stage = "logits"
+    # As in transformers: how sure the model is, is said of what it may draw.
+    in_logprobs = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)
