@@ -20,6 +20,12 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from vision_families import BEGIN, END, IMAGE, VOCAB, random_model
 
 MARKS = {"<image>": IMAGE, "<start_of_image>": BEGIN, "<end_of_image>": END}
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for p in m['content'] %}{{ MARK if p['type'] == 'image' else p['text'] }}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
+"""As Gemma's, it has a line break where a picture may follow."""
 NEWLINE = "Ċ"
 """A line break, as tokenizers of bytes write it."""
 
@@ -70,6 +76,13 @@ class Subject:
         return drawn[0, :length].tolist(), drawn[0, length:].tolist()
 
 
+def write_template(folder: Path, mark: str) -> str:
+    """The chat template of a checkpoint, whose pictures have this mark."""
+    path, template = folder / "tokenizer_config.json", TEMPLATE.replace("MARK", repr(mark))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return template
+
+
 def make_subject(folder: Path, family: str) -> Subject:
     model = random_model(family)
     model.save_pretrained(folder)
@@ -94,7 +107,9 @@ def make_subject(folder: Path, family: str) -> Subject:
             num_additional_image_tokens=int(is_clip),
         )
     images.save_pretrained(folder)
-    return Subject(folder, model, processor)
+    subject = Subject(folder, model, processor)
+    processor.chat_template = write_template(folder, subject.mark)
+    return subject
 
 
 def drawings(count: int, seed: int = 0) -> list[np.ndarray]:

@@ -38,7 +38,7 @@ TEXT = {
     "pad_token_id": 2,
 }
 CLIP = CLIPVisionConfig(**TOWER, image_size=28, patch_size=7)
-SIGLIP = SiglipVisionConfig(**TOWER, image_size=30, patch_size=7, vision_use_head=False)
+SIGLIP = SiglipVisionConfig(**{**TOWER, "num_attention_heads": 2}, image_size=30, patch_size=7, vision_use_head=False)
 SIGLIP_WITH_HEAD = SiglipVisionConfig(**TOWER, image_size=28, patch_size=7)
 GPT2 = {
     "tie_word_embeddings": False,
