@@ -246,9 +246,11 @@ def test_files_that_are_no_recordings(tmp_path):
     for name, why in (("none", "is empty"), ("many", "has 9 channels: up to 8"), ("slow", "states 10 samples a second: 1,000 to 384,000")):
         with pytest.raises(RequestError, match=f"{name}.wav {why}"):
             read_recording(tmp_path / f"{name}.wav", 16000)
-    for name in ("text.mp3", "missing.wav"):
-        with pytest.raises(RequestError, match=f"{name} cannot be read as audio: .*WAV, FLAC, Ogg and MP3 are read"):
-            read_recording(tmp_path / name, 16000)
+    with pytest.raises(RequestError, match=r"text.mp3 cannot be read as audio: .*WAV, FLAC, Ogg and MP3 are read"):
+        read_recording(tmp_path / "text.mp3", 16000)
+    for path, why in ((tmp_path / "missing.wav", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(RequestError, match=f"{path} cannot be read: {why}"):
+            read_recording(path, 16000)
 
 
 def test_bad_requests(llm):
@@ -290,3 +292,6 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert "text.wav cannot be read as audio" in capsys.readouterr().err
     assert [one.name for one in out.iterdir()] == ["speech.srt"]
     assert run(["transcribe", str(checkpoint[0]), str(path), "--format", "pdf", *flags]) == 2
+    other = tmp_path / "other" / "speech.flac"
+    assert run(["transcribe", str(checkpoint[0]), str(path), str(other), "--out", str(out), *flags]) == 2
+    assert f"'{path}' and '{other}' would have transcripts of one name" in capsys.readouterr().err

@@ -35,6 +35,8 @@ def transcribe(
     """
     if format not in _FORMATS:
         raise ConfigError(f"option 'format': {format!r} must be one of {', '.join(_FORMATS)}.")
+    if out is not None:
+        _check_names(files)
     recordings, failed = {}, 0
     for path in files:
         try:
@@ -52,6 +54,14 @@ def transcribe(
                 (out / f"{path.stem}.{format}").write_text(text, encoding="utf-8")
     if failed:
         raise typer.Exit(1)
+
+
+def _check_names(files: list[Path]) -> None:
+    """Raises ConfigError where two transcripts would be one file."""
+    named: dict[str, Path] = {}
+    for path in files:
+        if (other := named.setdefault(path.stem, path)) is not path:
+            raise ConfigError(f"option 'out': {str(other)!r} and {str(path)!r} would have transcripts of one name. Give one of them alone.")
 
 
 def _transcripts(config: VllmConfig, plugins: Plugins, given: list, format: str, language: str | None, task: str) -> list[str]:  # type: ignore[type-arg]

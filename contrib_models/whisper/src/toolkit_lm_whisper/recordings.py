@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,14 +64,17 @@ def open_audio(file: Path | IO[bytes], name: str) -> Iterator[Audio]:
     """Reads the header. `name`: for errors. Raises RequestError."""
     import soundfile
 
-    try:
-        opened = soundfile.SoundFile(file if not isinstance(file, Path) else str(file))
-    except (soundfile.LibsndfileError, OSError) as error:
-        told = error.error_string if isinstance(error, soundfile.LibsndfileError) else str(error)
-        formats = "WAV, FLAC, Ogg and MP3 are"
-        raise RequestError(f"{name} cannot be read as audio: {told.strip().rstrip('.')}. {formats} read.", "file") from None
-    with opened:
-        yield Audio(opened, name)
+    with ExitStack() as stack:
+        try:
+            opened = stack.enter_context(file.open("rb")) if isinstance(file, Path) else file
+        except OSError as error:
+            raise RequestError(f"{name} cannot be read: {error.strerror}.", "file") from None
+        try:
+            sound = stack.enter_context(soundfile.SoundFile(opened))
+        except soundfile.LibsndfileError as error:
+            told = error.error_string.strip().rstrip(".")
+            raise RequestError(f"{name} cannot be read as audio: {told}. WAV, FLAC, Ogg and MP3 are read.", "file") from None
+        yield Audio(sound, name)
 
 
 def read_recording(path: Path, sampling_rate: int) -> np.ndarray:
