@@ -221,6 +221,8 @@ class EngineOutputs(Struct, kw_only=True):
     """Requests that left the queue for the batch, for the first time."""
     events: list[Event] = field(default_factory=list)
     """In order; empty when nobody listens."""
+    missing: dict[str, list[str]] | None = None
+    """By request, which it does not take, items of media: it was sent none of their data, and does not hold it."""
 
 
 class NewSequence(Struct, kw_only=True):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import Checkpoint, PluginsConfig, VllmConfig
+from toolkit_lm.engine.feature_mirror import FeatureMirror
 from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.messages import Array, CacheKey, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
@@ -13,7 +14,6 @@ from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer, Replacement, make_renderer
-from toolkit_lm.renderer.feature_lookup import HeldFeature
 from toolkit_lm.scheduler import RequestLimits
 
 IMAGE, END = 9, 8
@@ -33,11 +33,15 @@ class Rules(MultiModalRules):
 
 
 class Plain(Renderer):
-    """Gives what it is given."""
+    """Gives what it is given, and asks whether the engine holds what has no data."""
 
     def render_prompt(self, prompt, *, add_special_tokens=True):
         parsed = parse_prompt(prompt, media=True)
-        return Rendered(parsed["prompt_token_ids"], parsed.get("multi_modal_data", {}).get("image"))
+        features = parsed.get("multi_modal_data", {}).get("image")
+        for one in features or ():
+            if one.data is None and self.feature_cache is not None:
+                self.feature_cache.get(one.mm_identifier)
+        return Rendered(parsed["prompt_token_ids"], features)
 
     def render_conversation(self, messages, **kwargs):
         return self.render_prompt(messages[0])
@@ -134,8 +138,9 @@ def test_items_that_are_not_as_the_rules_have_them(features, reason):
 
 def test_items_that_the_engine_holds():
     made = processor()
-    rule = Rules(made.config).replacement("image", {"pixels": np.zeros((2, 3))})
-    made.renderer.feature_cache = type("Held", (), {"get": lambda self, key: HeldFeature(*rule, 24) if key == "id 0" else None})()
+    mirror = made.renderer.feature_cache = FeatureMirror(2**20)
+    with mirror.sending([made.prepare("first", prompt(TWO, image(1))).message]):
+        pass
     features = [image(1, data=None), image(5, fill=1)]
     assert made.prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=2)).message.features == features
     for feature in (image(1, data=None, fill=1), image(1, data=None, layout={}), image(2, data=None)):

@@ -72,6 +72,9 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     encoder_cache_memory: Annotated[
         str, option("Memory for what encoders have made of images and other media, until prompts have been computed: bytes ('256MiB').")
     ] = "256MiB"
+    feature_cache_memory: Annotated[
+        str, option("Memory for images and other media as encoders read them: one that comes again is not processed again. 0: none.")
+    ] = "1GiB"
     swap_memory: Annotated[
         str | None, option("Host memory for preempted requests: bytes ('4GiB') or a fraction of the free memory.", none="none")
     ] = None
@@ -81,14 +84,19 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
             "kv_cache_memory": self.kv_cache_memory,
             "swap_memory": self.swap_memory,
             "encoder_cache_memory": self.encoder_cache_memory,
+            "feature_cache_memory": self.feature_cache_memory,
         }
         for name, text in amounts.items():
-            if text is not None and (name, text) != ("kv_cache_memory", "auto"):
+            if text is not None and (name, text) not in (("kv_cache_memory", "auto"), ("feature_cache_memory", "0")):
                 try:
-                    if isinstance(parse_memory(text), float) and name == "encoder_cache_memory":
+                    if isinstance(parse_memory(text), float) and name in ("encoder_cache_memory", "feature_cache_memory"):
                         raise ConfigError(f"{text!r} is a fraction; it takes bytes, such as '256MiB'.")
                 except ConfigError as error:
                     raise ConfigError(f"option {name!r}: {error}") from None
+
+    @property
+    def feature_cache_bytes(self) -> int:
+        return 0 if self.feature_cache_memory == "0" else int(parse_memory(self.feature_cache_memory))
 
 
 class SchedulerConfig(Struct, frozen=True, kw_only=True):

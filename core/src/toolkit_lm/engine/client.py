@@ -11,6 +11,7 @@ from msgspec import Struct
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.engine.feature_mirror import FeatureMirror
 from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.messages import EngineOutputs, EngineRequest, PoolingRules
 from toolkit_lm.params import FinishReason
@@ -37,8 +38,10 @@ class EngineClient(ABC):
     phase: str = ""
     """What the engine does before it is ready."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: VllmConfig) -> None:
         self._pid = os.getpid()
+        self.features = FeatureMirror(config.cache.feature_cache_bytes)
+        """What the engine holds of items of media."""
 
     def check_process(self) -> None:
         """Raises EngineDeadError in a fork of the process that made the engine: no thread and no socket of it works there."""

@@ -50,7 +50,7 @@ class FeatureMirror:
             self._unpin()
             if (held := self._held.get(identifier)) is not None:
                 self._pins[identifier] += 1
-                rendering.add_pin(partial(self._unpinned.append, identifier))
+                rendering.add(identifier, held, partial(self._unpinned.append, identifier))
             return held
 
     def held_keys(self, limit: int) -> list[str]:

@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.client import EngineClient, EngineInfo
 from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.engine.feature_mirror import EngineFeatures
 from toolkit_lm.executor import make_executor
 from toolkit_lm.messages import EngineOutputs, EngineRequest
 from toolkit_lm.params import FinishReason
@@ -21,7 +22,8 @@ class InProcessClient(EngineClient):
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         """Loads the model. `config` is resolved, `resolve_device` included."""
-        super().__init__()
+        super().__init__(config)
+        self._features = EngineFeatures()
         self.core = EngineCore(config, plugins, make_executor(config, plugins), listening=plugins.has_event_listeners)
         self._info = EngineInfo(config=config, kv_cache=self.core.kv_cache, pooling=self.core.pooling)
         self._wakes: SimpleQueue[None] = SimpleQueue()
@@ -36,6 +38,10 @@ class InProcessClient(EngineClient):
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self.check_process()
+        if any(one.features for one in requests):
+            with self.features.sending(requests) as (requests, evicted):
+                missing = self._features.take_in(0, requests, evicted)
+                assert not missing, "nothing comes between both sides"
         added = []
         try:
             for request in requests:

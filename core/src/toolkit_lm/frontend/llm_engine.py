@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Unpack
+from weakref import WeakKeyDictionary
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
@@ -64,9 +65,12 @@ class LLMEngine:
             self.renderer = make_renderer(self.config, self.plugins)
             with self.plugins.boundary:
                 self.processor = Processor(self.config, self.renderer, self.plugins)
+            self._share_features()
             self.queue: QueueLimits | None = None
             """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
+            self._rendered: WeakKeyDictionary[AnyState, PreparedRequest] = WeakKeyDictionary()
+            """What the engine may want once more, with the data of its media."""
             self._ready = False
             self._busy_since = 0.0
             """time.monotonic() at which the engine got work after it had none."""
@@ -111,6 +115,12 @@ class LLMEngine:
         self._states.clear()
         self._ready = False
         self.client = self._started()
+        self._share_features()
+
+    def _share_features(self) -> None:
+        """Lets the renderer of a multimodal model know what the engine holds."""
+        if self.renderer.rules is not None:
+            self.renderer.feature_cache = self.client.features
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -149,6 +159,9 @@ class LLMEngine:
                 raise RequestError(f"request id {message.request_id!r} is in use.", "request_id")
             pooled = not message.draws_tokens
             states[message.request_id] = PoolingState(message, one.prompt) if pooled else RequestState(one, self.renderer)
+            if one.rendering is not None:
+                self._rendered[states[message.request_id]] = one
+                self._settle(one)
         messages = [one.message for one in prepared]
         self.client.add(messages)
         if not self._states:
@@ -157,6 +170,13 @@ class LLMEngine:
         if self.queue is not None:
             self.queue.add(messages)
         return list(states.values())
+
+    def _settle(self, prepared: PreparedRequest, *, again: bool = False) -> None:
+        """Makes sure that it has all data that the engine lacks. It is sent next: until then the engine forgets nothing."""
+        if again or self.client.features.lacks(prepared.message):
+            self.processor.render_again(prepared)
+        if prepared.rendering is not None:
+            prepared.rendering.release()
 
     def abort(self, request_ids: str | Iterable[str]) -> list[AnyRequestOutput]:
         """Ends requests; their blocks are free at once. Returns their last outputs. Unknown ids are no error."""
@@ -221,6 +241,8 @@ class LLMEngine:
             if state := self._states.get(output.request_id):
                 touched[output.request_id] = state
                 has_finished_some |= self._apply(state, output)
+        if outputs.missing:
+            touched |= self._send_again(outputs.missing)
         for request_id, state in touched.items():
             if state.finished:
                 del self._states[request_id]
@@ -246,6 +268,23 @@ class LLMEngine:
                 state.end("error", self.plugins.renderers.get(renderer).owner.failure(error, f"renderer {renderer!r}"))
             self.client.finish(output.request_id, "error")
             return True
+
+    def _send_again(self, request_ids: Iterable[str]) -> dict[str, AnyState]:
+        """Sends requests with the data that the engine lacks, once. Returns those that end here."""
+        ended = {}
+        for state in [self._states[one] for one in request_ids if one in self._states]:
+            try:
+                if (prepared := self._rendered.pop(state, None)) is None:
+                    raise RequestError("the engine has lost the data of its images or other media, twice.")
+                self._settle(prepared, again=True)
+                self.client.add([prepared.message])
+            except EngineDeadError:
+                raise
+            except Exception as error:
+                with state.lock:
+                    state.end("error", str(error))
+                ended[state.request_id] = state
+        return ended
 
     def _leave_queue(self, request_id: str) -> None:
         if self.queue is not None:

@@ -9,6 +9,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import EncoderInput, MultiModalFeatureSpec
 from toolkit_lm.params import SamplingParams
+from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.prompts import Conversation, Prompt, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import EncoderDecoderRules, Renderer
 
@@ -23,6 +24,8 @@ class RenderedPrompt(NamedTuple):
     encoder_text: str | None = None
     features: list[MultiModalFeatureSpec] | None = None
     """Items of media that stand among `token_ids`."""
+    rendering: PinnedRendering | None = None
+    """What made these."""
 
 
 class EncoderDecoderReader:

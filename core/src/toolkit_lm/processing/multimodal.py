@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import structs
 
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import CacheKey, MultiModalFeatureSpec
 from toolkit_lm.renderer import Renderer, Replacement
+from toolkit_lm.renderer.feature_lookup import HeldFeature
 
 
-def check_features(features: Sequence[MultiModalFeatureSpec], token_ids: Sequence[int], renderer: Renderer) -> None:
-    """Raises RequestError, naming the item, for one that is not as the model's rules have it, or that stands where another does."""
+def check_features(
+    features: Sequence[MultiModalFeatureSpec], token_ids: Sequence[int], renderer: Renderer, found: Mapping[str, HeldFeature]
+) -> None:
+    """Raises RequestError, naming the item, for one that is not as the model's rules have it, or that stands where another does.
+
+    `found`: what the engine held, by identifier, when it was rendered.
+    """
     rules, end = renderer.rules, 0
     if rules is None:
         raise RequestError(f"{renderer.config.served_model_name} takes no images or other media.", "multi_modal_data")
@@ -21,7 +27,7 @@ def check_features(features: Sequence[MultiModalFeatureSpec], token_ids: Sequenc
         try:
             if not end <= at.offset < at.end <= len(token_ids) or len(at.mask or [True] * at.length) != at.length:
                 raise RequestError("it stands where the prompt has no place for it.")
-            held = renderer.feature_cache.get(feature.mm_identifier) if renderer.feature_cache and feature.data is None else None
+            held = found.get(feature.mm_identifier)
             rules.check(feature, token_ids, None if held is None else Replacement(*held[:3]))
         except RequestError as error:
             raise RequestError(f"{feature.modality} {number}: {error}", "multi_modal_data") from None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 
 from toolkit_lm.renderer import Rendered
+from toolkit_lm.renderer.feature_lookup import HeldFeature
 
 
 class PinnedRendering:
@@ -13,6 +14,8 @@ class PinnedRendering:
 
     def __init__(self, render: Callable[[], Rendered]) -> None:
         self._render = render
+        self.found: dict[str, HeldFeature] = {}
+        """By identifier."""
         self._unpins: list[Callable[[], object]] = []
 
     def __call__(self) -> Rendered:
@@ -22,8 +25,9 @@ class PinnedRendering:
         finally:
             CURRENT.reset(token)
 
-    def add_pin(self, unpin: Callable[[], object]) -> None:
+    def add(self, identifier: str, held: HeldFeature, unpin: Callable[[], object]) -> None:
         """`unpin` is called once, from any thread, in the middle of anything."""
+        self.found[identifier] = held
         self._unpins.append(unpin)
 
     def release(self) -> None:

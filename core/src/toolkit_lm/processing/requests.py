@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple, TypedDict
 
 from toolkit_lm.messages import EngineRequest
+from toolkit_lm.processing.pinned_rendering import PinnedRendering
 
 
 class PreparedRequest(NamedTuple):
@@ -15,6 +16,8 @@ class PreparedRequest(NamedTuple):
     """The text that the engine reads; None where the prompt was a conversation or token ids."""
     encoder_prompt: str | None = None
     """The same of the encoder's prompt."""
+    rendering: PinnedRendering | None = None
+    """Of a prompt with items of media: it finds what the engine holds of them, or else their data."""
 
 
 class RequestOptions(TypedDict, total=False):

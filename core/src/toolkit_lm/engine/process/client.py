@@ -40,7 +40,7 @@ class ProcessClient(EngineClient):
 
         Raises PluginError for plugins that it cannot have, ConfigError for options that cannot be sent to it.
         """
-        super().__init__()
+        super().__init__(config)
         self.phase = "importing"
         self.process = process
         start = _encode_start(config, plugins)
@@ -87,12 +87,11 @@ class ProcessClient(EngineClient):
     def add(self, requests: Sequence[EngineRequest]) -> None:
         self.check_process()
         self._check()
-        try:
-            message = wire.encode(wire.add(requests))
-        except Exception as error:
-            # Such as a logits processor's argument that is no plain value.
-            raise RequestError(f"the request cannot be sent to the engine process: {type(error).__name__}: {error}") from error
-        self._send(message)
+        if not any(one.features for one in requests):
+            self._add(requests)
+            return
+        with self.features.sending(requests) as (bare, evicted):
+            self._add(bare, evicted)
 
     def finish(self, request_id: str, reason: FinishReason = "abort", index: int | None = None) -> None:
         if self._death is None and not self._closed:
@@ -133,6 +132,14 @@ class ProcessClient(EngineClient):
             self.process.end()
             self._wake_send.close()
             self._wake_recv.close()
+
+    def _add(self, requests: Sequence[EngineRequest], evicted: Sequence[str] = ()) -> None:
+        try:
+            message = wire.encode(wire.add(requests, evicted))
+        except Exception as error:
+            # Such as a logits processor's argument that is no plain value.
+            raise RequestError(f"the request cannot be sent to the engine process: {type(error).__name__}: {error}") from error
+        self._send(message)
 
     def _send(self, message: bytes) -> None:
         self._num_sent += 1
@@ -194,6 +201,10 @@ class ProcessClient(EngineClient):
         pending.outputs += [o for o in new.outputs if not stale or not stale & {(o.request_id, None), (o.request_id, o.index)}]
         pending.admitted += new.admitted
         pending.events += new.events
+        for request_id, names in new.missing.items() if new.missing else ():
+            self.features.forget(names)
+            if (request_id, None) not in stale:
+                pending.missing = {**(pending.missing or {}), request_id: names}
 
     def _on_exit(self) -> None:
         """The process has died: finds out why."""
@@ -230,7 +241,7 @@ def _encode_start(config: VllmConfig, plugins: Plugins) -> bytes:
 
 
 def _has_any(outputs: EngineOutputs) -> bool:
-    return bool(outputs.outputs or outputs.admitted or outputs.events)
+    return bool(outputs.outputs or outputs.admitted or outputs.events or outputs.missing)
 
 
 def _as_error(report: wire.Failed) -> ToolkitError:

@@ -14,6 +14,7 @@ import zmq
 
 from toolkit_lm import errors
 from toolkit_lm.engine.core import EngineCore
+from toolkit_lm.engine.feature_mirror import EngineFeatures
 from toolkit_lm.engine.process import wire
 from toolkit_lm.errors import PluginError, ToolkitError
 from toolkit_lm.executor import make_executor
@@ -70,6 +71,8 @@ class _Loop:
         self._refusals: list[EngineOutput] = []
         self._arriving: deque[deque[EngineRequest]] = deque()
         """Of each call, those that are not added yet. Calls take turns, so that a small one need not wait for a large one."""
+        self._features = EngineFeatures()
+        self._missing: dict[str, list[str]] = {}
 
     def run(self) -> None:
         """Until the engine fails: raises why."""
@@ -79,6 +82,8 @@ class _Loop:
             outputs = self._core.step() if self._core.has_unfinished else self._core.poll_outputs()
             outputs.outputs += self._refusals
             self._refusals = []
+            if self._missing:
+                outputs.missing, self._missing = self._missing, {}
             if not outputs.outputs and (num_handled, progress) == (self._num_handled, self._core.progress_time):
                 # A sign of life would be a lie.
                 continue
@@ -98,7 +103,11 @@ class _Loop:
         self._num_handled += 1
         command = wire.decode_command(message)
         if isinstance(command, wire.Add):
-            self._arriving.append(deque(wire.added(command)))
+            requests = wire.added(command)
+            if any(one.features for one in requests):
+                self._missing |= (missing := self._features.take_in(0, requests, command.evicted))
+                requests = [one for one in requests if one.request_id not in missing]
+            self._arriving.append(deque(requests))
             return
         # It may be about them.
         self._add_some(sys.maxsize)
