@@ -21,6 +21,7 @@ from toolkit_lm.config import options_of
 from toolkit_lm.errors import page as page_address
 from toolkit_lm.plugin import API_VERSION, Plugins
 from toolkit_lm_bench.options import DatasetOptions, FigureOptions, LoadOptions, SamplingOptions as BenchSamplingOptions, TargetOptions
+from toolkit_lm_cli import CommandRegistry
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_cli.sampling import sampling_flags
@@ -225,7 +226,7 @@ def test_the_flags_in_the_guides_exist():
         | {f"--no-{o.flag[2:]}" for o in options if o.is_flag}
         | {o.flag for o in sampling_flags(Plugins.load().logits_processors).values()}
     )
-    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out"}
+    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out", "--image", "--message"}
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
     sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)
@@ -240,7 +241,7 @@ def test_the_flags_in_the_guides_exist():
 
 def test_the_readme_names_every_command():
     text = read(ROOT / "README.md")
-    assert [command for command in Plugins.load().commands if f"`toolkit {command}" not in text] == []
+    assert [command for command in Plugins.load().brought_registry(CommandRegistry) if f"`toolkit {command}" not in text] == []
 
 
 def test_sampling_names_every_parameter_and_its_default():

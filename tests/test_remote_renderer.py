@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+from render_servers import Renderers
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
 from toolkit_lm_server.app import create_app
@@ -19,36 +15,7 @@ from toolkit_lm_server.app import create_app
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPTS = ["Once upon a time", "The capital of Italy is", {"prompt_token_ids": [5, 6, 7]}]
-OPTIONS = {"device": "cpu", "num_kv_blocks": 128, "max_model_len": 128, "max_num_seqs": 8}
-
-
-class Renderers:
-    """Processes of `toolkit render`."""
-
-    def __init__(self) -> None:
-        self.processes: dict[str, subprocess.Popen[str]] = {}
-
-    def start(self, *arguments: str) -> str:
-        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "render", *arguments, "--port", "0"]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        assert process.stdout is not None
-        found = re.search(r"http://\S+", process.stdout.readline())
-        assert found is not None, f"the renderer ended with exit code {process.wait()}"
-        self.processes[found[0]] = process
-        return found[0]
-
-    def kill(self, url: str) -> None:
-        os.kill(self.processes[url].pid, signal.SIGKILL)
-        self.processes[url].wait()
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+OPTIONS = {"device": "cpu", "num_kv_blocks": 128, "max_model_len": 128, "max_num_seqs": 8, "engine_process": False}
 
 
 @pytest.fixture
