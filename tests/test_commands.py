@@ -75,6 +75,26 @@ def test_generate_keeps_order_and_survives_a_bad_line(tmp_path):
     assert "1000000" in bad["error"] and last["outputs"][0]["num_tokens"] == 5
 
 
+def test_generate_takes_both_prompts_of_an_encoder_decoder(tmp_path):
+    lines = [
+        {"prompt": "12 Nov 2024"},
+        {"encoder_prompt": "12 Nov 2024", "decoder_prompt": "20"},
+        {"encoder_prompt": [0, 19, 20, 1], "decoder_prompt": [1, 0], "max_tokens": 1},
+        {"decoder_prompt": "20"},
+        {"prompt": "12 Nov 2024", "encoder_prompt": "12 Nov 2024"},
+        {"encoder_prompt": 7},
+    ]
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = toolkit("generate", "tiny-dates", "--prompts", prompts, "--out", out, "--temperature", "0")
+    assert done.returncode == 1, done.stderr
+    whole, rest, tokens, *bad = map(json.loads, out.read_text().splitlines())
+    assert [one["outputs"][0]["text"] for one in (whole, rest)] == ["2024-11-12", "24-11-12"]
+    assert (rest["prompt"], tokens["num_prompt_tokens"], tokens["error"]) == ("12 Nov 2024", 6, None)
+    for one, why in zip(bad, ("needs an encoder prompt beside it", "a line needs one of", "a prompt must be a text"), strict=True):
+        assert why in one["error"] and not one["outputs"]
+
+
 def test_generate_does_not_overwrite_its_input(tmp_path):
     prompts = tmp_path / "in.jsonl"
     prompts.write_text(json.dumps({"prompt": "Once", "logprobs": 2}) + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from msgspec import structs
@@ -14,7 +14,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.outputs import CompletionOutput, RequestOutput
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.prompts import parse_prompt
+from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, parse_prompt
 
 from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
@@ -22,7 +22,9 @@ from toolkit_lm_cli.sampling import SamplingFlags
 if TYPE_CHECKING:
     from toolkit_lm.frontend import LLMEngine
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
+BOTH_SIDES = ("encoder_prompt", "decoder_prompt")
+"""Of an encoder-decoder model: each a text or token ids."""
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages", *BOTH_SIDES)
 
 
 @engine_command()
@@ -38,8 +40,9 @@ def generate(
 ) -> None:
     """Complete a file of prompts, offline, as one batch.
 
-    A line of a .jsonl file holds "prompt", "prompt_token_ids" or "messages", and may hold sampling parameters of its own. If a prompt
-    cannot be served, its line of the output has an "error". The other prompts go on. The exit code is then 1.
+    A line of a .jsonl file holds "prompt", "prompt_token_ids" or "messages", or for an encoder-decoder model "encoder_prompt" and
+    "decoder_prompt", and may hold sampling parameters of its own. If a prompt cannot be served, its line of the output has an "error".
+    The other prompts go on. The exit code is then 1.
     """
     lines = _read(prompts)
     if out.exists() and out.samefile(prompts):
@@ -105,13 +108,20 @@ def _rows(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingF
 def _add(engine: LLMEngine, request_id: str, line: str | dict[str, Any], flags: SamplingFlags) -> None:
     parsed = _parse(line) if isinstance(line, str) else line
     given = [key for key in PROMPT_KEYS if key in parsed]
-    if not given or ("messages" in given and len(given) > 1):
+    is_both = not set(given).isdisjoint(BOTH_SIDES)
+    if not given or ("messages" in given and len(given) > 1) or (is_both and not set(given) <= set(BOTH_SIDES)):
         raise RequestError(f"a line needs one of {', '.join(PROMPT_KEYS)}; this one has {', '.join(given) or 'none'}.", "prompt")
     params = flags.params({key: value for key, value in parsed.items() if key not in PROMPT_KEYS})
     if "messages" in parsed:
         engine.add_chat(request_id, parsed["messages"], params)
+    elif is_both:
+        engine.add_request(request_id, cast("ExplicitEncoderDecoderPrompt", {key: _side(parsed[key]) for key in given}), params)
     else:
         engine.add_request(request_id, parse_prompt({key: parsed[key] for key in given}), params)
+
+
+def _side(given: Any) -> Any:
+    return {"prompt_token_ids": given} if isinstance(given, list) else given
 
 
 def _parse(line: str) -> dict[str, Any]:
