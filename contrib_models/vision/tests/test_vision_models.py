@@ -152,6 +152,11 @@ def sparse(folder, **fields) -> None:
     [
         ({"vision_config": {"model_type": "pixtral"}}, "no vision tower of model_type 'pixtral'"),
         ({"vision_config": {"hidden_size": 30, "num_attention_heads": 4}}, "describes no vision tower"),
+        ({"vision_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers of 'vision_config' must be from 1 to 1024, not 1000000000"),
+        ({"vision_config": {"image_size": 4096, "patch_size": 1}}, "describes no vision tower"),
+        ({"vision_config": {"image_size": 4, "patch_size": 8}}, "describes no vision tower"),
+        ({"vision_config": {"hidden_size": 0}}, "hidden_size of 'vision_config' must be from 1"),
+        ({"vision_config": {"patch_size": "7"}}, "'patch_size' must be of type int"),
         ({"vision_feature_layer": 4}, "'vision_feature_layer' must name some of 3 layers, not 4"),
         ({"vision_feature_layer": []}, "'vision_feature_layer' must name some of 3 layers"),
         ({"vision_feature_select_strategy": "mean"}, "'vision_feature_select_strategy' must be one of"),

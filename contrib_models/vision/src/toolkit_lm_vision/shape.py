@@ -15,6 +15,17 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "siglip_vision_model": {**_SIZES, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
 }
 """By model_type, what transformers takes where a config says nothing."""
+_MOST = {
+    "hidden_size": 2**16,
+    "intermediate_size": 2**18,
+    "num_hidden_layers": 2**10,
+    "num_attention_heads": 2**10,
+    "num_channels": 2**4,
+    "image_size": 2**12,
+    "patch_size": 2**10,
+}
+"""Far more than any tower has."""
+_MOST_PATCHES = 2**16
 
 
 def text_size(text: Mapping[str, Any]) -> int:
@@ -47,6 +58,9 @@ class VisionShape:
         if kind not in _DEFAULTS:
             raise UnsupportedError(f"config.json: there is no vision tower of model_type {kind!r}, only of {' and '.join(_DEFAULTS)}.")
         config = HFConfig({**_DEFAULTS[kind], **{key: value for key, value in given.items() if value is not None}})
+        for name, most in _MOST.items():
+            if not 1 <= config.require(name, int) <= most:
+                raise CheckpointError(f"config.json: {name} of 'vision_config' must be from 1 to {most}, not {config.values[name]}.")
         shape = cls(
             is_clip=kind == "clip_vision_model",
             hidden_size=config.require("hidden_size", int),
@@ -59,8 +73,7 @@ class VisionShape:
             activation=config.require("hidden_act", str),
             eps=config.require("layer_norm_eps", float),
         )
-        sizes = (shape.hidden_size, shape.inner_size, shape.num_layers, shape.num_heads, shape.num_channels, shape.patch_size)
-        if min(sizes) < 1 or shape.patch_size > shape.image_size or shape.hidden_size % shape.num_heads:
+        if not 0 < shape.num_patches <= _MOST_PATCHES or shape.hidden_size % shape.num_heads:
             raise CheckpointError(f"config.json: 'vision_config' describes no vision tower: {shape}.")
         return shape
 
