@@ -230,7 +230,7 @@ def test_windows_move_on_the_host():
     assert blocks.get_block_table(0, 1)[:2] == [NO_BLOCK, blocks.get_block_table(0, 1)[1]]
     assert len(blocks.swap_out([0])) == blocks.num_used_on_host == 9
     request = SimpleNamespace(swapped=True, seq_ids=[0], unfinished=[SimpleNamespace(seq_id=0, num_kept_tokens=9)])
-    copies = RequestBlocks(VllmConfig.default(), blocks, None, None).admit(request, Cached())
+    copies = RequestBlocks(VllmConfig.default(), blocks, None, None, None).admit(request, Cached())
     assert (len(copies), blocks.num_used, blocks.num_used_on_host, request.swapped) == (7, 7, 0, False)
     assert blocks.get_block_table(0, 1)[:3] == [NO_BLOCK] * 3
     check_blocks(blocks)

@@ -18,7 +18,7 @@ from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.scheduler import Scheduler, load_policy
+from toolkit_lm.scheduler import Scheduler, load_event, load_policy
 
 logger = logging.getLogger(__name__)
 
@@ -211,4 +211,4 @@ class EngineCore:
         self._events += events
         # Without an event before it, the load is what it was.
         if self._events and not isinstance(self._events[-1], LoadEvent):
-            self._events.append(self.scheduler.load())
+            self._events.append(load_event(self.scheduler.roster, self.scheduler.blocks))

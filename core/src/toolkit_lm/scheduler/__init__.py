@@ -2,6 +2,7 @@
 
 from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
 from toolkit_lm.scheduler.block_pool import BlockPool
+from toolkit_lm.scheduler.event_log import load_event
 from toolkit_lm.scheduler.limits import RequestLimits
 from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.roster import SchedulingPolicy, load_policy
@@ -16,5 +17,6 @@ __all__ = [
     "SchedulingPolicy",
     "Sequence",
     "TokenRange",
+    "load_event",
     "load_policy",
 ]

@@ -8,6 +8,7 @@ from toolkit_lm.events import LoadEvent, RequestEvent, RequestEventKind
 from toolkit_lm.params import FinishReason
 from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.request import Request
+from toolkit_lm.scheduler.roster import Roster
 
 
 class EventLog:
@@ -50,12 +51,12 @@ class EventLog:
         )
 
 
-def load_event(num_running: int, num_waiting: int, blocks: BlockManager) -> LoadEvent:
-    """How full the engine is now. `num_running` counts sequences, `num_waiting` requests."""
+def load_event(roster: Roster, blocks: BlockManager) -> LoadEvent:
+    """How full the engine is now."""
     return LoadEvent(
         time=time.monotonic(),
-        num_running=num_running,
-        num_waiting=num_waiting,
+        num_running=roster.num_running,
+        num_waiting=len(roster.waiting),
         num_used_blocks=blocks.num_used,
         num_total_blocks=sum(pool.num_blocks for pool in blocks.pools),
         num_used_host_blocks=blocks.num_used_on_host,

@@ -9,6 +9,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import BlockCopy, ScheduledSequence, StepPlan
 from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
 from toolkit_lm.scheduler.encoder import CrossBlocks, Encoder
+from toolkit_lm.scheduler.encoder_cache import EncoderCache
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.request import Request, Sequence
 from toolkit_lm.scheduler.roster import Roster
@@ -26,11 +27,12 @@ class Cached(NamedTuple):
 class RequestBlocks:
     """The blocks of requests that come, share, give way and come back, and with them the computed counts of their sequences."""
 
-    def __init__(self, config: VllmConfig, blocks: BlockManager, preemption: PreemptionCost, roster: Roster) -> None:
+    def __init__(self, config: VllmConfig, blocks: BlockManager, preemption: PreemptionCost, roster: Roster, items: EncoderCache) -> None:
         self.blocks = blocks
         self.cross = CrossBlocks(blocks)
         self.preemption = preemption
         self.roster = roster
+        self.items = items
         self.caching = config.cache.enable_prefix_caching is not False and blocks.caches_prefixes
         """Requests share prefixes."""
         self.max_num_seqs = config.scheduler.max_num_seqs
@@ -48,9 +50,15 @@ class RequestBlocks:
                 return None
             # Leave each running sequence a block to grow into: admitting one that is preempted at once would waste its prefill.
             if self.blocks.has_free(self._num_to_admit(request, budget, cached), reserve=num_running):
-                return cached
+                return cached if not request.media_end or self._can_begin(request, cached.num_tokens, budget) else None
             if self.roster.running or not self._discard_swapped():
                 return None
+
+    def _can_begin(self, request: Request, num_cached: int, budget: int) -> bool:
+        """The item of media that follows what is cached of one that waits has room."""
+        start = max(num_cached, request.leader.num_computed_tokens)
+        first = TokenRange(request.leader.seq_id, start, min(start + budget, request.leader.num_tokens))
+        return bool(self.items.fit(request, [first]))
 
     def _num_cached(self, request: Request) -> int:
         """Tokens of a waiting request's leader whose keys and values are in the cache. Its last token is computed in any case."""
@@ -101,9 +109,16 @@ class RequestBlocks:
             request.encoder.is_computed = True
         return []
 
+    def ranges(self, request: Request, budget: int) -> list[TokenRange]:
+        """What each sequence of a request would compute now, of at most `budget` tokens, with the room that there is for its media."""
+        ranges = request.token_ranges(budget)
+        return self.items.fit(request, ranges) if request.media_end else ranges
+
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> int:
         """Adds a running request's rows to a plan, with blocks for what they compute. Returns their number of tokens."""
         total = 0
+        if request.media_end:
+            self.items.commit(plan, request, ranges)
         if request.encoder is not None and not request.encoder.on_worker and ranges:
             total = self._commit_encoder(plan, request.encoder)
         for tokens in ranges:
@@ -167,6 +182,7 @@ class RequestBlocks:
         """Moves a request's blocks to the host; None where it is better computed again, or has no room there."""
         if not request.swappable:
             return None
+        self.items.release(request.request_id)
         num_tokens = sum(seq.num_computed_tokens for seq in request.unfinished)
         if not self.preemption.prefers_swap(num_tokens, self.blocks.num_own_bytes(request.seq_ids)):
             return None
@@ -178,6 +194,7 @@ class RequestBlocks:
         """A waiting request gives up what is computed of it."""
         for seq_id in request.seq_ids:
             self.blocks.free(seq_id)
+        self.items.release(request.request_id)
         request.forget_computed()
 
     def _discard_swapped(self) -> bool:

@@ -9,15 +9,14 @@ from itertools import count, islice
 from toolkit_lm.attention import KVCacheConfig
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
-from toolkit_lm.events import LoadEvent
 from toolkit_lm.messages import Candidates, EngineOutput, EngineRequest, StepPlan, StepResult, TokenLogprobs
 from toolkit_lm.params import FinishReason, leave_too_little
 from toolkit_lm.scheduler.beam import BeamSearch
 from toolkit_lm.scheduler.beam_step import BeamStep
-from toolkit_lm.scheduler.block_manager import BlockManager, TokenRange
+from toolkit_lm.scheduler.block_manager import BlockManager
 from toolkit_lm.scheduler.deadlines import Deadlines
 from toolkit_lm.scheduler.encoder_cache import EncoderCache
-from toolkit_lm.scheduler.event_log import EventLog, load_event
+from toolkit_lm.scheduler.event_log import EventLog
 from toolkit_lm.scheduler.preemption import PreemptionCost
 from toolkit_lm.scheduler.quarantine import Quarantine
 from toolkit_lm.scheduler.request import Request, Sequence
@@ -36,7 +35,7 @@ class Scheduler:
     that it will draw are placeholders until then.
 
     It decides who computes. Roster knows who waits and who runs, RequestBlocks gives blocks, BeamStep leads a search on by a token,
-    Quarantine says whom to compute alone, and EventLog keeps what there is to tell.
+    EncoderCache which items of media are encoded, Quarantine whom to compute alone, and EventLog keeps what there is to tell.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class Scheduler:
         self.roster = Roster(policy)
         self.blocks = BlockManager(kv_cache)
         self.preemption = PreemptionCost(config.scheduler.preemption_mode, kv_cache)
-        self.request_blocks = RequestBlocks(config, self.blocks, self.preemption, self.roster)
         self.items = EncoderCache(config.encoder_cache_embeds, self.max_num_batched_tokens, whole_items=whole_items)
+        self.request_blocks = RequestBlocks(config, self.blocks, self.preemption, self.roster, self.items)
         self.quarantine = Quarantine()
         self.events = EventLog()
         self.outputs: list[EngineOutput] = []
@@ -98,10 +97,6 @@ class Scheduler:
         for seq_id in request.seq_ids:
             self.blocks.forget_contents(seq_id)
         return self._end(request, "error", error)
-
-    def load(self) -> LoadEvent:
-        """How full the engine is."""
-        return load_event(self.roster.num_running, len(self.roster.waiting), self.blocks)
 
     # One step
 
@@ -203,8 +198,6 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                if request.media_end:
-                    self.items.commit(plan, request, ranges)
                 budget -= self.request_blocks.commit(plan, request, ranges)
                 position += 1
         return budget, preempted
@@ -219,39 +212,23 @@ class Scheduler:
                 continue
             num_behind += bool(held_up)
             tokens = self.policy.grant(request, budget)
-            cached = self.request_blocks.find_room(request, tokens)
-            if cached is None or (request.media_end and not self._can_begin(request, cached.num_tokens, tokens)):
+            if (cached := self.request_blocks.find_room(request, tokens)) is None:
                 held_up.append(request)
                 continue
             self._admit(plan, request, cached)
-            budget -= self._compute(plan, request, tokens)
+            budget -= self.request_blocks.commit(plan, request, self.request_blocks.ranges(request, tokens))
 
     def _schedule_alone(self, plan: StepPlan, request: Request) -> None:
         """One that is quarantined; all others wait without blocks, so that it fits. It computes all of its keys and values itself."""
         if request in self.roster.waiting:
             self._admit(plan, request, Cached())
         self.request_blocks.trim(request)
-        self._compute(plan, request, self.max_num_batched_tokens)
-
-    def _can_begin(self, request: Request, num_cached: int, budget: int) -> bool:
-        """The item of media that follows what is cached of one that waits has room."""
-        start = max(num_cached, request.leader.num_computed_tokens)
-        first = TokenRange(request.leader.seq_id, start, min(start + budget, request.leader.num_tokens))
-        return bool(self.items.fit(request, [first]))
-
-    def _compute(self, plan: StepPlan, request: Request, budget: int) -> int:
-        """Adds to a plan what one that has just been admitted computes, of at most `budget` tokens. Returns how many these are."""
-        ranges = request.token_ranges(budget)
-        if request.media_end:
-            ranges = self.items.fit(request, ranges)
-            self.items.commit(plan, request, ranges)
-        return self.request_blocks.commit(plan, request, ranges)
+        self.request_blocks.commit(plan, request, self.request_blocks.ranges(request, self.max_num_batched_tokens))
 
     def _release_from_quarantine(self, request: Request) -> None:
         """It has drawn a token: it is not to blame, and makes room for the next one."""
         if self.quarantine.release(request.request_id) and request.unfinished:
             self.roster.requeue(request)
-            self.items.release(request.request_id)
             self.request_blocks.start_over(request)
 
     def _admit(self, plan: StepPlan, request: Request, cached: Cached) -> None:
@@ -264,8 +241,6 @@ class Scheduler:
     def _preempt(self, plan: StepPlan, request: Request) -> None:
         """Takes a running request's blocks. It waits, and is computed again from its tokens, or comes back from the host."""
         self.roster.requeue(request)
-        if request.media_end:
-            self.items.release(request.request_id)
         copies = self.request_blocks.swap_out(request)
         if copies is None:
             self.request_blocks.start_over(request)
@@ -311,16 +286,11 @@ class Scheduler:
             self.roster.add_sequences(children)
             for one in beams:
                 self._release(one)
+        elif len(outputs := step.outputs()) < (n := request.params.n):
+            outputs = self._end(request, "error", leave_too_little(request.params, f"{len(outputs)} sequences, and n is {n}"))
         else:
-            outputs = self._end_search(request, step.outputs())
+            self._finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         self._release_from_quarantine(request)
-        return outputs
-
-    def _end_search(self, request: Request, outputs: list[EngineOutput]) -> list[EngineOutput]:
-        found, n = len(outputs), request.params.n
-        if found < n:
-            return self._end(request, "error", leave_too_little(request.params, f"{found} sequences, and n is {n}"))
-        self._finish(request, request.unfinished, outputs[0].finish_reason or "stop")
         return outputs
 
     def _time_out(self, now: float) -> None:
@@ -346,8 +316,7 @@ class Scheduler:
         if not request.unfinished:
             self.quarantine.release(request.request_id)
             self.roster.remove(request)
-            if request.media_end:
-                self.items.release(request.request_id)
+            self.items.release(request.request_id)
             if request.encoder is not None:
                 self.blocks.free(request.encoder.seq_id)
             self.events.add("aborted" if reason in ("abort", "timeout") else "finished", request, reason)
