@@ -178,3 +178,12 @@ def test_a_server_has_such_threads():
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
     assert asyncio.run(name()).startswith("toolkit_lm-shared")
+
+
+def test_who_waits_for_others_keeps_no_core_busy():
+    """A client may have half of the threads, however few cores there are."""
+    with SharedThreads(8, waiting=True) as threads:
+        together = threading.Barrier(5)
+        futures = [threads.submit(together.wait, 10) for _ in range(4)]
+        together.wait(10)
+        assert len({future.result(30) for future in futures}) == 4

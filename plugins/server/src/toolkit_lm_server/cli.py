@@ -19,7 +19,7 @@ from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
-from toolkit_lm_server.threads import CLOSING, close, in_thread
+from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from toolkit_lm_server.lifecycle import MakeApp, ServableT
     from toolkit_lm_server.rendering import Rendering
     from toolkit_lm_server.route import Readiness
+
+
+_WAITING = 64
+"""Threads, where they mostly wait for render servers."""
 
 
 @engine_command(ServerOptions)
@@ -50,7 +54,9 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
 
         return create_app(engine, options, metrics=metrics, readiness=readiness)
 
-    _run(make, make_app, options, metrics)
+    # Prompts that are rendered elsewhere are waited for.
+    threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
+    _run(make, make_app, options, metrics, threads)
 
 
 @engine_command(ServerOptions)
@@ -72,7 +78,13 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
     _run(make, make_app, options, Metrics())
 
 
-def _run(make: Callable[[], ServableT], make_app: MakeApp[ServableT], options: ServerOptions, metrics: Metrics) -> None:
+def _run(
+    make: Callable[[], ServableT],
+    make_app: MakeApp[ServableT],
+    options: ServerOptions,
+    metrics: Metrics,
+    threads: SharedThreads | None = None,
+) -> None:
     """Serves what is made meanwhile, until a signal ends it."""
     open_closed_streams()
     with bind(options.host, options.port) as listener:
@@ -83,7 +95,7 @@ def _run(make: Callable[[], ServableT], make_app: MakeApp[ServableT], options: S
         try:
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            lifecycle = Lifecycle(making, make_app, options, metrics, listener)
+            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads)
             with logging_in_threads("uvicorn", "uvicorn.access"):
                 asyncio.run(lifecycle.run())
         finally:

@@ -114,7 +114,10 @@ class Lifecycle:
         options: ServerOptions,
         metrics: Metrics,
         listener: socket.socket,
+        threads: SharedThreads | None = None,
     ) -> None:
+        """`threads`: for the work of requests that may not hold up the event loop."""
+        self._threads = threads
         self._making: Future[Any] = making
         self._make_app: MakeApp[Any] = make_app
         self._options = options
@@ -128,7 +131,7 @@ class Lifecycle:
     async def run(self) -> None:
         """Raises what kept the engine from starting, and EngineDeadError when it has died."""
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(SharedThreads())
+        loop.set_default_executor(self._threads or SharedThreads())
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
         if self._making.done():

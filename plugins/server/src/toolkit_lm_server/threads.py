@@ -27,11 +27,14 @@ Result = TypeVar("Result")
 
 
 class SharedThreads(ThreadPoolExecutor):
-    """Threads that clients share. Each keeps half of the cores busy at most, and where threads are too few, clients take turns."""
+    """Threads that clients share. Each keeps half of the cores busy at most, and where threads are too few, clients take turns.
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    `waiting`: the work is mostly to wait for other machines, and keeps no core busy. Each client may have half of the threads.
+    """
+
+    def __init__(self, num_threads: int | None = None, *, waiting: bool = False) -> None:
         super().__init__(num_threads, thread_name_prefix="toolkit_lm-shared")
-        self._most = max(min(self._max_workers, usable_cores()) // 2, 1)
+        self._most = max(min(self._max_workers, self._max_workers if waiting else usable_cores()) // 2, 1)
         self._waiting: defaultdict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = defaultdict(deque)
         """By client."""
         self._turns: Counter[str] = Counter()
