@@ -17,6 +17,7 @@ from toolkit_lm.processing.pinned_rendering import PinnedRendering
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contrib_models" / "vision" / "tests"))
 OPTIONS = {
+    "plugins": ["vision", "decoder", "sdpa", "renderer_hf"],
     "device": "cpu",
     "max_model_len": 192,
     "num_kv_blocks": 100,
@@ -179,7 +180,7 @@ def test_a_request_that_ends_before_its_answer_changes_nothing(folder, prompts, 
 
 def test_texts_are_not_concerned(folder, prompts, monkeypatch):
     """A model without media has no lookup; with it, a text has nothing that could be rendered again."""
-    with LLM("tiny") as llm:
+    with LLM("tiny", plugins=["tiny", "decoder", "sdpa", "renderer_hf"], attention_backend="sdpa", kernels="torch") as llm:
         assert llm.engine.renderer.feature_cache is None
         monkeypatch.setattr(PinnedRendering, "__init__", None)
         answer(llm, "Once")

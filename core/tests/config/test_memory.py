@@ -44,3 +44,12 @@ def test_the_config_checks_it():
     assert VllmConfig.make(kv_cache_memory="1GiB").cache.kv_cache_memory == "1GiB"
     with pytest.raises(ConfigError, match=r"'much' is not an amount of memory"):
         VllmConfig.make(kv_cache_memory="much")
+
+
+def test_the_feature_cache_takes_bytes_or_nothing():
+    assert VllmConfig.make().cache.feature_cache_bytes == 2**30
+    assert VllmConfig.make(feature_cache_memory="0").cache.feature_cache_bytes == 0
+    assert VllmConfig.make(feature_cache_memory="2MiB").cache.feature_cache_bytes == 2**21
+    for text in ("much", "0.5", "50%", ""):
+        with pytest.raises(ConfigError, match="feature_cache_memory"):
+            VllmConfig.make(feature_cache_memory=text)

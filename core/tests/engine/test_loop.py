@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import zmq
 from toolkit_lm.engine.process import loop, wire
-from toolkit_lm.messages import EngineOutputs, EngineRequest
+from toolkit_lm.messages import Array, EngineOutputs, EngineRequest, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
 
 
@@ -104,3 +105,48 @@ def test_an_idle_engine_goes_on_adding(monkeypatch):
     core.has_unfinished = False
     engine_loop = loop._Loop(core, Socket(call("a", 2)))
     assert take(core, engine_loop) + take(core, engine_loop) == ["a0", "a1"]
+
+
+def test_a_request_whose_data_is_not_there_is_asked_for_again():
+    """The others of its message go on. Each front is told what the engine keeps by what it sends."""
+    data = {"pixels": Array.of(np.arange(9.0))}
+
+    def seeing(name, *items):
+        features = [
+            MultiModalFeatureSpec(modality="image", mm_identifier=item, mm_position=PlaceholderRange(i, 1), data=data if sent else None)
+            for i, (item, sent) in enumerate(items)
+        ]
+        return EngineRequest(request_id=name, prompt_token_ids=[1] * 9, params=SamplingParams(), features=features)
+
+    class Keeping(Core):
+        has_unfinished = False
+
+        def add_request(self, request):
+            super().add_request(request)
+            assert all(np.array_equal(one.data["pixels"].to_numpy(), np.arange(9.0)) for one in request.features)
+
+        def poll_outputs(self):
+            return EngineOutputs(time=0.0)
+
+    class NothingMoreError(Exception):
+        pass
+
+    class Recording(Socket):
+        def recv(self, flags=0):
+            if not self.messages and not flags:
+                raise NothingMoreError
+            return super().recv(flags)
+
+        def send(self, message, copy):
+            missing.append(wire.decode_report(message).outputs.missing)
+
+    core, missing = Keeping(), []
+    first = wire.add([seeing("a", ("x", True), ("y", True)), seeing("b", ("x", False)), seeing("c", ("x", False), ("z", False))], ["y"])
+    socket = Recording(first)
+    engine_loop = loop._Loop(core, socket)
+    for more in ([], [wire.add([seeing("d", ("x", False)), seeing("e", ("y", False))])], [wire.add([seeing("f", ("x", True))])]):
+        socket.messages += [wire.encode(one) for one in more]
+        with pytest.raises(NothingMoreError):
+            engine_loop.run()
+    assert core.told == ["a", "b", "d", "f"]
+    assert missing == [{"c": ["z"]}, {"e": ["y"]}, None]
