@@ -23,6 +23,10 @@ def make(tmp_path_factory):
         config = architecture.config_class(vocab_size=VOCAB_SIZE, max_position_embeddings=48, **SIZES, **HEADS, **IDS)
         model = architecture(config).eval()
         randomize(model)
+        for module in model.modules():
+            if hasattr(module, "create_weight"):
+                # Positions that are computed are not in the file.
+                module.weight.data.copy_(module.create_weight())
         for name, value in {**IDS, "forced_eos_token_id": None, **generation}.items():
             setattr(model.generation_config, name, value)
         folder = tmp_path_factory.mktemp("forced")
@@ -70,6 +74,27 @@ def test_forced_tokens_are_those_of_transformers(make, generation, num_beams):
         expected = expected[: expected.index(END) + 1] if END in expected else expected
         assert output.outputs[0].token_ids == expected
         assert (expected[0] == 9) == ("forced_bos_token_id" in generation and start == [START])
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_bad_words_of_the_checkpoint_are_not_drawn(make, num_beams):
+    """Marian's checkpoints name their padding, which has the logit 0."""
+    params = SamplingParams(temperature=0, max_tokens=6)
+    if num_beams > 1:
+        params = SamplingParams(use_beam_search=True, beam_width=num_beams, n=1, max_tokens=6)
+
+    def generate(**generation):
+        folder, model = make(transformers.MarianMTModel, **generation)
+        with LLM(str(folder), **OPTIONS) as llm:
+            return model, llm.generate([ENCODER], params, use_tqdm=False)[0].outputs[0].token_ids
+
+    drawn = generate()[1]
+    bad_words = [[drawn[0]], drawn[2:4], [END]]
+    model, found = generate(bad_words_ids=bad_words)
+    encoder = torch.tensor([ENCODER["prompt_token_ids"]])
+    expected = model.generate(encoder, max_new_tokens=6, num_beams=num_beams)[0, 1:].tolist()
+    assert found == (expected[: expected.index(END) + 1] if END in expected else expected)
+    assert found != drawn
 
 
 def test_the_language_of_mbart(make):

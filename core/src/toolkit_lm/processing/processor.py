@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar, Unpack
 
 from msgspec import structs
@@ -224,10 +225,10 @@ class Processor:
         if self._encoder_decoder is not None:
             rules, made = self._encoder_decoder.rules, (token_ids, message.max_output_tokens)
             with self.plugins.boundary:
-                forced, processors = rules.forced_tokens(*made), rules.logits_processors(*made)
-            check_token_ids(forced.values(), self._vocab_size, "forced tokens")
-            processors = {**processors, **inputs.logits_processors}
-            message.inputs = structs.replace(inputs, forced_tokens=forced, logits_processors=processors)
+                forced, processors, bad_words = rules.forced_tokens(*made), rules.logits_processors(*made), rules.bad_words()
+            check_token_ids([*forced.values(), *chain(*bad_words)], self._vocab_size, "generation_config.json")
+            processors, bad_words = {**processors, **inputs.logits_processors}, [*inputs.bad_words, *bad_words]
+            message.inputs = structs.replace(inputs, bad_words=bad_words, forced_tokens=forced, logits_processors=processors)
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering)
 
     # Pooling

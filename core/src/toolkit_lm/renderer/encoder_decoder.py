@@ -66,6 +66,11 @@ class EncoderDecoderRules:
             forced[max_output_tokens - 1] = end[0] if isinstance(end, list) else end
         return forced
 
+    def bad_words(self) -> list[list[int]]:
+        """Sequences of tokens of which the last is not drawn after the others: those that the checkpoint names. Marian's is its padding."""
+        ends = [[token] for token in self.renderer.eos_token_ids]
+        return [word for word in self.generation.get("bad_words_ids") or [] if word not in ends]
+
     def logits_processors(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[str, dict[str, Any]]:
         """Arguments of registered logits processors, by name, that every request of the model has: forced tokens, say."""
         return {}
