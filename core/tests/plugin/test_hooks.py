@@ -223,12 +223,6 @@ def test_toolkit_register_kernels(example):
     assert isinstance(ours.kernels, shown.MyKernels)
 
 
-def test_toolkit_register_commands(example):
-    commands = load(example).commands
-    assert commands.get("measure").help == "Measure a model."
-    assert commands.children("compare") == {"runs": "Compare two measurements."}
-
-
 def test_toolkit_configure(example):
     plugins = load(example)
     assert plugins.configure(VllmConfig.make(device="cpu")).cache.block_size == 32

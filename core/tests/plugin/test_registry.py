@@ -11,7 +11,6 @@ from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.plugin import (
     AttentionBackendRegistry,
     CheckpointRegistry,
-    CommandRegistry,
     ConverterRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
@@ -35,9 +34,6 @@ def test_an_entry_holds_what_was_said():
     renderers = RendererRegistry(owner=ONE)
     renderers.add("hf", "a:B", reads=("tokenizer.model",))
     assert renderers.get("hf").reads == ("tokenizer.model",)
-    commands = CommandRegistry(owner=ONE)
-    commands.add("go", "a:b", help="Go.")
-    assert commands.get("go").help == "Go."
 
 
 def test_a_fallback_is_no_architecture():
@@ -120,10 +116,10 @@ def test_an_unknown_key_names_the_nearest():
 def test_load_imports_now_and_not_before(tmp_path, monkeypatch):
     (tmp_path / "late_target.py").write_text("class Outer:\n    class Inner: pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    commands = CommandRegistry(owner=ONE)
-    commands.add("x", "late_target:Outer.Inner", help="X.")
+    converters = ConverterRegistry(owner=ONE)
+    converters.add("x", "late_target:Outer.Inner")
     assert "late_target" not in sys.modules
-    assert commands.load("x").__name__ == "Inner"
+    assert converters.load("x").__name__ == "Inner"
     monkeypatch.delitem(sys.modules, "late_target")
 
 
@@ -165,36 +161,6 @@ def test_the_path_of_a_checkpoint(tmp_path, monkeypatch):
         checkpoints.path("tinny")
 
 
-def test_commands_of_several_words_make_groups():
-    commands = CommandRegistry(owner=ONE)
-    commands.add("tools one", "a:b", help="One.")
-    commands.add("go", "a:b", help="Go.")
-    commands.owner = TWO
-    commands.add("tools two", "a:b", help="Two.")
-    commands.add("toolsmith", "a:b", help="Another.")
-    assert commands.children() == {"go": "Go.", "tools": "Commands: one, two.", "toolsmith": "Another."}
-    assert commands.children("tools") == {"one": "One.", "two": "Two."}
-    assert commands.children("go") == commands.children("tool") == {}
-
-
-@pytest.mark.parametrize(("first", "second"), [("tools", "tools one"), ("tools one", "tools"), ("tools one", "tools one more")])
-@pytest.mark.parametrize("override", [False, True])
-def test_a_command_and_a_group_do_not_share_a_name(first, second, override):
-    commands = CommandRegistry(owner=ONE)
-    commands.add(first, "a:b", help="First.")
-    commands.owner = TWO
-    shared = min(first, second, key=len)
-    with pytest.raises(PluginError, match=rf"'{second}' of plugin 'two' .*'{first}' of plugin 'one' .*'{shared}' cannot be both"):
-        commands.add(second, "a:b", help="Second.", override=override)
-    assert commands.keys() == [first]
-
-
-@pytest.mark.parametrize("name", ["tools  one", " tools", "tools ", "tools\tone", "", None, 3])
-def test_a_malformed_name_of_a_command_is_refused(name):
-    with pytest.raises(PluginError, match=r"'one' .*a command needs a name"):
-        CommandRegistry(owner=ONE).add(name, "a:b", help="One.")
-
-
 @pytest.mark.parametrize(
     ("kind", "base"),
     [
@@ -222,10 +188,10 @@ def test_a_target_must_be_what_its_registry_is_for(tmp_path, monkeypatch, kind, 
 
 
 def test_a_target_that_is_no_function_is_refused():
-    commands = CommandRegistry(owner=ONE)
-    commands.add("x", "toolkit_lm.plugin:API_VERSION", help="X.")
-    with pytest.raises(PluginError, match=r"plugin 'one' .*command 'x': 'toolkit_lm.plugin:API_VERSION' is not a function, but a str"):
-        commands.load("x")
+    converters = ConverterRegistry(owner=ONE)
+    converters.add("x", "toolkit_lm.plugin:API_VERSION")
+    with pytest.raises(PluginError, match=r"plugin 'one' .*convert type 'x': 'toolkit_lm.plugin:API_VERSION' is not a function, but a str"):
+        converters.load("x")
 
 
 def test_making_a_target_names_its_plugin():

@@ -79,7 +79,7 @@ def invoke(monkeypatch):
 
     def call(*arguments):
         seen.clear()
-        plugins = Plugins.load(PluginsConfig(plugins=[]), extra=[ProbePlugin()])
+        plugins = Plugins.load(PluginsConfig(plugins=["cli"]), extra=[ProbePlugin()])
         monkeypatch.setattr(plugins, "config", plugins_config(arguments, os.environ))
         typer.main.get_command(app).main(list(arguments), obj=plugins, standalone_mode=False)
         return dict(seen)
@@ -135,7 +135,7 @@ def test_parameters_of_logits_processors_have_flags(invoke):
         invoke("probe", "--loud-times", "10")
     with pytest.raises(Exception, match="No such option: --loud-secret"):
         invoke("probe", "--loud-secret")
-    registry = Plugins.load(PluginsConfig(plugins=[]), extra=[ProbePlugin()]).logits_processors
+    registry = Plugins.load(PluginsConfig(plugins=["cli"]), extra=[ProbePlugin()]).logits_processors
     [flag] = get_args(inspect.signature(probe.with_processors(registry)).parameters["loud_times"].annotation)[1:]
     assert flag.help == "Times that it is loud. Between 0 and 9. Default: 1."
 

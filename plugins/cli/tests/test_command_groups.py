@@ -9,6 +9,7 @@ import pytest
 import typer
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm_cli import hookspecs
 
 
 class First:
@@ -39,8 +40,8 @@ def group(toolkit, monkeypatch):
     load = Plugins.load
 
     def call(*arguments, plugins=(First, Second)):
-        loaded = load(PluginsConfig(plugins=[]), extra=[plugin() for plugin in plugins])
-        monkeypatch.setattr(Plugins, "load", lambda config: loaded)
+        loaded = load(PluginsConfig(plugins=[]), extra=[hookspecs, *(plugin() for plugin in plugins)])
+        monkeypatch.setattr(Plugins, "load", lambda *_: loaded)
         return toolkit(*arguments)
 
     return call

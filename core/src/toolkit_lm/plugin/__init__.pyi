@@ -8,8 +8,6 @@ from .plugins import Plugins as Plugins
 from .registries import (
     AttentionBackendRegistry as AttentionBackendRegistry,
     CheckpointRegistry as CheckpointRegistry,
-    CommandEntry as CommandEntry,
-    CommandRegistry as CommandRegistry,
     ConverterRegistry as ConverterRegistry,
     DrafterRegistry as DrafterRegistry,
     ExecutorEntry as ExecutorEntry,

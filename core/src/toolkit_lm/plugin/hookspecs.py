@@ -16,7 +16,6 @@ from toolkit_lm.plugin.markers import hookspec
 from toolkit_lm.plugin.registries import (
     AttentionBackendRegistry,
     CheckpointRegistry,
-    CommandRegistry,
     ConverterRegistry,
     DrafterRegistry,
     ExecutorRegistry,
@@ -162,15 +161,6 @@ def toolkit_register_quantization(quantization: QuantizationRegistry) -> None:
     """Registers what chooses the linear methods of layers, under the names that checkpoints' `quant_method` and `--quantization` give.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
-    """
-
-
-@hookspec
-def toolkit_register_commands(commands: CommandRegistry) -> None:
-    """Registers sub-commands of `toolkit`. The names "plugins list" and "plugins new" make a group, `toolkit plugins`.
-
-    Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
-    are called.
     """
 
 

@@ -1,9 +1,10 @@
 """Measurements: the commands `toolkit bench ...`."""
 
-from toolkit_lm.plugin import CommandRegistry, hookimpl
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_cli import CommandRegistry
 
 
-@hookimpl
+@hookimpl(optionalhook=True)
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("bench startup", "toolkit_lm_bench.cli:startup", help="Measure the time from the start of a process to its first token.")
     commands.add("bench throughput", "toolkit_lm_bench.cli:throughput", help="Measure the throughput of LLM: a dataset as one batch.")

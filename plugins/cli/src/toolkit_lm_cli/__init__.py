@@ -12,7 +12,10 @@ The names are resolved when they are used: importing this package imports no par
 """
 
 import lazy_loader
-from toolkit_lm.plugin import CommandRegistry, hookimpl
+from toolkit_lm.plugin import hookimpl
+
+from toolkit_lm_cli.hookspecs import toolkit_register_hookspecs as toolkit_register_hookspecs
+from toolkit_lm_cli.registry import CommandRegistry
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them: the loader of plugins looks at all that
 # it lists in an entry module, which this module is too.

@@ -11,11 +11,17 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from toolkit_lm import __version__
+from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import ConfigError, ToolkitError, nearest
-from toolkit_lm.plugin import CommandRegistry, Plugins
+from toolkit_lm.plugin import Plugins
 from typer.core import TyperCommand, TyperGroup
 
+from toolkit_lm_cli import hookspecs
 from toolkit_lm_cli.prescan import plugins_config
+from toolkit_lm_cli.registry import CommandRegistry
+
+_NAME = "cli"
+"""Of this plugin."""
 
 
 class LazyGroup(TyperGroup):
@@ -86,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
-            plugins = Plugins.load(plugins_config(arguments, os.environ))
+            plugins = _load(plugins_config(arguments, os.environ))
             typer.main.get_command(app).main(arguments, prog_name="toolkit", obj=plugins)
         except SystemExit as done:
             return done.code if isinstance(done.code, int) else 0
@@ -101,10 +107,16 @@ def run(arguments: Sequence[str]) -> int:
     raise AssertionError("the command neither ended nor raised")
 
 
+def _load(config: PluginsConfig) -> Plugins:
+    """The plugins that are asked for. The hook for commands is there without this plugin, too: others bring commands."""
+    is_left_out = _NAME in config.disable_plugins or (config.plugins is not None and _NAME not in config.plugins)
+    return Plugins.load(config, [hookspecs] if is_left_out else [])
+
+
 def _commands(ctx: Any) -> CommandRegistry:
     plugins = ctx.find_object(Plugins)
     assert plugins is not None, "the group is invoked with the loaded plugins as its object"
-    commands: CommandRegistry = plugins.commands
+    commands: CommandRegistry = plugins.brought_registry(CommandRegistry)
     return commands
 
 

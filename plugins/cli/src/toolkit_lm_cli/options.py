@@ -17,6 +17,7 @@ from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 
 from toolkit_lm_cli.config_file import merge_options, read_file
 from toolkit_lm_cli.prescan import flag_value
+from toolkit_lm_cli.registry import CommandRegistry
 
 Section = type[msgspec.Struct]
 
@@ -168,10 +169,11 @@ def _foreign_names(plugins: Plugins, file: str | None, known: set[str]) -> list[
     if not (set(read_file(file) if file else ()) | variables) - known:
         return []
     names: list[str] = []
-    for command in plugins.commands:
+    commands = plugins.brought_registry(CommandRegistry)
+    for command in commands:
         # A command that cannot be imported is an error when it is invoked, not when another one is.
         with contextlib.suppress(PluginError):
-            names += getattr(plugins.commands.load(command), "option_names", ())
+            names += getattr(commands.load(command), "option_names", ())
     return names
 
 

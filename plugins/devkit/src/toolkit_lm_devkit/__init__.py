@@ -12,14 +12,15 @@ The names are resolved when they are used: importing this package imports neithe
 """
 
 import lazy_loader
-from toolkit_lm.plugin import CommandRegistry, hookimpl
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_cli import CommandRegistry
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them: the loader of plugins looks at all that
 # it lists in an entry module, which this module is too.
 __getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-@hookimpl
+@hookimpl(optionalhook=True)
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("plugins new", "toolkit_lm_devkit.cli.new:new_plugin", help="Write a new plugin, with tests that it passes.")
     commands.add("plugins check", "toolkit_lm_devkit.cli.check:check_plugin", help="Show what a plugin's distribution should change.")

@@ -2,7 +2,8 @@
 
 from types import ModuleType
 
-from toolkit_lm.plugin import CommandRegistry, SchedulingPolicyRegistry, hookimpl
+from toolkit_lm.plugin import SchedulingPolicyRegistry, hookimpl
+from toolkit_lm_cli import CommandRegistry
 
 from toolkit_lm_server import hookspecs
 
@@ -12,7 +13,8 @@ def toolkit_register_hookspecs() -> ModuleType:
     return hookspecs
 
 
-@hookimpl
+# Optional: what else it brings works without the command line, too.
+@hookimpl(optionalhook=True)
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("serve", "toolkit_lm_server.cli:serve", help="Serve a model over HTTP, with OpenAI's API.")
     commands.add("render", "toolkit_lm_server.cli:render", help="Serve a model's renderer over HTTP, without an engine.")

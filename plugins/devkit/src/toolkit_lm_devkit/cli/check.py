@@ -32,6 +32,7 @@ from toolkit_lm.plugin import (
     Registry,
     discover,
 )
+from toolkit_lm.plugin.registries import by_hook
 from toolkit_lm_cli import engine_command
 
 from toolkit_lm_devkit.cli.private_names import CORE, private_names
@@ -146,9 +147,7 @@ def _measure(candidate: Candidate, report: Report) -> None:
 
 
 def _check_targets(distribution: str, plugins: Plugins, report: Report) -> None:
-    for registry in vars(plugins).values():
-        if not isinstance(registry, Registry):
-            continue
+    for registry in by_hook(plugins).values():
         for entry in registry.entries():
             if entry.owner.distribution == distribution:
                 report.targets[f"{registry.noun} {entry.key}"] = entry.target

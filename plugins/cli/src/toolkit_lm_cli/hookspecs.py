@@ -1,0 +1,29 @@
+"""The hook that this plugin brings, and the registry that it fills."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from toolkit_lm.plugin import hookimpl, hookspec
+
+from toolkit_lm_cli.registry import CommandRegistry
+
+
+@hookimpl
+def toolkit_register_hookspecs() -> ModuleType:
+    """This module is a plugin, too: where the rest of the distribution's is left out."""
+    return sys.modules[__name__]
+
+
+@hookspec
+def toolkit_register_commands(commands: CommandRegistry) -> None:
+    """Registers sub-commands of `toolkit`. The names "plugins list" and "plugins new" make a group, `toolkit plugins`.
+
+    Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
+    are called.
+    """
+
+
+REGISTRIES = {"toolkit_register_commands": CommandRegistry}
+"""By hook: what the loader fills."""
