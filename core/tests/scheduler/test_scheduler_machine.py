@@ -163,7 +163,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             preemption_mode=mode,
             pipeline_parallel_size=stages,
-            encoder_cache_memory=f"{4 * most_embeds}",
+            encoder_cache_memory=f"{4 * 4096 * most_embeds}",
             # A state cannot go back by the tokens that were not drawn.
             drafter="guess" if drafts and all(group[1] != "state" for group in groups) else None,
         )

@@ -281,6 +281,10 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     """What the files beside it say of pooling; None: there are none that do."""
 
 
+_USUAL_HIDDEN_SIZE = 4096
+"""That of a Llama whose config.json states none."""
+
+
 class VllmConfig(Struct, frozen=True, kw_only=True):
     """The configuration of one engine. `VllmConfig.make(model=..., block_size=...)` makes one from flat option names."""
 
@@ -364,7 +368,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     @property
     def encoder_cache_embeds(self) -> int:
         """Embeddings of media that `encoder_cache_memory` holds. The config must be resolved."""
-        hidden = (self.hf_config.get("text_config") or self.hf_config).get("hidden_size") or 1
+        hidden = (self.hf_config.get("text_config") or self.hf_config).get("hidden_size") or _USUAL_HIDDEN_SIZE
         return int(parse_memory(self.cache.encoder_cache_memory)) // (hidden * (4 if self.model.dtype == "float32" else 2))
 
     @property
