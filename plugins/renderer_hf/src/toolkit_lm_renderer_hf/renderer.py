@@ -60,10 +60,9 @@ class HfRenderer(Renderer):
 
     def take_rules(self, rules: MultiModalRules) -> None:
         super().take_rules(rules)
-        try:
-            from toolkit_lm_renderer_hf.multimodal import MultiModal
-        except ModuleNotFoundError as error:
-            raise CheckpointError(f"a multimodal model needs {error.name}: pip install 'toolkit-lm-renderer-hf[multimodal]'.") from error
+        # Here, because most models read no images.
+        from toolkit_lm_renderer_hf.multimodal import MultiModal
+
         self._multimodal = MultiModal(self.config, rules, self._tokenizer, self._folder)
         if self._chat_template is not None:
             self._chat_template.take_media(self._multimodal.tokens, self._multimodal.texts)
