@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from render_servers import Renderers
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm_renderer_remote.conformance import RenderServerConformance
 from toolkit_lm_server.app import create_app
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contrib_models" / "vision" / "tests"))
@@ -94,15 +95,20 @@ def assert_alike(first: httpx.Response, second: httpx.Response) -> None:
 
 
 @pytest.mark.anyio
-async def test_local_and_remote_renderers_give_the_same(model, renderers):
+async def test_local_and_remote_renderers_give_the_same(model, renderers, monkeypatch):
     urls = [renderers.start(model, "--max-model-len", "192") for _ in range(2)]
     async with AsyncExitStack() as stack:
         _, local = await client_of(stack, model)
-        _, remote = await client_of(stack, model, renderer_url=urls)
+        llm, remote = await client_of(stack, model, renderer_url=urls)
+        came, checked = [], llm.renderer._checked
+        monkeypatch.setattr(llm.renderer, "_checked", lambda found: came.append(found.features) or checked(found))
         for _ in range(2):
             for body in CONVERSATIONS:
                 first, second = await asyncio.gather(local.post(PATH, json=body), remote.post(PATH, json=body))
                 assert_alike(first, second)
+        with_data = [[feature.data is not None for feature in features or ()] for features in came]
+        # The first picture is held when the second conversation brings it; all are the second time, whichever server is asked.
+        assert with_data == [[True], [False, True, False], [], [False], [False] * 3, []]
         # One renderer dies while requests are under way.
         asked = asyncio.gather(*(remote.post(PATH, json=chat(png(i), f" {i}")) for i in range(24)))
         await asyncio.sleep(0.3)
@@ -153,3 +159,17 @@ async def test_a_bad_item_is_one_clear_error_and_the_request_beside_it_goes_on(m
             assert error["param"] == "messages"
             assert any(one in error["message"] for one in told.split("|")), error["message"]
         said(answers[-1])
+
+
+class TestToolkitRender(RenderServerConformance):
+    """It passes the tests of render servers with pictures, too."""
+
+    images = (png(1), png(2, "JPEG"))
+    speaks_msgpack = True
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def url(tmp_path_factory, renderers) -> str:
+        folder = importlib.import_module("vision_checkpoints").make_subject(tmp_path_factory.mktemp("rendered"), "llava").folder
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+        return renderers.start(str(folder))
