@@ -8,13 +8,14 @@ import torch
 from toolkit_lm.attention import Attention, CacheBackend, FullSpec, PageTensor, WindowSpec, current
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import CheckpointError, ConfigError, EngineDeadError, PluginError
-from toolkit_lm.model import CheckpointWeights, Drafter, RowParallelLinear
+from toolkit_lm.model import Drafter, RowParallelLinear
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import DrafterConformance, KVKindConformance, TransformersConformance
 from toolkit_lm_devkit.executor import write_llama
 from toolkit_lm_devkit.model import Subject
 from toolkit_lm_devkit.sharding import assert_shards
+from toolkit_lm_loaders.safetensors import CheckpointWeights
 from toolkit_lm_pooling_adapters.poolers.methods import Cls, Last
 
 SHAPE = {

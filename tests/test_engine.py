@@ -416,8 +416,9 @@ class TestBadStart:
                 LLM(folder, device=device)
 
     def test_plugins_by_name_or_as_objects(self, folder):
-        with LLM(folder, plugins=["decoder", "renderer_hf", "sdpa"], **SMALL) as llm:
-            assert {info.name for info in llm.engine.plugins.infos if info.status == "ok"} == {"core", "decoder", "renderer_hf", "sdpa"}
+        listed = ["decoder", "loaders", "renderer_hf", "sdpa"]
+        with LLM(folder, plugins=listed, **SMALL) as llm:
+            assert {info.name for info in llm.engine.plugins.infos if info.status == "ok"} == {*listed, "core"}
         with pytest.raises(PluginError, match="'sdpa' is a text"):
             LLM(folder, plugins=["sdpa", object()])
 

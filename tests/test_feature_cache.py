@@ -180,7 +180,7 @@ def test_a_request_that_ends_before_its_answer_changes_nothing(folder, prompts, 
 
 def test_texts_are_not_concerned(folder, prompts, monkeypatch):
     """A model without media has no lookup; with it, a text has nothing that could be rendered again."""
-    with LLM("tiny", plugins=["tiny", "decoder", "sdpa", "renderer_hf"], attention_backend="sdpa", kernels="torch") as llm:
+    with LLM("tiny", plugins=["tiny", "decoder", "loaders", "sdpa", "renderer_hf"], attention_backend="sdpa", kernels="torch") as llm:
         assert llm.engine.renderer.feature_cache is None
         monkeypatch.setattr(PinnedRendering, "__init__", None)
         answer(llm, "Once")

@@ -11,10 +11,10 @@ from decoder_families import reference_logits
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
-from toolkit_lm.model import CheckpointWeights
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_devkit import load_checkpoint, logits_of, save_random
+from toolkit_lm_loaders.safetensors import CheckpointWeights
 from transformers import LlamaConfig, LlamaForCausalLM as Reference
 
 SHAPE = {

@@ -13,10 +13,10 @@ from moe_families import FAMILIES, make_mixtral, make_qwen3_moe, reference_logit
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
-from toolkit_lm.model import CheckpointWeights
 from toolkit_lm.plugin import ModelRegistry, PluginInfo
 from toolkit_lm_decoder.llama import LlamaMLP
 from toolkit_lm_devkit import load_checkpoint, logits_of, randomize
+from toolkit_lm_loaders.safetensors import CheckpointWeights
 from toolkit_lm_moe.qwen3_moe import Qwen3MoeBlock
 
 INPUT_IDS = torch.arange(3, 40)

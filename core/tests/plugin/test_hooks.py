@@ -175,7 +175,7 @@ def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):
 
 def test_toolkit_register_loaders(example, tmp_path):
     loaders = load(example).loaders
-    assert loaders.keys() == ["safetensors", "dummy", "npz"]
+    assert loaders.keys() == ["npz"]
     shown = types.ModuleType("toolkit_lm_mine.npz")
     exec(page_example(PAGES / "toolkit_register_loaders.md", block=3), shown.__dict__)
     assert loaders.reading(tmp_path) is None

@@ -10,12 +10,12 @@ from toolkit_lm.attention import Attention, AttentionBackend, BatchView, PageTen
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import NewSequence, ScheduledSequence
 from toolkit_lm.model import Model
-from toolkit_lm.model.loader import DummyLoader
 from toolkit_lm.param_spec import ProcessorParams
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, LogitsProcessorRegistry, PluginInfo
 from toolkit_lm.runner import ModelRunner
 from toolkit_lm.sampling import LogitsProcessor
+from toolkit_lm_loaders.dummy import DummyLoader
 from torch import Tensor
 
 VOCAB = 32

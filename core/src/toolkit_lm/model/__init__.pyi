@@ -62,4 +62,3 @@ from .state import (
     ModelState as ModelState,
     StepInputs as StepInputs,
 )
-from .weights import CheckpointWeights as CheckpointWeights

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CapacityError, CheckpointError, UnsupportedError
@@ -19,8 +17,6 @@ from toolkit_lm.model.kernels import Kernels, choose_models, construction
 from toolkit_lm.model.linear import LinearBase
 from toolkit_lm.model.linear_method import Quantization, UnquantizedMethod
 from toolkit_lm.plugin import Plugins
-
-DUMMY_STD = 0.02
 
 
 def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins) -> Model:
@@ -96,18 +92,3 @@ def select_kernels(vllm_config: VllmConfig, plugins: Plugins) -> tuple[str, list
     registry, device = plugins.kernels, vllm_config.device
     what = f"compute {vllm_config.model.dtype} on {device.device}"
     return registry.choose(what, lambda entry, by_name: registry.ask(entry.key, vllm_config, by_name=by_name), device.kernels)
-
-
-class DummyLoader(CheckpointLoader):
-    """Random weights, for measurements. Each depends on its name and shape only, so that ranks agree on what they share."""
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(())
-
-    def load(self, model: Model) -> None:
-        for name, param in model.named_parameters():
-            generator = torch.Generator(device=param.device).manual_seed(zlib.crc32(name.encode()))
-            if param.is_floating_point():
-                torch.nn.init.normal_(param, std=DUMMY_STD, generator=generator)
-            else:
-                param.random_(generator=generator)

@@ -1,9 +1,9 @@
-"""What core itself brings, by the same hooks as any plugin: an executor, kernels, KV kinds, scheduling policies and load formats."""
+"""What core itself brings, by the same hooks as any plugin: an executor, kernels, KV kinds and scheduling policies."""
 
 from __future__ import annotations
 
 from toolkit_lm.plugin.markers import hookimpl
-from toolkit_lm.plugin.registries import ExecutorRegistry, KernelsRegistry, KVKindRegistry, LoaderRegistry, SchedulingPolicyRegistry
+from toolkit_lm.plugin.registries import ExecutorRegistry, KernelsRegistry, KVKindRegistry, SchedulingPolicyRegistry
 
 
 @hookimpl
@@ -27,9 +27,3 @@ def toolkit_register_kv_kinds(kv_kinds: KVKindRegistry) -> None:
 def toolkit_register_scheduling_policies(policies: SchedulingPolicyRegistry) -> None:
     policies.add("fcfs", "toolkit_lm.scheduler.roster:SchedulingPolicy")
     policies.add("priority", "toolkit_lm.scheduler.roster:priority", reads_priority=True)
-
-
-@hookimpl
-def toolkit_register_loaders(loaders: LoaderRegistry) -> None:
-    loaders.add("safetensors", "toolkit_lm.model.weights:CheckpointWeights", reads=("model.safetensors", "model.safetensors.index.json"))
-    loaders.add("dummy", "toolkit_lm.model.loader:DummyLoader")

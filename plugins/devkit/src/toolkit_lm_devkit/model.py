@@ -15,9 +15,10 @@ import torch
 from toolkit_lm.attention import CacheLayer, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import CheckpointWeights, Model, check_constructor, construction
+from toolkit_lm.model import Model, check_constructor, construction
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import read_checkpoint
+from toolkit_lm_loaders.safetensors import CheckpointWeights
 from torch import Tensor
 
 from toolkit_lm_devkit.conformance import Conformance

@@ -9,7 +9,8 @@ from types import MappingProxyType
 import torch
 from toolkit_lm.config import pooling_profile
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model import CheckpointWeights, choose_kernels
+from toolkit_lm.model import choose_kernels
+from toolkit_lm_loaders.safetensors import CheckpointWeights
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.model.checkpoint_loader import CheckpointLoader
+from toolkit_lm.model import CheckpointLoader
+from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -11,16 +11,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import CapacityError, CheckpointError, PluginError
+from toolkit_lm.errors import CapacityError, CheckpointError
 from toolkit_lm.model import (
-    CheckpointWeights,
     ColumnParallelLinear,
     MergedColumnParallelLinear,
     Model,
-    check_constructor,
     load_model,
 )
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_loaders.safetensors import CheckpointWeights
 from torch import nn
 
 
@@ -52,7 +51,7 @@ def config_for(folder, **options):
 
 
 def load(folder, **options):
-    return load_model(TwoLayers, config_for(folder, **options), torch.device("cpu"), Plugins.load(PluginsConfig(plugins=[])))
+    return load_model(TwoLayers, config_for(folder, **options), torch.device("cpu"), Plugins.load(PluginsConfig(plugins=["loaders"])))
 
 
 def write_sharded(folder):
@@ -198,7 +197,7 @@ class Huge(Model):
 def test_a_model_that_does_not_fit_into_memory_is_named(tmp_path):
     save_file(WEIGHTS, tmp_path / "model.safetensors")
     with pytest.raises(CapacityError, match=r"making Huge from the config\.json of .* takes more memory than there is"):
-        load_model(Huge, config_for(tmp_path), torch.device("cpu"), Plugins.load(PluginsConfig(plugins=[])))
+        load_model(Huge, config_for(tmp_path), torch.device("cpu"), Plugins.load(PluginsConfig(plugins=["loaders"])))
 
 
 def test_garbage_is_named(tmp_path):
@@ -230,34 +229,12 @@ def test_weights_are_mapped_and_not_copied(tmp_path):
         assert any(int(start, 16) <= tensor.data_ptr() < int(end, 16) for start, end in ranges)
 
 
-class Positional(nn.Module):
-    def __init__(self, vllm_config, prefix, quant_config):
-        super().__init__()
-
-
-class Extra(nn.Module):
-    def __init__(self, *, vllm_config, prefix="", cache_config):
-        super().__init__()
-
-
-@pytest.mark.parametrize("cls", [Positional, Extra])
-def test_an_old_constructor_is_refused_and_the_shim_shown(cls):
-    with pytest.raises(PluginError) as caught:
-        check_constructor(cls)
-    assert cls.__qualname__ in str(caught.value)
-    assert f"class {cls.__name__}Shim({cls.__name__}):\n    def __init__(self, *, vllm_config, prefix=" in str(caught.value)
-
-
-def test_the_contract_of_constructors():
-    check_constructor(TwoLayers)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_what_was_read_is_not_kept_in_memory(tmp_path, monkeypatch):
     """Of a file of 64 MB, far less is this process's at a time."""
     weights = {f"w{i:02}": torch.full((2**20,), float(i)) for i in range(16)}
     save_file(weights, tmp_path / "model.safetensors")
-    monkeypatch.setattr("toolkit_lm.model.weights._MOST_MAPPED", 2**23)
+    monkeypatch.setattr("toolkit_lm_loaders.safetensors._MOST_MAPPED", 2**23)
     status = Path("/proc/self/status")
 
     def mapped() -> int:

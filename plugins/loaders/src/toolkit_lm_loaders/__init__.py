@@ -1,0 +1,10 @@
+"""Checkpoint loaders. This entry module only registers them; each is imported when it is used."""
+
+from toolkit_lm.plugin import LoaderRegistry, hookimpl
+
+
+@hookimpl
+def toolkit_register_loaders(loaders: LoaderRegistry) -> None:
+    files = ("model.safetensors", "model.safetensors.index.json")
+    loaders.add("safetensors", "toolkit_lm_loaders.safetensors:CheckpointWeights", reads=files)
+    loaders.add("dummy", "toolkit_lm_loaders.dummy:DummyLoader")
