@@ -120,7 +120,7 @@ class Processor:
             return self._generation(request_ids, (self._render(read, prompt, params=params) for prompt in prompts), params, options or {})
         given: Any = prompts
         render = self.renderer.render_prompt
-        rendered = (self._rendered(render, one, one if isinstance(one, str) else one.get("prompt")) for one in given)
+        rendered = (self._rendered(render, one, one.get("prompt") if hasattr(one, "get") else one) for one in given)
         return self._generation(request_ids, rendered, params, options or {})
 
     def prepare_chat(
