@@ -37,6 +37,11 @@ def engine_of(checkpoint, watch, **options) -> LLMEngine:
     return LLMEngine(config, plugins=[watch])
 
 
+def submit_pooling(engine, request_id, prompt, params):
+    [prepared] = engine.processor.prepare_pooling_batch([request_id], [given(prompt)], [params])
+    engine.submit(prepared)
+
+
 def run_mixed(engine, params=PoolingParams(task="embed")):
     """Both kinds of requests in flight; requests join while others run. By id, what each gave."""
     waiting = [(number, prompt, kind) for number, prompt in enumerate(PROMPTS) for kind in ("embed", "generate")]
@@ -45,7 +50,7 @@ def run_mixed(engine, params=PoolingParams(task="embed")):
     while waiting or engine.has_unfinished_requests():
         for number, prompt, kind in waiting[:3]:
             if kind == "embed":
-                engine.submit(engine.processor.prepare_pooling(f"embed-{number}", given(prompt), params))
+                submit_pooling(engine, f"embed-{number}", prompt, params)
             else:
                 engine.add_request(f"generate-{number}", given(prompt), LOUD)
         del waiting[:3]
@@ -108,7 +113,7 @@ def test_a_preempted_embedding_begins_anew(checkpoint, watch):
             engine.add_request(f"{number}", given(PROMPTS[number][:4]), LOUD.replace(max_tokens=40, logprobs=None))
         for _ in range(2):
             engine.step()
-        engine.submit(engine.processor.prepare_pooling("mean", given(PROMPTS[6][:44]), PoolingParams(task="embed")))
+        submit_pooling(engine, "mean", PROMPTS[6][:44], PoolingParams(task="embed"))
         done = {}
         while engine.has_unfinished_requests():
             done |= {output.request_id: output for output in engine.step() if output.finished}

@@ -137,9 +137,15 @@ CHECKED = {
     "generate": lambda processor, ids: processor.prepare("r", {"prompt_token_ids": ids}),
     "text": lambda processor, ids: processor.prepare("r", "".join(map(chr, ids))),
     "chat": lambda processor, ids: processor.prepare_chat("r", [{"role": "user", "content": {"prompt_token_ids": ids}}]),
-    "embed": lambda processor, ids: processor.prepare_pooling("r", {"prompt_token_ids": ids}, PoolingParams()),
-    "embed a text": lambda processor, ids: processor.prepare_pooling("r", "".join(map(chr, ids)), PoolingParams()),
+    "embed": lambda processor, ids: prepare_pooling(processor, {"prompt_token_ids": ids}),
+    "embed a text": lambda processor, ids: prepare_pooling(processor, "".join(map(chr, ids))),
 }
+
+
+def prepare_pooling(processor, prompt):
+    [prepared] = processor.prepare_pooling_batch(["r"], [prompt], [PoolingParams()])
+    if isinstance(prepared, RequestError):
+        raise prepared
 
 
 @pytest.mark.parametrize("how", CHECKED)

@@ -233,20 +233,6 @@ class Processor:
 
     # Pooling
 
-    def prepare_pooling(
-        self,
-        request_id: str,
-        prompt: Prompt | TextPair,
-        params: PoolingParams,
-        options: RequestOptions | None = None,
-        **text_options: Unpack[TextOptions],
-    ) -> PreparedRequest:
-        """Of a prompt, or a pair of texts, for a pooling task."""
-        [prepared] = self.prepare_pooling_batch([request_id], [prompt], [params], options, **text_options)
-        if isinstance(prepared, RequestError):
-            raise prepared
-        return prepared
-
     def prepare_pooling_batch(
         self,
         request_ids: Sequence[str],
@@ -255,7 +241,7 @@ class Processor:
         options: RequestOptions | None = None,
         **text_options: Unpack[TextOptions],
     ) -> list[PreparedRequest | RequestError]:
-        """Each prompt as a prepared request, or why it cannot be one. The arguments are those of `prepare_pooling`, one for each.
+        """Each prompt, or pair of texts, as a prepared request, or why it cannot be one. `params` are one for each.
 
         Raises RequestError for what is wrong with all of them.
         """
