@@ -108,8 +108,9 @@ class RendererConformance(Conformance):
     @pytest.mark.parametrize("prompt", [{"prompt": "Hello"}, {"prompt_token_ids": [2, 0, 2]}], ids=repr)
     def test_media_beside_a_prompt_are_refused(self, renderer: Renderer, prompt: Any) -> None:
         """Whoever takes some refuses those that are no media."""
+        given: Any = {**prompt, "multi_modal_data": {"image": b"no image"}}
         with pytest.raises(RequestError):
-            renderer.render_prompt({**prompt, "multi_modal_data": {"image": b"no image"}})
+            renderer.render_prompt(given)
 
     @pytest.mark.parametrize(
         "part", [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}, {"type": "image"}, {"type": "none"}], ids=repr
