@@ -75,9 +75,7 @@ def test_pictures(llava):
         assert ask(dark, light)[1] == pytest.approx(first, abs=1e-5)
         with pytest.raises(RequestError, match="image 2: it is no netpbm file"):
             ask(dark, b"P6 28 28 255\n")
-        with pytest.raises(
-            RequestError, match="must have the shape"
-        ):
+        with pytest.raises(RequestError, match="must have the shape"):
             ask(picture(10, size=14))
         assert ask(dark, light)[1] == pytest.approx(first, abs=1e-5)
 
