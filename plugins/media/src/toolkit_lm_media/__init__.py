@@ -1,3 +1,6 @@
-"""Images that clients send: `source.load_bytes` gets the bytes, `image.open_image` the pixels. Each bound is checked before the work."""
+"""Images and videos that clients send: `source.load_bytes` gets the bytes, `image.open_image` the pixels, `video.open_video` the frames.
+
+Each bound is checked before the work.
+"""
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from toolkit_lm_media.hosts import checked, name_of, parse, port_of, require_all
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.refusal import RefusedError, size_text
 
+_HEADERS = (("Accept", "image/*, video/*"), ("Accept-Encoding", "identity"), ("User-Agent", "toolkit-lm-media"))
 _REDIRECTS = {301, 302, 303, 307, 308}
 
 
@@ -41,7 +42,7 @@ def _ask(url: httpx.URL, limits: MediaLimits, deadline: float) -> bytes | httpx.
     origin = httpcore.Origin(url.raw_scheme, host.encode("ascii"), port)
     context = _ssl_context() if url.scheme == "https" else None
     target = httpcore.URL(scheme=url.raw_scheme, host=origin.host, port=port, target=url.raw_path)
-    headers = [("Host", _host_header(url)), ("Accept", "image/*"), ("Accept-Encoding", "identity"), ("User-Agent", "toolkit-lm-media")]
+    headers = [("Host", _host_header(url)), *_HEADERS]
     try:
         with (
             httpcore.HTTPConnection(origin, ssl_context=context, network_backend=backend) as connection,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from toolkit_lm_media.header import Header, unpack
+from toolkit_lm_media.header import AnimationHeader, Header, unpack
 from toolkit_lm_media.refusal import RefusedError
 
 MAGICS = (b"GIF87a", b"GIF89a")
 _MOST_BLOCKS = 2**14
 """Before the first frame."""
-_EXTENSION, _FRAME = 0x21, 0x2C
+_MOST_BLOCKS_OF_ALL = 2**18
+"""Of an animation. Those of pixels have 255 bytes mostly."""
+_MOST_FRAMES = 2**14
+_EXTENSION, _FRAME, _END = 0x21, 0x2C, 0x3B
 _CONTROL = 0xF9
 
 
@@ -22,6 +25,46 @@ def read(data: bytes) -> Header:
     frame, control = _first_frame(data, start)
     left, top, across, down = unpack("<HHHH", data, frame + 1)
     return Header("GIF", max(width, left + across), max(height, top + down), data[:start] + control + data[frame:])
+
+
+def read_animation(data: bytes) -> AnimationHeader:
+    """Of all frames. The body has them and what says how they are shown, and nothing else.
+
+    Raises RefusedError where there is no frame, too many, one outside of the first one's canvas, or where too many blocks come.
+    """
+    width, height, flags = unpack("<HHB", data, 6)
+    start = offset = 13 + _table_size(flags)
+    left, control = _MOST_BLOCKS_OF_ALL, b""
+    kept, sizes, durations = [data[:start]], [(width, height)], list[int]()
+    while offset < len(data) and data[offset] != _END:
+        head = 2 if data[offset] == _EXTENSION else _frame_head(data, offset)
+        end, left = _end_of_blocks(data, offset + head, left - 1)
+        if left <= 0:
+            raise RefusedError("it is a GIF of too many blocks")
+        if head > 2:
+            across, down = (sum(pair) for pair in zip(*(unpack("<HH", data, offset + place) for place in (1, 5)), strict=True))
+            sizes.append((max(width, across), max(height, down)))
+            kept += [control, data[offset:end]]
+            durations.append(10 * unpack("<H", control, 4)[0] if control else 0)
+            control = b""
+        elif data[offset + 1] == _CONTROL:
+            control = data[offset:end]
+        offset = end
+        if len(durations) > _MOST_FRAMES:
+            raise RefusedError(f"it has more than {_MOST_FRAMES} frames")
+    if not durations:
+        raise RefusedError("it is a GIF without frames")
+    if len(set(sizes[1:])) > 1 and sizes[1] != (max(w for w, _ in sizes), max(h for _, h in sizes)):
+        raise RefusedError("it is a GIF with two sizes")
+    return AnimationHeader("GIF", *sizes[1], b"".join([*kept, bytes([_END])]), durations)
+
+
+def _frame_head(data: bytes, offset: int) -> int:
+    """Bytes of a frame before its blocks: where it stands, its colour table, and how its pixels are packed."""
+    if data[offset] != _FRAME:
+        raise RefusedError("it is a broken GIF")
+    (flags,) = unpack("<B", data, offset + 9)
+    return 11 + _table_size(flags)
 
 
 def _table_size(flags: int) -> int:

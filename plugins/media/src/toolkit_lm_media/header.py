@@ -23,6 +23,18 @@ class Header:
     xmp: bytes = b""
 
 
+@dataclass(frozen=True)
+class AnimationHeader:
+    """The same of an animation, and how long each frame is shown."""
+
+    format: str
+    width: int
+    height: int
+    body: bytes
+    durations: list[int]
+    """Milliseconds."""
+
+
 def unpack(layout: str, data: bytes, offset: int) -> tuple[int, ...]:
     """Integers at `offset`. Raises RefusedError where the data ends before them."""
     try:

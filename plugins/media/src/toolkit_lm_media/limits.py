@@ -9,6 +9,8 @@ from toolkit_lm.errors import ConfigError
 
 MOST_PIXELS = 89_478_485
 """Above it, Pillow warns of every image."""
+_DECODED = {"movie": 64, "animation": 8}
+"""So many frames of the most pixels, or more of fewer, are decoded. Frames that are not taken count: later ones need them."""
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s/@:\\\[\]#?%]+)(:[0-9]{1,5})?")
 
 
@@ -22,7 +24,11 @@ class MediaLimits:
     max_bytes: int = 25 * 2**20
     """Of the file, encoded as PNG or the like."""
     max_pixels: int = 36_000_000
-    """Width times height."""
+    """Width times height, of a picture or a frame."""
+    max_frames: int = 768
+    """Taken of a video, which may have more."""
+    max_seconds: float = 3600.0
+    """Of a video."""
     timeout: float = 10.0
     """Seconds for a whole fetch, redirects and name look-ups included."""
     max_redirects: int = 3
@@ -33,6 +39,10 @@ class MediaLimits:
             raise ConfigError(f"max_bytes is {self.max_bytes}; it must be at least 1.")
         if not 1 <= self.max_pixels <= MOST_PIXELS:
             raise ConfigError(f"max_pixels is {self.max_pixels}; it must be from 1 to {MOST_PIXELS}.")
+        if self.max_frames < 1:
+            raise ConfigError(f"max_frames is {self.max_frames}; it must be at least 1.")
+        if not 0 < self.max_seconds < float("inf"):
+            raise ConfigError(f"max_seconds is {self.max_seconds}; it must be a positive number.")
         if not 0 < self.timeout < float("inf"):
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds.")
         if self.max_redirects < 0:
@@ -40,3 +50,7 @@ class MediaLimits:
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise ConfigError(f"{host!r} in --allowed-media-hosts is not a host: give a name such as 'example.com', or 'name:port'.")
+
+    def most_decoded(self, kind: str) -> int:
+        """Pixels of all frames of a movie or an animation together."""
+        return _DECODED[kind] * self.max_pixels

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from toolkit_lm_media.header import Header, unpack
+from toolkit_lm_media.header import AnimationHeader, Header, unpack
 from toolkit_lm_media.refusal import RefusedError
 
 _FIRST_CHUNK = 12
+_MOST_CHUNKS = 2**14
 
 
 def is_webp(data: bytes) -> bool:
@@ -27,3 +28,19 @@ def read(data: bytes) -> Header:
             width, height = unpack("<HH", data, body + 6)
             return Header("WEBP", width & 0x3FFF, height & 0x3FFF, data)
     raise RefusedError("it is a broken WEBP")
+
+
+def read_animation(data: bytes) -> AnimationHeader:
+    """Of all frames; a file that is no animation has one. Raises RefusedError for a broken file, and too many chunks."""
+    header = read(data)
+    durations: list[int] = []
+    offset = _FIRST_CHUNK
+    for _ in range(_MOST_CHUNKS):
+        if offset >= len(data):
+            return AnimationHeader("WEBP", header.width, header.height, data, durations or [0])
+        (size,) = unpack("<I", data, offset + 4)
+        if data[offset : offset + 4] == b"ANMF":
+            low, high = unpack("<HB", data, offset + 20)
+            durations.append(low | high << 16)
+        offset += 8 + size + size % 2
+    raise RefusedError("it is a WEBP of too many chunks")

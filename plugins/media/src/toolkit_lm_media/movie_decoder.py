@@ -1,0 +1,137 @@
+"""The program that decodes a movie for movie.py: it is run, and not imported.
+
+It reads a line of JSON and the file, and answers with a line about it. Then it reads a line with the indices of frames, and answers with a
+line and the pixels of each, then a line of an end. A line with "refused" says why there is nothing more.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import sys
+from typing import Any
+
+_CODECS = ("av1", "h264", "hevc", "libdav1d", "libvpx", "libvpx-vp9", "mjpeg", "mpeg4", "vp8", "vp9")
+_BUFFER = 2**20
+"""Bytes of the file that are read at a time."""
+_MOST_FRAMES = 2**17
+_MOST_STREAMS = 16
+_LEAST_PIXELS = 2**18
+"""That a decoder may have for a frame, since it adds edges to small ones."""
+
+
+class _RefusedError(Exception):
+    """What is wrong with the file."""
+
+
+def main() -> None:
+    """Answers two questions."""
+    order = json.loads(sys.stdin.buffer.readline())
+    bounds = {resource.RLIMIT_AS: order["memory"], resource.RLIMIT_CPU: order["seconds"], resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0}
+    for kind, most in bounds.items():
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most, most) if hard == resource.RLIM_INFINITY else (min(most, hard), hard))
+    try:
+        data = sys.stdin.buffer.read(order["size"])
+        found = _survey(data, order)
+        _say(found)
+        asked = sys.stdin.buffer.readline()
+        if asked:
+            _decode(data, order, found, json.loads(asked)["indices"])
+            _say({})
+    except _RefusedError as refused:
+        _say({"refused": str(refused)})
+    except MemoryError:
+        _say({"refused": "it does not fit in memory"})
+    except Exception:  # whatever the decoder raises: its errors are many classes
+        _say({"refused": "it is a broken or truncated movie"})
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def _open(data: bytes, order: dict[str, Any]) -> Any:
+    import av
+
+    bounds: Any = [{"max_pixels": str(order["max_pixels"])}] * _MOST_STREAMS
+    container = av.open(
+        io.BytesIO(data),
+        format=order["format"],
+        container_options={"codec_whitelist": ",".join(_CODECS), "max_streams": str(_MOST_STREAMS)},
+        stream_options=bounds,
+        buffer_size=_BUFFER,
+    )
+    if not container.streams.video:
+        raise _RefusedError("it has no pictures")
+    return container
+
+
+def _survey(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
+    """Of the headers, and of packets that are counted and not decoded."""
+    with _open(data, order) as container:
+        stream = container.streams.video[0]
+        width, height = stream.width, stream.height
+        codec = None if stream.codec_context is None else stream.codec_context.name
+        if codec not in _CODECS:
+            raise _RefusedError("its codec is not read")
+        if width * height < 1:
+            raise _RefusedError(f"its pictures are broken, or of more than the {order['max_pixels']} pixels that are taken")
+        if width * height > order["max_pixels"]:
+            raise _RefusedError(f"it has {width} x {height} pixels, more than the {order['max_pixels']} that are taken")
+        most = min(_MOST_FRAMES, order["most_decoded"] // (width * height))
+        num_packets = num_frames = 0
+        last = 0.0
+        for packet in container.demux(stream):
+            num_packets += packet.size > 0
+            num_frames += packet.size > 0 and not packet.is_discard and _is_shown(packet, codec)
+            if packet.pts is not None:
+                last = max(last, float(packet.pts * packet.time_base))
+            if num_frames > most:
+                raise _RefusedError(f"it has more than {most} frames of {width} x {height} pixels")
+        if num_frames < 1:
+            raise _RefusedError("it has no frames")
+        if stream.frames > num_packets:
+            raise _RefusedError("it is a truncated movie")
+        rate = stream.average_rate or stream.guessed_rate
+        fps = float(rate) if rate else num_frames / last if last else 0.0
+        return {"num_frames": num_frames, "fps": fps, "width": width, "height": height}
+
+
+def _is_shown(packet: Any, codec: str) -> bool:
+    """VP8 has frames that others are made of, and nobody sees."""
+    return codec not in ("vp8", "libvpx") or bool(bytes(packet)[0] & 0x10)
+
+
+def _decode(data: bytes, order: dict[str, Any], found: dict[str, Any], indices: list[int]) -> None:
+    width, height = found["width"], found["height"]
+    with _open(data, order) as container:
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1
+        stream.codec_context.options = {"max_pixels": str(max(2 * width * height, _LEAST_PIXELS))}
+        place = 0
+        for number, frame in enumerate(container.decode(stream)):
+            if (frame.width, frame.height) != (width, height):
+                raise _RefusedError("it is a movie with two sizes")
+            if number == indices[place]:
+                _give(frame)
+                place += 1
+            if place == len(indices):
+                return
+    raise _RefusedError("it is a broken or truncated movie")
+
+
+def _give(frame: Any) -> None:
+    picture = frame.reformat(format="rgb24")
+    plane, width = picture.planes[0], 3 * picture.width
+    _say({"width": picture.width, "height": picture.height, "turns": round(frame.rotation / 90) % 4})
+    rows = memoryview(plane)
+    for row in range(picture.height):
+        sys.stdout.buffer.write(rows[row * plane.line_size : row * plane.line_size + width])
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
