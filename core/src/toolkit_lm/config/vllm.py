@@ -202,11 +202,10 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     limit_mm_per_prompt: Annotated[
         list[str], option("Maximum number of items of media in a prompt, by modality: image=8. What is not named: 16.")
     ] = field(default_factory=list)
-    allowed_media_hosts: Annotated[
-        list[str], option("Hosts that images of clients are fetched from: NAME or NAME:PORT. Without any, none.")
-    ] = field(default_factory=list)
+    allowed_media_hosts: Annotated[list[str], option("Hosts that media is fetched from: NAME or NAME:PORT.")] = field(default_factory=list)
     max_media_bytes: Annotated[int, option("Maximum size of an image or other item of media, as a file.", ge=1)] = 25 * 2**20
     max_media_pixels: Annotated[int, option("Maximum number of pixels of an image, or of a video's frames.", ge=1)] = 36_000_000
+    max_media_frames: Annotated[int, option("Maximum number of frames that are taken of a video.", ge=1)] = 768
 
 
 class PoolerConfig(Struct, frozen=True, kw_only=True):
