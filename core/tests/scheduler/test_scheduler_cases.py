@@ -7,10 +7,11 @@ import sys
 import time
 import weakref
 
+import numpy as np
 import pytest
 from fake_engine import NAN, POISON, FakeCore, Groups, kv_cache, next_token
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.messages import EngineOutput, EngineRequest
+from toolkit_lm.messages import Array, CacheKey, EngineOutput, EngineRequest, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -228,3 +229,41 @@ def test_what_a_step_writes_is_shared_within_it_where_the_cache_allows(kind, fou
         if core.scheduler.roster.requests and "c" not in outputs and "c" not in core.scheduler.roster.requests:
             core.add_request(request("c", prompt, max_tokens=3))
     assert [outputs[name].num_cached_tokens for name in "abc"] == found
+
+
+def picture(name: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    embeds = Array.of(np.zeros((length, 1), np.float32))
+    return MultiModalFeatureSpec(
+        modality="image", mm_identifier=name, mm_position=PlaceholderRange(offset, length), data={"embeds": embeds}
+    )
+
+
+def with_pictures(request_id: str, prompt: list[int], *pictures: MultiModalFeatureSpec, **params) -> EngineRequest:
+    asked = request(request_id, prompt, **params)
+    asked.features = list(pictures)
+    asked.cache_keys = [CacheKey(one.mm_position.offset, one.mm_position.end, one.mm_identifier) for one in pictures]
+    return asked
+
+
+def test_forks_keep_the_picture_that_ends_their_prompt():
+    """They compute the prompt's last token, which is the picture's, when the leader has left it behind, and another asks for its room."""
+    core = make_core(encoder_cache_memory=str(4 * 4096 * 6))
+    core.add_request(with_pictures("a", [7] * 6, picture("a", 0, 6), n=3, max_tokens=3))
+    core.add_request(with_pictures("b", [8] * 6, picture("b", 0, 6), max_tokens=3))
+    outputs = finish_all(core)
+    assert {output.finish_reason for some in outputs.values() for output in some} <= {None, "stop", "length"}
+    assert core._failures == 0 and not core.scheduler.quarantine.quarantined
+    assert sum(plan.dropped_items.count("a") for plan in core.executor.plans) == 1
+
+
+@pytest.mark.parametrize(("whole", "waiting", "running"), [(False, 1, 1), (True, 5, 5)])
+def test_a_request_says_how_little_it_can_compute(whole, waiting, running):
+    """Policies rely on it. Models that may cut an item need one token; others the item, and of a waiting one the longest."""
+    core = FakeCore(VllmConfig.default(max_model_len=32, max_num_batched_tokens=8), kv_cache(40, [(4, None)]), whole_items=whole)
+    core.add_request(with_pictures("r", [9] * 12, picture("a", 1, 2), picture("b", 4, 5), max_tokens=1))
+    (one,) = core.scheduler.roster.waiting
+    assert one.least_tokens == waiting
+    one.leader.num_computed_tokens = 4
+    assert one.least_tokens == running
+    one.leader.num_computed_tokens = 9
+    assert one.least_tokens == 1

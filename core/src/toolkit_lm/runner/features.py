@@ -55,7 +55,9 @@ class MediaState(ModelState):
                 self._embeds[one.identifier] = self._tensors(one)["embeds"].to(getattr(torch, self.config.model.dtype))
             if made := [one for one in some if "embeds" not in one.data]:
                 embeds = self.model.encode(modality, [self._tensors(one) for one in made], sequences)
-                self._embeds.update(zip((one.identifier for one in made), embeds, strict=True))
+                # Of their own memory: an item that is dropped would live on in a view of one that stays.
+                own = [one if one.untyped_storage().nbytes() == one.nbytes else one.clone() for one in embeds]
+                self._embeds.update(zip((one.identifier for one in made), own, strict=True))
 
     def _tensors(self, item: EncoderItem) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array.to_numpy().copy()).to(self.device) for name, array in item.data.items()}

@@ -43,7 +43,7 @@ class EncoderCache:
 
     def fit(self, request: Request, ranges: Collection[TokenRange]) -> list[TokenRange]:
         """What of these the next step can compute: up to the first item that has no room in the cache, or in the step."""
-        if not ranges or ranges[0].start >= request.media_end:
+        if min((one.start for one in ranges), default=request.media_end) >= request.media_end:
             return list(ranges)
         read: dict[str, int] = {}
         fitting = []
@@ -73,7 +73,7 @@ class EncoderCache:
 
     def commit(self, plan: StepPlan, request: Request, ranges: Collection[TokenRange]) -> None:
         """Adds to a plan what these ranges, which `fit`, need encoded."""
-        if not ranges or ranges[0].start >= request.media_end:
+        if min((one.start for one in ranges), default=request.media_end) >= request.media_end:
             return
         self.in_use = True
         held = self._held.setdefault(request.request_id, {})

@@ -178,6 +178,7 @@ class Request:
         chunked: bool = True,
         needs_tokens: bool = False,
         forks_anywhere: bool = True,
+        whole_items: bool = False,
     ) -> None:
         """`ids`: of its sequences, and of beams to come. `salt`: of its blocks' hashes.
 
@@ -185,6 +186,7 @@ class Request:
 
         `needs_tokens`: a drawn token is computed once it is known, and not before.
         `forks_anywhere`: sequences can fork from the leader at any token. Else it stops where they do.
+        `whole_items`: a step computes all tokens of an item of media, or none.
         """
         self.request_id = message.request_id
         self.prompt_token_ids = message.prompt_token_ids
@@ -210,6 +212,7 @@ class Request:
         """The items of media in its prompt, by offset."""
         self.media_end = message.features[-1].mm_position.end if message.features else 0
         """Tokens from here on read none of them."""
+        self._whole_items = whole_items
         self.swapped = False
         """Its blocks are in the host pool."""
         self.max_output_tokens = message.max_output_tokens
@@ -341,16 +344,17 @@ class Request:
         """Fewest tokens that it can compute in a step."""
         if self.search or not self.chunkable:
             return self.num_wanted_tokens
-        return self.num_to_encode + self._least_of_items + 1
+        return self.num_to_encode + (self._least_of_items if self._whole_items else 1)
 
     @property
     def _least_of_items(self) -> int:
-        """Tokens up to the last one of the item that its next token belongs to, which a step may have to compute as a whole."""
-        start = self.leader.num_computed_tokens
+        """Tokens of the item that its next token belongs to; of the longest, where what is cached may end at any of them."""
+        start, places = self.leader.num_computed_tokens, [one.mm_position for one in self.features]
         if start >= self.media_end:
-            return 0
-        places = [one.mm_position for one in self.features]
-        return next((place.end - start - 1 for place in places if place.offset <= start < place.end), 0)
+            return 1
+        if start == 0:
+            return max(place.length for place in places)
+        return next((place.end - start for place in places if place.offset <= start < place.end), 1)
 
     @property
     def awaits_tokens(self) -> bool:

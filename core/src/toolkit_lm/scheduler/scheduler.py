@@ -76,6 +76,7 @@ class Scheduler:
             chunked=self.chunked,
             needs_tokens=self.needs_tokens,
             forks_anywhere=self.blocks.forks_anywhere,
+            whole_items=self.items.whole_items,
         )
         self.roster.add(request)
         if request.deadline is not None:
@@ -152,8 +153,7 @@ class Scheduler:
     def reset_after_failure(self, plans: Collection[StepPlan]) -> None:
         """Steps failed, or were interrupted, somewhere on their way: nothing that the runner holds can be relied on.
 
-        All requests are preempted, and so computed again from their tokens; what blocks hold is forgotten. It relies on nothing that
-        an interrupt may have left half done.
+        All requests are computed again from their tokens. It relies on nothing that an interrupt may have left half done.
         """
         self.roster.requeue_all(plans)
         self.blocks.reset()
