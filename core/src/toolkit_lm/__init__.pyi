@@ -11,6 +11,10 @@ from .outputs import (
     RerankResult as RerankResult,
     ScoringRequestOutput as ScoringRequestOutput,
 )
-from .params import RequestOutputKind as RequestOutputKind, SamplingParams as SamplingParams
+from .params import (
+    RequestOutputKind as RequestOutputKind,
+    SamplingParams as SamplingParams,
+    StructuredOutputsParams as StructuredOutputsParams,
+)
 from .pooling_params import PoolingParams as PoolingParams
 from .prompts import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt, TextPrompt as TextPrompt, TokensPrompt as TokensPrompt

@@ -37,6 +37,8 @@ class ParamSpec(OptionSpec):
     use: Use = "draws"
     flag: bool = True
     """The parameter has a flag on the command line."""
+    by_processor: bool = False
+    """A plugin's logits processor reads it, which states a parameter of the same name."""
     max_items: int | None = None
     max_length: int | None = None
     """Most characters of a text, or of each in a list."""

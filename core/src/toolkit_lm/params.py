@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from msgspec import Struct
@@ -24,6 +24,20 @@ class RequestOutputKind(Enum):
     """What has come since the last output."""
     FINAL_ONLY = 2
     """There is one output, at the end."""
+
+
+class StructuredOutputsParams(TypedDict, total=False):
+    """What an output is to be, for `SamplingParams(structured_outputs=...)`: one of the first six. Names and meanings are vLLM's."""
+
+    json: str | dict[str, Any]
+    json_object: bool
+    regex: str
+    choice: list[str]
+    grammar: str
+    structural_tag: str | dict[str, Any]
+    whitespace_pattern: str
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -81,6 +95,10 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     extra_args: Annotated[dict[str, Any] | None, param("Parameters of plugins' logits processors, by name.", max_items=64, flag=False)] = (
         None
     )
+    structured_outputs: Annotated[
+        dict[str, Any] | None,
+        param("What the output is to be: a JSON document of a schema, a choice, ...", max_items=64, flag=False, by_processor=True),
+    ] = None
     seed: Annotated[
         int | None, param("Seed of the random numbers, which repeats a request's draws.", none="the engine's, else a fresh one", ge=0)
     ] = None
@@ -186,6 +204,12 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return ("n", self.n) if self.best_of is None or self.best_of == self.n else ("best_of", self.best_of)
 
     @property
+    def of_processors(self) -> dict[str, Any]:
+        """What plugins' logits processors read, by name."""
+        own = {name: value for name in _BY_PROCESSOR if (value := getattr(self, name)) is not None}
+        return {**(self.extra_args or {}), **own}
+
+    @property
     def num_sequences(self) -> int:
         """Sequences that are computed at a time: n of them are returned."""
         return self.widest[1]
@@ -210,6 +234,7 @@ _CHECKS = checks_of(SamplingParams)
 _SAMPLING_EXTRA = ("dry_", "xtc_", "mirostat_", "epsilon_cutoff", "typical_p", "no_repeat_ngram")
 _BEAMS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "beams"]
 _DRAWS_ONLY = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).use == "draws"]
+_BY_PROCESSOR = [name for name, o in SAMPLING_PARAMS.items() if spec_of(o).by_processor]
 _OFF = {"temperature": 0, "top_k": -1}
 """Values that draw as a beam search goes, beside the defaults."""
 _LOGIT_BIAS = SAMPLING_PARAMS["logit_bias"].spec
@@ -222,9 +247,10 @@ LEAVE_TOO_LITTLE = "the request's sampling parameters leave"
 def leave_too_little(params: SamplingParams, left: str) -> str:
     """That error. It names the parameters that may be the reason."""
     given = [name for name in ("use_beam_search", "allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
-    return f"{LEAVE_TOO_LITTLE} {left} ({', '.join([*given, *(params.extra_args or {})])})"
+    return f"{LEAVE_TOO_LITTLE} {left} ({', '.join([*given, *params.of_processors])})"
 
 
 def shipped_with(name: str) -> str:
     """The end of an error about a parameter that nobody states: the plugin that brings it, where that is known."""
-    return "It comes with toolkit-lm-sampling-extra." if name.startswith(_SAMPLING_EXTRA) else ""
+    shipped = {"sampling-extra": _SAMPLING_EXTRA, "llguidance": ("structured_outputs", "response_format", "guided_")}
+    return next((f"It comes with toolkit-lm-{plugin}." for plugin, names in shipped.items() if name.startswith(names)), "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.param_spec import ProcessorParams, param
-from toolkit_lm.params import SamplingParams
-from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
+from toolkit_lm.params import SamplingParams, StructuredOutputsParams
+from toolkit_lm.plugin import LogitsProcessorRegistry, PluginInfo, Plugins, PluginWarning, hookimpl
 from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample, top_candidates, uniform, uniforms
 
 
@@ -361,3 +361,20 @@ def test_parameters_are_found_by_name():
 def test_a_name_that_is_taken_is_an_error_of_the_plugin(entries, message):
     with pytest.raises(PluginError, match=message):
         registry_of(*entries)
+
+
+class Structure(ProcessorParams):
+    structured_outputs: Annotated[dict[str, Any] | None, param("What the output is to be.")] = None
+
+
+def test_a_processor_may_read_a_parameter_of_core():
+    registry = LogitsProcessorRegistry(owner=PluginInfo("mine"))
+    with pytest.raises(RequestError, match=r"^unknown sampling parameter 'structured_outputs'. It comes with toolkit-lm-llguidance.$"):
+        registry.parse({"structured_outputs": {}})
+    registry.add("structure", "mine:Structure", params=Structure)
+    assert not registry.params
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), extra_args={"shout": 0.5})
+    assert params.of_processors == {"shout": 0.5, "structured_outputs": {"regex": "a"}}
+    assert registry.parse({"structured_outputs": {"regex": "a"}}) == {"structure": Structure({"regex": "a"})}
+    with pytest.raises(RequestError, match="structured_outputs has no effect with use_beam_search"):
+        SamplingParams(structured_outputs={"regex": "a"}, use_beam_search=True, beam_width=2, temperature=0.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from toolkit_lm.config import Option, PoolingProfile
 from toolkit_lm.errors import CheckpointError, PluginError, RequestError, UnsupportedError, nearest
-from toolkit_lm.param_spec import ProcessorParams, checks_of, params_of
+from toolkit_lm.param_spec import ProcessorParams, checks_of, params_of, spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, shipped_with
 from toolkit_lm.plugin.info import PluginInfo
 from toolkit_lm.plugin.registry import Entry, PlainRegistry, Registry
@@ -213,14 +213,14 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
             raise PluginError(f"{self.owner}: params of {self.noun} {name!r} must be a toolkit_lm.param_spec.ProcessorParams.")
         for param, *_ in checks_of(params):
             owners = [str(entry.owner) for entry in self.entries() if entry.key != name and param in entry.params.__struct_fields__]
-            if param in SAMPLING_PARAMS or owners:
+            if (param in SAMPLING_PARAMS and not spec_of(SAMPLING_PARAMS[param]).by_processor) or owners:
                 raise PluginError(f"{self.owner}: {self.noun} {name!r}: there is a parameter {param!r} of {[*owners, 'core'][0]} already.")
         self.add_entry(LogitsProcessorEntry, name, target, "module:Class", params=params, priority=priority, override=override)
 
     @property
     def params(self) -> dict[str, Option]:
-        """The parameters of all logits processors, by name."""
-        return {name: o for entry in self.entries() for name, o in params_of(entry.params).items()}
+        """The parameters of all logits processors, by name; those that core states are left out."""
+        return {name: o for entry in self.entries() for name, o in params_of(entry.params).items() if name not in SAMPLING_PARAMS}
 
     def parse(self, extra_args: Mapping[str, Any]) -> dict[str, ProcessorParams]:
         """The parameters of each logits processor of which any is given. Raises RequestError for one that is unknown or out of range."""
@@ -228,7 +228,7 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         for name, value in extra_args.items():
             entry = next((one for one in self.entries() if name in one.params.__struct_fields__), None)
             if entry is None:
-                known = nearest(name, [*SAMPLING_PARAMS, *self.params], otherwise="")
+                known = nearest(name, [one for one in (*SAMPLING_PARAMS, *self.params) if one != name], otherwise="")
                 where = " ".join(part for part in (shipped_with(name), known, self.hint) if part)
                 raise RequestError(f"unknown sampling parameter {name!r}. {where}".rstrip(), name)
             given.setdefault(entry.key, {})[name] = value

@@ -184,11 +184,11 @@ class Processor:
         check_bounds(params, self.config.limits)
         if params.stop and not self.renderer.has_text:
             raise RequestError("stop is a text, and this engine makes none of its tokens: use stop_token_ids.", "stop")
-        inputs = SequenceInputs()
-        if params.bad_words or params.extra_args:
+        inputs, of_processors = SequenceInputs(), params.of_processors
+        if params.bad_words or of_processors:
             inputs = SequenceInputs(
                 bad_words=tokenize_bad_words(params, self.renderer),
-                logits_processors=prepare_processors(params.extra_args or {}, self.plugins.logits_processors, self.renderer),
+                logits_processors=prepare_processors(of_processors, self.plugins.logits_processors, self.renderer),
             )
         check_tokens_of_params(params, inputs.bad_words, self._vocab_size)
         return [self._prepared(one, its, params, inputs, options) for one, its in zip(request_ids, rendered, strict=True)]

@@ -45,7 +45,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     name, width = params.widest
     sequences, most = len(prompts) * width, min(params.max_tokens or max_model_len, max_model_len)
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    words = sum(map(len, params.bad_words or ())) + len(repr(params.extra_args or ""))
+    words = sum(map(len, params.bad_words or ())) + len(repr(params.of_processors))
     # The best of several are chosen by the log probabilities of their tokens.
     ranked = 0 if params.ranks and params.logprobs is None else params.logprobs
     return {

@@ -209,7 +209,7 @@ BodyT = TypeVar("BodyT", bound=SamplingBody)
 def with_plugin_fields(body: type[BodyT], processors: LogitsProcessorRegistry) -> type[BodyT]:
     """`body` with a field for each parameter of plugins' logits processors. Raises PluginError for one that it has already."""
     for entry in processors.entries():
-        if taken := [name for name in entry.params.__struct_fields__ if name in body.model_fields]:
+        if taken := [name for name in entry.params.__struct_fields__ if name in body.model_fields.keys() - SAMPLING_PARAMS.keys()]:
             raise PluginError(f"{entry.owner}: logits processor {entry.key!r}: {taken[0]!r} is a field of HTTP requests already.")
     made: type[BodyT] = create_model(body.__name__, __base__=body, **_fields(processors.params))
     made.__doc__, made.plugin_fields = body.__doc__, tuple(processors.params)
