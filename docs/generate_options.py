@@ -18,7 +18,7 @@ from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_server.options import ServerOptions
 
 DOCS = Path(__file__).parent
-PLUGINS = ("sampling_extra",)
+PLUGINS = ("llguidance", "sampling_extra")
 """Those that bring sampling parameters."""
 BEGIN = "<!-- written by docs/generate_options.py -->\n"
 END = "<!-- end of what is written -->\n"

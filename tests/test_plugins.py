@@ -24,6 +24,7 @@ SHIPPED = [
     "encoder",
     "flash_attn",
     "flex",
+    "llguidance",
     "moe",
     "opentelemetry",
     "pooling_adapters",

@@ -1,0 +1,80 @@
+"""The vocabulary that grammars are compiled for: llguidance's, of a tokenizer.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+from llguidance import LLParserLimits, LLTokenizer
+from msgspec import Struct
+from toolkit_lm.errors import RequestError
+
+FUEL = 200_000
+"""What may be spent on the lexer of one grammar: some tenths of a second."""
+
+
+class Source(Struct, frozen=True):
+    """Where a vocabulary comes from."""
+
+    path: str
+    """Of a tokenizer.json."""
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, renderer: Any) -> Source:
+        """That of a renderer. Raises RequestError for one that has none."""
+        config = renderer.config
+        if config.checkpoint is None:
+            raise RequestError("structured output needs a checkpoint with a tokenizer.json.")
+        path = Path(config.renderer.tokenizer or config.checkpoint.path, "tokenizer.json")
+        if not path.is_file():
+            raise RequestError(f"structured output needs a tokenizer.json, and {path.parent} has none.")
+        if not renderer.eos_token_ids:
+            raise RequestError("structured output needs an end-of-sequence token, and this model has none.")
+        return cls(str(path), tuple(renderer.eos_token_ids))
+
+
+class Vocabulary:
+    """A tokenizer as llguidance has it, shared by all that ask for the same one while any of them lives."""
+
+    _known: WeakValueDictionary[Source, Vocabulary] = WeakValueDictionary()
+    _lock = Lock()
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.tokenizer = LLTokenizer(source.path, eos_token=list(source.eos_token_ids))
+        self.size = self.tokenizer.vocab_size
+
+    @classmethod
+    def of(cls, source: Source) -> Vocabulary:
+        """Raises ValueError for a tokenizer.json that llguidance cannot read."""
+        with cls._lock:
+            found = cls._known.get(source)
+            if found is None:
+                found = cls._known[source] = cls(source)
+            return found
+
+    def check(self, renderer: Any) -> None:
+        """Raises RequestError where the renderer has other tokens than the tokenizer.json."""
+        ids = list(range(0, min(self.size, renderer.vocab_size), max(1, self.size // 256)))
+        pairs = zip(ids, renderer.token_texts(ids), strict=True)
+        plain = [
+            (self.tokenizer.decode_str([token]).strip(), text.strip())
+            for token, text in pairs
+            if not self.tokenizer.is_special_token(token)
+        ]
+        told = [(ours, theirs) for ours, theirs in plain if "\N{REPLACEMENT CHARACTER}" not in ours + theirs]
+        if sum(ours != theirs for ours, theirs in told) > len(told) // 10:
+            raise RequestError(f"structured output: the tokens of {self.source.path} are not those of {type(renderer).__name__}.")
+
+    def special_token(self, text: str) -> int | None:
+        """The special token that a text is, if it is one."""
+        ids = self.tokenizer.tokenize_str(text, parse_special=True)
+        return ids[0] if len(ids) == 1 and self.tokenizer.is_special_token(ids[0]) else None
+
+
+def limits() -> LLParserLimits:
+    """What a grammar may take."""
+    return LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
