@@ -42,8 +42,13 @@ def test_the_rest_stays():
     found = plain([message])
     assert found[0]["content"][1]["image"] == "data:application/octet-stream;base64,YWJj"
     assert found[0]["content"][2:] == [5, None, True]
-    assert count_media([message]) == 1
-    assert count_media([{"content": "a"}, {"content": None}, 5, {"content": [5, {"text": "a"}, {"type": "image_url"}]}]) == 1
+    assert count_media([message]) == (1, 1)
+    assert count_media([{"content": "a"}, {"content": None}, 5, {"content": [5, {"text": "a"}, {"type": "image_url"}]}]) == (1, 1)
+
+
+def test_parts_of_unknown_types_may_be_items():
+    parts = [{"type": "image_embeds"}, {"type": "input_audio"}, {"type": "video_url"}, {"type": "file"}, {"type": []}, {"type": "refusal"}]
+    assert count_media([{"content": parts}]) == (3, 5)
 
 
 @pytest.mark.parametrize("given", [object(), {1, 2}, np.array(["a"]), np.zeros((0, 3), np.uint8), np.zeros((2, 2, 2), np.uint8)])

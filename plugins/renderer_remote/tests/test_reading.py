@@ -100,6 +100,20 @@ def test_what_is_wrong_is_found(encoded, value, told):
         encoded(value).prompt(1)
 
 
+@pytest.mark.parametrize("encoded", [as_json, as_msgpack])
+@pytest.mark.parametrize("value", [answer(), answer(features=None), {"token_ids": [5]}, answer(FEATURE)])
+def test_no_item_is_left_out(encoded, value):
+    with pytest.raises(WrongAnswerError, match="features for 2 items"):
+        encoded(value).prompt(2)
+    with pytest.raises(WrongAnswerError, match="features for 2 items"):
+        encoded({"data": [value]}).only_prompt(2)
+
+
+def test_parts_that_may_be_items_may_have_no_features():
+    assert len(as_json(answer(FEATURE)).prompt(2, fewest=1).features) == 1
+    assert as_json({"token_ids": [5]}).prompt(2, fewest=0).features is None
+
+
 def test_features_are_in_order_and_apart():
     for features in ([at(2, 1), at(1, 1)], [at(0, 2), at(1, 1)]):
         with pytest.raises(WrongAnswerError, match="overlap"):

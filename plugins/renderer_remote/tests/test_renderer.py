@@ -132,6 +132,8 @@ def test_what_the_engine_has_forgotten_meanwhile_is_asked_for_again(make, asked)
         {"token_ids": [5, IMAGE, IMAGE], "features": [feature(modality="video")]},
         {"token_ids": [5, IMAGE, IMAGE], "features": [feature(layout={"a": [1]})]},
         {"token_ids": [IMAGE] * 5, "features": [feature(), feature(offset=3)]},
+        {"token_ids": [5, 6]},
+        {"token_ids": [5, 6], "features": []},
         {"data": []},
     ],
 )

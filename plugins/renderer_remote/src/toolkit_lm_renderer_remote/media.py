@@ -14,16 +14,16 @@ from toolkit_lm.prompts import Conversation
 
 _TEXTS = ("text", "refusal", "thinking")
 """Types of content parts that are no media."""
+_MEDIA = ("input_audio", *(f"{modality}{form}" for modality in ("image", "video", "audio") for form in ("", "_url", "_embeds")))
+"""Types of those that are. Of others, the render server knows."""
 
 
-def count_media(messages: Conversation) -> int:
-    """Content parts of a conversation that may be items of media."""
-    count = 0
-    for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, list | tuple):
-            count += sum(isinstance(part, Mapping) and part.get("type", "text") not in _TEXTS for part in content)
-    return count
+def count_media(messages: Conversation) -> tuple[int, int]:
+    """The fewest and the most items of media that a conversation has."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content if isinstance(part, Mapping))
+    kinds = [kind for part in parts if (kind := part.get("type", "text")) not in _TEXTS]
+    return sum(kind in _MEDIA for kind in kinds), len(kinds)
 
 
 def plain(value: Any) -> Any:

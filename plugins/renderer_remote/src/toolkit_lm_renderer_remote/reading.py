@@ -74,19 +74,19 @@ class Answer:
             raise WrongAnswerError("its answer is neither JSON nor msgpack")
         self._is_msgpack = kind in MSGPACK
 
-    def prompt(self, num_media: int = 0, held: Collection[str] = ()) -> Rendered:
-        """A rendered prompt. `num_media`: items of media in what was sent. `held`: identifiers whose data may be left out.
+    def prompt(self, num_media: int = 0, held: Collection[str] = (), fewest: int | None = None) -> Rendered:
+        """A rendered prompt. `num_media`: items of media in what was sent, of which some may be none, but not the `fewest`.
 
-        Raises WrongAnswerError.
+        `held`: identifiers whose data may be left out. Raises WrongAnswerError.
         """
-        return self._rendered(self._as(_Prompt, self._body), num_media, held)
+        return self._rendered(self._as(_Prompt, self._body), num_media, held, fewest)
 
-    def only_prompt(self, num_media: int = 0, held: Collection[str] = ()) -> Rendered:
+    def only_prompt(self, num_media: int = 0, held: Collection[str] = (), fewest: int | None = None) -> Rendered:
         """As `prompt`, of an answer that lists one."""
         found = self._as(_Prompts, self._body).data
         if len(found) != 1:
             raise WrongAnswerError(f"it gave {len(found)} prompts for one")
-        return self._rendered(found[0], num_media, held)
+        return self._rendered(found[0], num_media, held, fewest)
 
     def tokens(self) -> Rendered:
         """Tokens of a text. Raises WrongAnswerError."""
@@ -96,9 +96,11 @@ class Answer:
         """What is wrong with a request. Raises WrongAnswerError."""
         return self._as(ErrorAnswer, self._body).error
 
-    def _rendered(self, found: _Prompt, num_media: int, held: Collection[str]) -> Rendered:
+    def _rendered(self, found: _Prompt, num_media: int, held: Collection[str], fewest: int | None) -> Rendered:
         token_ids = self._token_ids(found.token_ids)
         features = [] if _is_null(found.features) else self._features(found.features, len(token_ids), num_media)
+        if len(features) < (num_media if fewest is None else fewest):
+            raise WrongAnswerError(f"it gave {len(features)} features for {num_media} items of media")
         end = 0
         for one in features:
             if one.mm_position.offset < end:

@@ -75,12 +75,12 @@ class RemoteRenderer(Renderer):
             if token_ids is not None:
                 return self._local.render_prompt(parsed)
             body = {"prompt": parsed["prompt"], "add_special_tokens": add_special_tokens}
-            return self._render(TOKENIZE, body, 0, lambda answer, *_: answer.tokens())
+            return self._render(TOKENIZE, body, (0, 0), lambda answer, *_: answer.tokens())
         given = parsed["prompt"] if token_ids is None else token_ids
         items = media.get("multi_modal_data", {})
         count = sum(len(one) if isinstance(one, list | tuple) else 1 for one in items.values())
         body = {"prompt": given, "add_special_tokens": add_special_tokens, **media}
-        return self._render(RENDER_PROMPTS, body, count, Answer.only_prompt)
+        return self._render(RENDER_PROMPTS, body, (count, count), Answer.only_prompt)
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         return self._local.render_texts(texts, max_tokens=max_tokens)
@@ -88,9 +88,10 @@ class RemoteRenderer(Renderer):
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         return self._local.cut_texts(texts, max_tokens)
 
-    def _render(self, path: str, body: dict[str, Any], num_media: int, read: Callable[..., Rendered]) -> Rendered:
-        if not num_media:
-            return self._ask(path, body, 0, [], read)
+    def _render(self, path: str, body: dict[str, Any], num_media: tuple[int, int], read: Callable[..., Rendered]) -> Rendered:
+        """`num_media`: the fewest and the most items of media in `body`."""
+        if not num_media[1]:
+            return self._ask(path, body, num_media, [], read)
         body = plain(body)
         held = [] if self.feature_cache is None else self.feature_cache.held_keys(_MOST_HELD)
         rendered = self._ask(path, body, num_media, held, read)
@@ -99,12 +100,15 @@ class RemoteRenderer(Renderer):
             rendered = self._ask(path, body, num_media, [], read)
         return rendered
 
-    def _ask(self, path: str, body: dict[str, Any], num_media: int, held: list[str], read: Callable[..., Rendered]) -> Rendered:
+    def _ask(
+        self, path: str, body: dict[str, Any], num_media: tuple[int, int], held: list[str], read: Callable[..., Rendered]
+    ) -> Rendered:
         # The length is checked here, where it is known whether the prompt is to be cut.
         more = {} if path == TOKENIZE else {"check_length": False}
         sent = _encoded({**body, **more, **({"held": held} if held else {})})
-        most = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent) + (self._most_media if num_media else 0)
-        return self._servers.ask(path, sent, lambda answer: self._checked(read(answer, num_media, held)), most=most)
+        fewest, count = num_media
+        most = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent) + (self._most_media if count else 0)
+        return self._servers.ask(path, sent, lambda answer: self._checked(read(answer, count, held, fewest)), most=most)
 
     def _checked(self, rendered: Rendered) -> Rendered:
         """Raises WrongAnswerError for what is not this model's: the next server may know better."""
