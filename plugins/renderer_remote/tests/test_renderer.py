@@ -148,9 +148,17 @@ def test_a_chat_without_media_has_no_features(make):
 
 
 def test_an_answer_without_media_is_small(make):
-    """By what its tokens need: 256 MiB are for media."""
+    """By what its tokens need: a GiB is for media."""
     with pytest.raises(BadAnswerError, match="more than"):
         make({"token_ids": [5] * 100_000}).render_conversation([{"role": "user", "content": "a"}])
+
+
+def test_media_that_are_too_large_are_refused_by_the_name_of_the_option(make, config):
+    assert RemoteRenderer(config)._most_media == 2**30
+    renderer = make({"token_ids": [5] * 100_000, "features": []})
+    renderer._most_media = 1000
+    with pytest.raises(RequestError, match=r"renderer_remote\.max_answer_size is 1000 bytes"):
+        renderer.render_conversation(CHAT)
 
 
 @pytest.mark.parametrize("given", [5, {"prompt": object()}, {"text": "a"}])

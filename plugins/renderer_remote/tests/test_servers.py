@@ -99,6 +99,16 @@ def test_what_is_wrong_with_a_request_is_told_at_once():
         ask(made)
 
 
+@pytest.mark.parametrize("declared", [{}, {"content-length": "20001"}])
+def test_an_answer_that_may_be_large_and_is_too_large_blames_the_request(declared):
+    large = httpx.Response(200, content=b"[" + b"5," * 10_000, headers={"content-type": "application/json", **declared})
+    made, asked = servers(a=large, b=large)
+    for _ in range(4):
+        with pytest.raises(RequestError, match="the media are too large"):
+            made.ask("/path", b"{}", Answer.prompt, most=10_000, too_large="the media are too large")
+    assert sorted(asked) == ["a", "a", "b", "b"], "none rests, and no other is asked"
+
+
 def test_a_connection_that_breaks_off_is_tried_once_more():
     answers = iter([httpx.ReadError("gone"), GOOD])
 

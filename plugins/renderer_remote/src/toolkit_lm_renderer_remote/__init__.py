@@ -13,8 +13,11 @@ class Options(Struct, frozen=True):
     """Seconds to reach a render server."""
     api_key: str | None = None
     """Key of the render servers."""
-    max_answer_size: str = "256MiB"
-    """Most that an answer with media may have. Answers without media are held to what their tokens need."""
+    max_answer_size: str = "1GiB"
+    """Most that an answer with media may have; a request with more is refused. One picture's arrays may be 300 MiB.
+
+    Answers without media are held to what their tokens need.
+    """
 
 
 @hookimpl

@@ -100,15 +100,20 @@ class RemoteRenderer(Renderer):
             rendered = self._ask(path, body, num_media, [], read)
         return rendered
 
-    def _ask(
-        self, path: str, body: dict[str, Any], num_media: tuple[int, int], held: list[str], read: Callable[..., Rendered]
-    ) -> Rendered:
+    def _ask(self, path: str, body: dict[str, Any], num_media: tuple[int, int], held: list[str], read: Callable[..., Rendered]) -> Rendered:
         # The length is checked here, where it is known whether the prompt is to be cut.
         more = {} if path == TOKENIZE else {"check_length": False}
         sent = _encoded({**body, **more, **({"held": held} if held else {})})
         fewest, count = num_media
-        most = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent) + (self._most_media if count else 0)
-        return self._servers.ask(path, sent, lambda answer: self._checked(read(answer, count, held, fewest)), most=most)
+        most, too_large = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent), None
+        if count:
+            most += self._most_media
+            too_large = f"the prompt's images and other media are too large: renderer_remote.max_answer_size is {self._most_media} bytes."
+
+        def checked(answer: Answer) -> Rendered:
+            return self._checked(read(answer, count, held, fewest))
+
+        return self._servers.ask(path, sent, checked, most=most, too_large=too_large)
 
     def _checked(self, rendered: Rendered) -> Rendered:
         """Raises WrongAnswerError for what is not this model's: the next server may know better."""

@@ -36,10 +36,12 @@ Result = TypeVar("Result")
 class _FailedError(Exception):
     """One server gave nothing of use. `answered`: it gave something. `rests`: it is asked last for a while."""
 
-    def __init__(self, reason: str, *, answered: bool, rests: bool = True, again: bool = False) -> None:
+    def __init__(self, reason: str, *, answered: bool, rests: bool = True, again: bool = False, too_large: bool = False) -> None:
         super().__init__(reason)
         self.answered = answered
         self.rests = rests
+        self.too_large = too_large
+        """It answered with more than is read of what may be a right answer."""
         self.again = again
         """The connection may have been an old one that the server had given up: the same server is asked once more."""
 
@@ -86,8 +88,8 @@ class RenderServers:
         self._turn = 0
         self._lock = threading.Lock()
 
-    def ask(self, path: str, body: bytes, read: Callable[[Answer], Result], *, most: int) -> Result:
-        """What `read` makes of an answer, of `most` bytes at most.
+    def ask(self, path: str, body: bytes, read: Callable[[Answer], Result], *, most: int, too_large: str | None = None) -> Result:
+        """What `read` makes of an answer, of `most` bytes at most. `too_large`: the request's fault where it has more; None: the server's.
 
         Raises RequestError where the request is wrong, BadAnswerError and UnreachableError where no server gives what can be used.
         """
@@ -97,6 +99,8 @@ class RenderServers:
                 try:
                     return self._ask(url, path, body, read, most)
                 except _FailedError as failure:
+                    if failure.too_large and too_large is not None:
+                        raise RequestError(too_large) from None
                     if failure.again and not attempt:
                         continue
                     failures.append((url, failure))
@@ -135,15 +139,17 @@ class RenderServers:
             with self._client.stream("POST", url, content=body) as response:
                 if response.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
                     raise _FailedError("its answer is compressed", answered=True)
-                most = most if response.status_code == 200 else _MOST_ERROR
+                is_good = response.status_code == 200
+                most = most if is_good else _MOST_ERROR
+                too_large = _FailedError(f"its answer has more than {most} bytes", answered=True, too_large=is_good)
                 declared = response.headers.get("content-length", "")
                 if declared.isdecimal() and int(declared[:20]) > most:
-                    raise _FailedError(f"its answer has more than {most} bytes", answered=True)
+                    raise too_large
                 data = bytearray()
                 for part in response.iter_raw():
                     data += part
                     if len(data) > most:
-                        raise _FailedError(f"its answer has more than {most} bytes", answered=True)
+                        raise too_large
                     if time.monotonic() > deadline:
                         raise _FailedError(f"it gave no whole answer within {self._timeout:g} s", answered=False)
                 return _Body(response.status_code, response.headers.get("content-type", ""), bytes(data))
