@@ -462,12 +462,6 @@ def test_prompts_with_malformed_media(llava, given, extra):
         llava.render_prompt({"prompt": "<image>", "multi_modal_data": {"image": pixels()}, **given, **extra})
 
 
-def test_frames_need_another_processor(qwen):
-    frames = np.zeros((4, 28, 28, 3), np.uint8)
-    with pytest.raises(RequestError, match=r"video 1: this renderer processes images only.*torchvision.*video_embeds"):
-        qwen.render_conversation(chat({"type": "video", "video": frames}))
-
-
 def test_a_model_without_rules_takes_no_images(tokenizer, make_renderer):
     plain = make_renderer(tokenizer, files={"chat_template.jinja": LLAVA}, hf_config={"vocab_size": 400})
     with pytest.raises(RequestError, match="this model takes text only, not content of type 'image_url'"):

@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -21,8 +21,9 @@ from toolkit_lm_renderer_hf.tokenizer import read_json
 logger = logging.getLogger(__name__)
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
+VIDEO_FILE = "video_preprocessor_config.json"
 _PACKAGES = ("transformers", "pillow", "numpy", "toolkit-lm-renderer-hf")
-_OPTIONS = {"size": None, "min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+SIZES = {"size": None, "min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Those that a request may set, and the part of `size` that two of them are."""
 _MOST_RATIO = 200
 """Of an image's sides, as Qwen2-VL has it."""
@@ -48,33 +49,23 @@ class ImageProcessor:
             read_json(path)
         if importlib.util.find_spec("transformers") is None:
             raise CheckpointError("images need transformers: pip install 'toolkit-lm-renderer-hf[multimodal]'.")
-        self.fingerprint = _fingerprint([*found, folder / "config.json"])
-        """Of all that decides what arrays come of an image."""
+        self.fingerprint = _fingerprint([*found, folder / VIDEO_FILE, folder / "config.json"])
+        """Of all that decides what arrays come of an image, or of a video."""
 
-    def options(self, given: Any) -> dict[str, Any]:
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Those of a request, which may make images smaller. Raises RequestError."""
-        if given is None:
-            return {}
-        if not isinstance(given, Mapping):
-            raise _refusal(f"it must be a mapping, not a {type(given).__name__}.")
-        for name in given:
-            if name not in _OPTIONS:
-                raise _refusal(f"{name!r:.100} cannot be set by a request. {nearest(str(name)[:100], _OPTIONS)}")
-        return {"size": self._size(given)} if given else {}
+        return {"size": chosen_size(given, self.loaded.size)} if set(given) & set(SIZES) else {}
 
     def process(self, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """The arrays of an image, uint8 [height, width, 3]. Raises RequestError where the processor refuses it."""
-        processor = self._loaded
+        processor = self.loaded
         height, width = pixels.shape[:2]
         self._check_sides(height, width, options.get("size") or processor.size)
-        try:
-            made = processor(pixels, return_tensors="np", input_data_format="channels_last", **options)
-        except Exception as error:  # whatever a processor raises for a size that it cannot make
-            raise RequestError(f"the checkpoint's processor cannot read it: {str(error)[:_MOST_REASON]}") from error
-        return {name: np.ascontiguousarray(array) for name, array in made.items() if isinstance(array, np.ndarray)}
+        return run(processor, pixels, options)
 
     @property
-    def _loaded(self) -> Any:
+    def loaded(self) -> Any:
+        """The processor of transformers. Raises CheckpointError where it cannot be made."""
         with self._lock:
             return self._processor
 
@@ -103,29 +94,58 @@ class ImageProcessor:
             if abs(number) > most:
                 raise CheckpointError(f"{self._folder}: the image processor's {name} is {number}; it may be {most}.")
 
-    def _size(self, given: Mapping[str, Any]) -> dict[str, int]:
-        own = {name: value for name, value in dict(self._loaded.size).items() if value is not None}
-        size = dict(own)
-        for option, value in given.items():
-            part = _OPTIONS[option]
-            changed = {part: value} if part is not None else value
-            if not isinstance(changed, Mapping) or not set(changed) <= set(own):
-                raise _refusal(f"{option} must be of the checkpoint's form, such as {own}.")
-            size |= changed
-        for name, number in size.items():
-            if type(number) is not int or not 0 < number <= max(own.values()):
-                raise _refusal(f"{name} must be an integer from 1 to the checkpoint's own, {max(own.values())}.")
-        return size
-
     def _check_sides(self, height: int, width: int, size: Mapping[str, Any]) -> None:
         """A resize that keeps the ratio makes far more pixels of a narrow image than it has."""
+        check_ratio(height, width)
         long, short = max(height, width), min(height, width)
-        if long > _MOST_RATIO * short:
-            raise RequestError(f"it has {width} x {height} pixels; a side may be {_MOST_RATIO} times as long as the other.")
         edges = dict(size)
         edge = edges.get("shortest_edge")
         if edge and not edges.get("longest_edge") and edge * edge * long > self._max_pixels * short:
             raise RequestError(f"it has {width} x {height} pixels, and would be resized to more than {self._max_pixels}.")
+
+
+def check_options(given: Any, known: Iterable[str]) -> Mapping[str, Any]:
+    """The options of a request. Raises RequestError where one is not `known`."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise refusal(f"it must be a mapping, not a {type(given).__name__}.")
+    for name in given:
+        if name not in known:
+            raise refusal(f"{name!r:.100} cannot be set by a request. {nearest(str(name)[:100], known)}")
+    return given
+
+
+def chosen_size(given: Mapping[str, Any], size: Any) -> dict[str, int]:
+    """The checkpoint's size, changed by a request. Raises RequestError."""
+    own = {name: value for name, value in dict(size).items() if value is not None}
+    chosen = dict(own)
+    for option, part in SIZES.items():
+        if option not in given:
+            continue
+        changed = {part: given[option]} if part is not None else given[option]
+        if not isinstance(changed, Mapping) or not set(changed) <= set(own):
+            raise refusal(f"{option} must be of the checkpoint's form, such as {own}.")
+        chosen |= changed
+    for name, number in chosen.items():
+        if type(number) is not int or not 0 < number <= max(own.values()):
+            raise refusal(f"{name} must be an integer from 1 to the checkpoint's own, {max(own.values())}.")
+    return chosen
+
+
+def check_ratio(height: int, width: int) -> None:
+    """Raises RequestError for what is too narrow."""
+    if max(height, width) > _MOST_RATIO * min(height, width):
+        raise RequestError(f"it has {width} x {height} pixels; a side may be {_MOST_RATIO} times as long as the other.")
+
+
+def run(processor: Any, pixels: np.ndarray, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The arrays that a processor makes of an image. Raises RequestError."""
+    try:
+        made = processor(pixels, return_tensors="np", input_data_format="channels_last", **options)
+    except Exception as error:  # whatever a processor raises for a size that it cannot make
+        raise RequestError(f"the checkpoint's processor cannot read it: {str(error)[:_MOST_REASON]}") from error
+    return {name: np.ascontiguousarray(array) for name, array in made.items() if isinstance(array, np.ndarray)}
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
@@ -140,7 +160,8 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
         yield name, value
 
 
-def _refusal(reason: str) -> RequestError:
+def refusal(reason: str) -> RequestError:
+    """Of an option of a request."""
     return RequestError(f"mm_processor_kwargs: {reason}", "mm_processor_kwargs")
 
 

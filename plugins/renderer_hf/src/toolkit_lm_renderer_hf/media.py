@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
@@ -21,10 +20,14 @@ from toolkit_lm.renderer.feature_lookup import FeatureLookup
 from toolkit_lm_media.image import open_image
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.source import load_bytes
+from toolkit_lm_media.video import Video, open_video
 
 from toolkit_lm_renderer_hf.embeds import read_embeds
-from toolkit_lm_renderer_hf.image_processor import ImageProcessor
+from toolkit_lm_renderer_hf.image_processor import SIZES, ImageProcessor, check_options
 from toolkit_lm_renderer_hf.media_items import Item
+from toolkit_lm_renderer_hf.pixels import Frames, read_pixels
+from toolkit_lm_renderer_hf.sampling import OPTIONS
+from toolkit_lm_renderer_hf.video_processor import VideoProcessor
 
 _FETCHES = 4
 """At a time, for one prompt."""
@@ -49,14 +52,17 @@ class ReadItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What an item holds: one of the three."""
+    """What an item holds: one of the four."""
 
     kind: str
     file: bytes = b""
     pixels: np.ndarray | None = None
+    frames: Frames | None = None
     arrays: Mapping[str, np.ndarray] | None = None
 
     def digest(self) -> bytes:
+        if self.frames is not None:
+            return self.frames.digest()
         digest = hashlib.sha256(self.file)
         arrays = {"": self.pixels} if self.pixels is not None else dict(self.arrays or {})
         for name in sorted(arrays):
@@ -72,47 +78,91 @@ class MediaReader:
     """
 
     def __init__(self, config: VllmConfig, rules: MultiModalRules, folder: Path | None) -> None:
-        """`folder`: of the checkpoint's image processor. None: no image is read."""
+        """`folder`: of the checkpoint's processors. None: neither images nor videos are read."""
         self._rules = rules
         bounds = config.renderer
         self._limits = MediaLimits(
-            max_bytes=bounds.max_media_bytes, max_pixels=bounds.max_media_pixels, allowed_hosts=tuple(bounds.allowed_media_hosts)
+            max_bytes=bounds.max_media_bytes,
+            max_pixels=bounds.max_media_pixels,
+            max_frames=bounds.max_media_frames,
+            allowed_hosts=tuple(bounds.allowed_media_hosts),
         )
         self._images = None if folder is None else ImageProcessor(folder, bounds.max_media_pixels)
+        self._videos: VideoProcessor | None = None
+        if folder is not None and self._images is not None and "video" in rules.modalities:
+            timed = "tokens_per_second" in (config.hf_config.get("vision_config") or {})
+            self._videos = VideoProcessor(folder, self._images, bounds.max_media_pixels, timed=timed)
 
     def read(self, items: Sequence[Item], options: Any, held: FeatureLookup | None) -> list[ReadItem]:
         """Each item once, however often it stands in a prompt. `options`: mm_processor_kwargs. Raises RequestError."""
-        chosen = self._images.options(options) if self._images is not None else {}
+        chosen = self._options(items, options)
         made: dict[str, ReadItem] = {}
         found = []
         for item, content in zip(items, self._contents(items), strict=True):
-            identifier = self._identifier(item, content, chosen)
+            identifier = self._identifier(item, content, chosen.get(item.modality, {}))
             if identifier not in made:
-                made[identifier] = self._read(item, content, identifier, chosen, held)
+                made[identifier] = self._read(item, content, identifier, chosen.get(item.modality, {}), held)
             found.append(made[identifier])
         return found
+
+    def _options(self, items: Sequence[Item], given: Any) -> dict[str, dict[str, Any]]:
+        """By modality. Those of sampling say nothing of an image."""
+        if self._images is None or given is None:
+            return {}
+        known = check_options(given, [*SIZES, *(OPTIONS if self._videos is not None else ())])
+        chosen = {}
+        for item in items:
+            if item.modality == "image" and item.modality not in chosen:
+                chosen["image"] = self._images.options(known)
+            elif item.modality == "video" and item.modality not in chosen and self._videos is not None:
+                with _naming(item, param="mm_processor_kwargs"):
+                    chosen["video"] = self._videos.options(known)
+        return chosen
 
     def _read(self, item: Item, content: _Content, identifier: str, options: Mapping[str, Any], held: FeatureLookup | None) -> ReadItem:
         known = held.get(identifier) if held is not None else None
         if known is not None:
             return ReadItem(item.modality, identifier, Replacement(known.token_ids, known.mask, known.layout), None)
-        arrays = content.arrays
-        if arrays is None:
-            assert self._images is not None, "no image is read"
-            pixels = content.pixels
-            if pixels is None:
-                pixels = open_image(content.file, self._limits, what=item.what, param=item.param)
-            with _naming(item):
-                arrays = self._images.process(pixels, options)
+        if content.arrays is not None:
+            arrays = content.arrays
+        else:
+            arrays = self._image(item, content, options) if item.modality == "image" else self._video(item, content, options)
         with _naming(item):
             replacement = self._rules.replacement(item.modality, arrays)
         return ReadItem(item.modality, identifier, replacement, {name: Array.of(array) for name, array in arrays.items()})
+
+    def _image(self, item: Item, content: _Content, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        assert self._images is not None, "no image is read"
+        pixels = content.pixels
+        if pixels is None:
+            pixels = open_image(content.file, self._limits, what=item.what, param=item.param)
+        with _naming(item):
+            return self._images.process(pixels, options)
+
+    def _video(self, item: Item, content: _Content, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        if content.frames is not None:
+            with _naming(item):
+                return self._arrays(content.frames, options, is_file=False)
+        with open_video(content.file, self._limits, what=item.what, param=item.param) as video, _naming(item):
+            return self._arrays(video, options, is_file=True)
+
+    def _arrays(self, video: Video | Frames, options: Mapping[str, Any], *, is_file: bool) -> dict[str, np.ndarray]:
+        assert self._videos is not None, "no video is read"
+        sampling = self._videos.sampling
+        indices = sampling.indices(video.num_frames, video.fps, options, is_file=is_file)
+        if len(indices) > self._limits.max_frames:
+            taken = f"{len(indices)} of its {video.num_frames} frames would be read, more than the {self._limits.max_frames} that are taken"
+            raise RequestError(f"{taken} (max_media_frames). mm_processor_kwargs may ask for fewer: fps, num_frames.")
+        seconds = sampling.seconds(len(indices), video.num_frames, video.fps)
+        return self._videos.process(video.frames(indices), len(indices), seconds, options)
 
     def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
         """Of the content and all that decides what is made of it; and of the caller's name, which cannot stand for the content."""
         said = json.dumps([item.modality, content.kind, item.uuid, options], sort_keys=True)
         fingerprint = self._images.fingerprint if self._images is not None else b""
-        return hashlib.sha256(fingerprint + content.digest() + said.encode()).hexdigest()
+        with _naming(item):
+            digest = content.digest()
+        return hashlib.sha256(fingerprint + digest + said.encode()).hexdigest()
 
     def _contents(self, items: Sequence[Item]) -> list[_Content]:
         """What the items hold. URLs are fetched some at a time."""
@@ -125,53 +175,23 @@ class MediaReader:
         if item.is_embeds:
             with _naming(item):
                 return _Content("embeds", arrays=read_embeds(item.modality, item.source, self._limits.max_bytes))
-        if item.modality != "image" or self._images is None:
-            raise RequestError(
-                f"{item.what}: this renderer processes images only, since transformers' other processors need torchvision. "
-                f"Give {item.modality}_embeds.",
-                item.param,
-            )
+        if self._images is None or item.modality not in ("image", "video") or (item.modality == "video" and self._videos is None):
+            raise RequestError(f"{item.what}: this renderer processes images and videos only. Give {item.modality}_embeds.", item.param)
         source = bytes(item.source) if isinstance(item.source, bytearray | memoryview) else item.source
         if isinstance(source, str | bytes):
             return _Content("file", file=load_bytes(source, self._limits, what=item.what, param=item.param))
         with _naming(item):
-            return self._pixels(source)
-
-    def _pixels(self, source: Any) -> _Content:
-        image = _image_of_array(source) if isinstance(source, np.ndarray) else source
-        if not isinstance(image, Image.Image):
-            raise RequestError(f"it must be a URL, bytes of a file, an image of Pillow or an array, not a {type(source).__name__}.")
-        width, height = image.size
-        if not 0 < width * height <= self._limits.max_pixels:
-            raise RequestError(f"it has {width} x {height} pixels; from 1 to {self._limits.max_pixels} are taken (max_media_pixels).")
-        try:
-            # A copy: an array over Pillow's memory cannot be written to.
-            return _Content(f"pixels {image.mode}", pixels=np.array(_opaque(image).convert("RGB"), dtype=np.uint8))
-        except Exception as error:  # whatever a decoder raises for a file that the caller has opened
-            raise RequestError(f"its pixels cannot be read: {type(error).__name__}.") from error
-
-
-def _image_of_array(array: np.ndarray) -> Image.Image:
-    if array.dtype != np.uint8 or array.ndim not in (2, 3):
-        raise RequestError(f"an array must be uint8 [height, width, 3], not {array.dtype} {list(array.shape)}.")
-    if array.ndim == 3 and array.shape[2] not in (1, 3, 4) and array.shape[0] in (1, 3, 4):
-        array = np.moveaxis(array, 0, -1)
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    if not array.size or (array.ndim == 3 and array.shape[2] not in (3, 4)):
-        raise RequestError(f"an array must be uint8 [height, width, 3], not of the shape {list(array.shape)}.")
-    return Image.fromarray(np.ascontiguousarray(array))
-
-
-def _opaque(image: Image.Image) -> Image.Image:
-    """Pillow would warn that RGB has no room for a palette's transparency."""
-    return image.convert("RGBA") if "transparency" in image.info else image
+            if item.modality == "video":
+                frames = Frames(source, self._limits.max_pixels)
+                return _Content(f"frames {frames.fps}", frames=frames)
+            mode, pixels = read_pixels(source, self._limits.max_pixels)
+            return _Content(f"pixels {mode}", pixels=pixels)
 
 
 @contextmanager
-def _naming(item: Item) -> Iterator[None]:
+def _naming(item: Item, param: str | None = None) -> Iterator[None]:
     """Has what is refused begin with the item's name."""
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{item.what}: {error}", item.param) from error
+        raise RequestError(f"{item.what}: {error}", param or item.param) from error

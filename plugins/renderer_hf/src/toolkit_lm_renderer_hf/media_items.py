@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.prompts import Conversation
 
+from toolkit_lm_renderer_hf.pixels import is_frames, is_with_fps
+
 _MOST_ITEMS = 16
 """Of a modality in a prompt, where the operator does not say."""
 _MOST_UUID = 256
@@ -82,7 +84,7 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
             raise RequestError(f"{name} must be a mapping such as {{'image': [...]}}, not a {type(given).__name__}.", name)
     items: list[Item] = []
     for modality, given in data.items():
-        sources = list(given) if isinstance(given, list | tuple) else [given]
+        sources = _sources(modality, given)
         names = uuids.get(modality)
         named = list(names) if isinstance(names, list | tuple) else [names] * (1 if names is not None else len(sources))
         if len(named) != len(sources):
@@ -93,6 +95,13 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
     if set(uuids) - set(data):
         raise RequestError("multi_modal_uuids names items that are not there.", "multi_modal_uuids")
     return items
+
+
+def _sources(modality: str, given: Any) -> list[Any]:
+    """The items of a modality. A video may be a list of frames, or a pair of frames and what is said of them."""
+    if not isinstance(given, list | tuple):
+        return [given]
+    return [given] if modality == "video" and (is_with_fps(given) or is_frames(given)) else list(given)
 
 
 def _bare_message(message: Any, items: list[Item]) -> Any:

@@ -28,8 +28,8 @@ class MultiModal:
         self._rules = rules
         self._placeholders = Placeholders(tokenizer, rules)
         self._limits = ItemLimits(config.renderer.limit_mm_per_prompt, rules.modalities)
-        reads_images = "image" in rules.modalities and self._limits.most("image") > 0
-        self._reader = MediaReader(config, rules, folder if reads_images else None)
+        reads = any(modality in rules.modalities and self._limits.most(modality) > 0 for modality in ("image", "video"))
+        self._reader = MediaReader(config, rules, folder if reads else None)
         self.tokens = self._placeholders.tokens
         """By modality, the text of its placeholder."""
         self.texts = {modality: rules.placeholder_text(modality, token) for modality, token in self.tokens.items()}
