@@ -4,9 +4,9 @@ import pytest
 import torch
 from encdec_families import VARIANTS
 from test_encdec_conformance import BART_LIKE, EncDecConformance
-from toolkit_lm.renderer import EncoderDecoderRules
 from toolkit_lm_devkit.model import Subject
 from toolkit_lm_encdec.attention import CrossAttention
+from toolkit_lm_encdec.rules import UsualRules
 
 ARCHITECTURE = "BartForConditionalGeneration"
 
@@ -55,7 +55,7 @@ def test_cross_attention_that_forgets_is_found(subject, monkeypatch):
 
 
 def test_rules_that_leave_out_the_start_token_are_found(subject, monkeypatch):
-    monkeypatch.setattr(EncoderDecoderRules, "decoder_prompt", lambda self, token_ids: list(token_ids))
+    monkeypatch.setattr(UsualRules, "decoder_prompt", lambda self, token_ids: list(token_ids))
     with pytest.raises(AssertionError):
         Kit().test_the_decoder_start_token_comes_first(subject)
 

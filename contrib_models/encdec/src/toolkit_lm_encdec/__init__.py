@@ -4,7 +4,7 @@ from typing import Any
 
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
-RULES = "toolkit_lm.renderer:EncoderDecoderRules"
+RULES = "toolkit_lm_encdec.rules:UsualRules"
 BART_RULES = "toolkit_lm_encdec.rules:BartRules"
 MODELS = {
     "BartForConditionalGeneration": ("bart:BartForConditionalGeneration", BART_RULES),

@@ -1,18 +1,114 @@
-"""What decoders begin with, where it is more than the decoder start token. Needs no torch."""
+"""What encoder-decoder models of text make of prompts. Needs no torch."""
 
 from __future__ import annotations
 
-from toolkit_lm.renderer import EncoderDecoderRules
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError, RequestError
+from toolkit_lm.messages import EncoderInput
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.prompts import Conversation, Prompt, SingletonPrompt, parse_prompt
+from toolkit_lm.renderer import EncoderDecoderRules, RenderedPair, Renderer
 
 
-class T5GemmaRules(EncoderDecoderRules):
+class UsualRules(EncoderDecoderRules):
+    """As most models have it, in the terms of transformers."""
+
+    encoder_length_keys: ClassVar[tuple[str, ...]] = ("max_source_positions", "max_position_embeddings", "n_positions")
+
+    def __init__(self, config: VllmConfig, renderer: Renderer) -> None:
+        super().__init__(config, renderer)
+        assert config.checkpoint is not None
+        stated = {key: value for key, value in config.checkpoint.generation_config.items() if value is not None}
+        # As in transformers: with a file of their own, no tokens are forced that it does not name.
+        other = {key: value for key, value in config.hf_config.items() if not (stated and key.startswith("forced_"))}
+        self.generation: Mapping[str, Any] = {**other, **stated}
+        """generation_config.json, and where it says nothing config.json."""
+
+    # Prompts
+
+    def read(self, prompt: Prompt, params: SamplingParams) -> RenderedPair:
+        """Any prompt but an ExplicitEncoderDecoderPrompt is the encoder's."""
+        given: Any = prompt
+        if not isinstance(given, Mapping) or not {"encoder_prompt", "decoder_prompt"} & set(given):
+            return self._both(given, None, params)
+        if unknown := set(given) - {"encoder_prompt", "decoder_prompt"}:
+            raise RequestError(f"unknown key {min(map(str, unknown))!r} beside encoder_prompt and decoder_prompt.", "prompt")
+        if given.get("encoder_prompt") is None:
+            raise RequestError("a decoder prompt needs an encoder prompt beside it: the key 'encoder_prompt'.", "prompt")
+        return self._both(given["encoder_prompt"], given.get("decoder_prompt"), params)
+
+    def read_conversation(self, messages: Conversation, params: SamplingParams, **options: Any) -> RenderedPair:
+        """Through the chat template. Without one the encoder reads the system message and the last message: each turn stands for itself."""
+        if not self.renderer.has_chat_template:
+            return self._both(_last_turn(messages), None, params)
+        return self._both({"prompt_token_ids": self.renderer.render_conversation(messages, **options).token_ids}, None, params)
+
+    def _both(self, encoder: SingletonPrompt, decoder: SingletonPrompt | None, params: SamplingParams) -> RenderedPair:
+        if decoder is None:
+            token_ids = self.default_decoder_prompt()
+        elif "prompt_token_ids" in (parsed := parse_prompt(decoder)):
+            token_ids = self.decoder_prompt(self.renderer.render_prompt(parsed).token_ids)
+        else:
+            token_ids = [*self.default_decoder_prompt(), *self.renderer.render_prompt(parsed, add_special_tokens=False).token_ids]
+        most = self.config.max_encoder_len if params.truncate_prompt_tokens == -1 else params.truncate_prompt_tokens
+        return RenderedPair(token_ids, _text_of(decoder), self.encoder_input(encoder, most), _text_of(encoder))
+
+    def encoder_input(self, prompt: Any, max_tokens: int | None) -> EncoderInput:
+        """What the encoder reads of a prompt. `max_tokens`: it is to be cut, at its end; None: as it is. Raises RequestError."""
+        parsed = parse_prompt(prompt)
+        if max_tokens is None or "prompt_token_ids" in parsed:
+            return EncoderInput.of_tokens(self.renderer.render_prompt(parsed).token_ids[:max_tokens])
+        return EncoderInput.of_tokens(self.renderer.render_texts([parsed["prompt"]], max_tokens=max_tokens)[0].token_ids)
+
+    @property
+    def start_token_id(self) -> int:
+        """The decoder start token, with which every decoder prompt begins. Raises CheckpointError where the checkpoint names none."""
+        for key in ("decoder_start_token_id", "bos_token_id"):
+            if (value := self.generation.get(key)) is not None:
+                if type(value) is not int or not 0 <= value < (self.config.vocab_size or value + 1):
+                    raise CheckpointError(f"{key} must be a token id of the model, not {value!r}.")
+                return value
+        raise CheckpointError("neither generation_config.json nor config.json names a decoder_start_token_id.")
+
+    def default_decoder_prompt(self) -> list[int]:
+        """What the decoder begins with where nothing is given: the decoder start token, and what else the model always begins with."""
+        return [self.start_token_id]
+
+    def decoder_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """Given token ids, with the decoder start token in front."""
+        start = self.start_token_id
+        return list(token_ids) if token_ids and token_ids[0] == start else [start, *token_ids]
+
+    # What is drawn
+
+    def forced_tokens(self, decoder_prompt: Sequence[int], max_output_tokens: int) -> dict[int, int]:
+        """As transformers forces BOS and EOS."""
+        begin, end = (self.generation.get(key) for key in ("forced_bos_token_id", "forced_eos_token_id"))
+        forced = {0: begin} if begin is not None and len(decoder_prompt) == 1 else {}
+        if end is not None:
+            forced[max_output_tokens - 1] = end[0] if isinstance(end, list) else end
+        return forced
+
+    def bad_words(self) -> list[list[int]]:
+        """Those that the checkpoint names. Marian's is its padding."""
+        ends = [[token] for token in self.renderer.eos_token_ids]
+        return [word for word in self.generation.get("bad_words_ids") or [] if word not in ends]
+
+
+class T5GemmaRules(UsualRules):
     """Each side states the length of its own sequences."""
 
     encoder_length_keys = ("encoder.max_position_embeddings",)
 
 
-class MBartRules(EncoderDecoderRules):
-    """The start token, and the language that the checkpoint forces, if any: mBART-50. Others begin with their language itself."""
+class MBartRules(UsualRules):
+    """The decoder begins with the start token, and the language that the checkpoint forces, if any: mBART-50.
+
+    Others begin with their language itself.
+    """
 
     def default_decoder_prompt(self) -> list[int]:
         forced = self.generation.get("forced_bos_token_id")
@@ -20,8 +116,28 @@ class MBartRules(EncoderDecoderRules):
 
 
 class BartRules(MBartRules):
-    """The start token, and that of a text's beginning, as in training. The checkpoint may force another one."""
+    """The decoder begins with the start token, and that of a text's beginning, as in training. The checkpoint may force another one."""
 
     def default_decoder_prompt(self) -> list[int]:
         prompt, begin = super().default_decoder_prompt(), self.generation.get("bos_token_id")
         return [*prompt, begin] if len(prompt) == 1 and isinstance(begin, int) else prompt
+
+
+def _text_of(prompt: Any) -> str | None:
+    return prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+
+
+def _last_turn(messages: Conversation) -> str:
+    """The text of the system messages and the last one."""
+    if isinstance(messages, str) or not messages or not all(isinstance(message, Mapping) for message in messages):
+        raise RequestError("messages must be a list of at least one message.", "messages")
+    read = [*(message for message in messages[:-1] if message.get("role") == "system"), messages[-1]]
+    return " ".join(_content(message.get("content")) for message in read)
+
+
+def _content(content: Any) -> str:
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if any(not isinstance(text, str) for text in texts):
+        raise RequestError("a message's content must be a text, or a list of parts that are texts.", "messages")
+    return "\n".join(map(str, texts))

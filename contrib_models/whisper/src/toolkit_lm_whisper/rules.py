@@ -10,13 +10,14 @@ import numpy as np
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, RequestError
 from toolkit_lm.messages import Array, EncoderInput
-from toolkit_lm.renderer import EncoderDecoderRules, Renderer
+from toolkit_lm.renderer import Renderer
+from toolkit_lm_encdec.rules import UsualRules
 
 from toolkit_lm_whisper.features import LogMel
 from toolkit_lm_whisper.languages import code_of
 
 
-class WhisperRules(EncoderDecoderRules):
+class WhisperRules(UsualRules):
     """The encoder's prompt is {"audio": samples [N], "sampling_rate": hertz}, of one channel and 30 seconds at most.
 
     Or {"features": [num_mels, frames]}: a window of those of a longer recording.

@@ -18,10 +18,9 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.encoder_decoder import EncoderDecoderReader, RenderedPrompt
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
-from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
+from toolkit_lm.processing.requests import PreparedRequest, RenderedPrompt, RequestOptions
 from toolkit_lm.processing.validation import (
     check_bounds,
     check_count,
@@ -33,7 +32,7 @@ from toolkit_lm.processing.validation import (
     tokenize_bad_words,
 )
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
-from toolkit_lm.renderer import Rendered, RenderedText, Renderer
+from toolkit_lm.renderer import EncoderDecoderRules, Rendered, RenderedText, Renderer
 from toolkit_lm.scheduler import RequestLimits
 
 ResultT = TypeVar("ResultT")
@@ -54,16 +53,16 @@ class Processor:
         self.renderer = renderer
         self.plugins = plugins
         self._texts = self._pooling_inputs(config, renderer)
-        self._encoder_decoder = self._reader(config, renderer)
+        self._encoder_decoder = self._rules(config, renderer)
         self._limits: RequestLimits | None = None
         self._vocab_size = config.vocab_size or renderer.vocab_size
         self._eos_token_ids = renderer.eos_token_ids
 
-    def _reader(self, config: VllmConfig, renderer: Renderer) -> EncoderDecoderReader | None:
+    def _rules(self, config: VllmConfig, renderer: Renderer) -> EncoderDecoderRules | None:
         """Of an encoder-decoder model. Raises PluginError."""
         models, architecture = self.plugins.models, config.checkpoint.architecture if config.checkpoint is not None else ""
         rules = models.load_rules(architecture) if architecture in models else None
-        return None if rules is None else EncoderDecoderReader(config, renderer, rules(config, renderer))
+        return None if rules is None else rules(config, renderer)
 
     def _pooling_inputs(self, config: VllmConfig, renderer: Renderer) -> PoolingInputs | None:
         """None where nobody needs any. Raises ConfigError."""
@@ -116,8 +115,9 @@ class Processor:
         """As `prepare`, of prompts that share parameters: these are worked on once."""
         params = params or SamplingParams()
         if self._encoder_decoder is not None:
-            read = self._encoder_decoder.read
-            return self._generation(request_ids, (self._render(read, prompt, params=params) for prompt in prompts), params, options or {})
+            read = partial(self._encoder_decoder.read, params=params)
+            pairs = (RenderedPrompt(*self._render(read, prompt)) for prompt in prompts)
+            return self._generation(request_ids, pairs, params, options or {})
         given: Any = prompts
         render = self.renderer.render_prompt
         rendered = (self._rendered(render, one, one.get("prompt") if hasattr(one, "get") else one) for one in given)
@@ -147,7 +147,8 @@ class Processor:
         params = params or SamplingParams()
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
-            return self._generation(request_ids, (self._render(read, one) for one in conversations), params, options or {})
+            pairs = (RenderedPrompt(*self._render(read, one)) for one in conversations)
+            return self._generation(request_ids, pairs, params, options or {})
         render = self.renderer.render_conversation
         rendered = (self._rendered(render, one, None, **render_options) for one in conversations)
         return self._generation(request_ids, rendered, params, options or {})
@@ -223,7 +224,7 @@ class Processor:
         message.reads_prefix_cache = params.prompt_logprobs is None
         message.max_output_tokens = self.limits.check(message)
         if self._encoder_decoder is not None:
-            rules, made = self._encoder_decoder.rules, (token_ids, message.max_output_tokens)
+            rules, made = self._encoder_decoder, (token_ids, message.max_output_tokens)
             with self.plugins.boundary:
                 forced, processors, bad_words = rules.forced_tokens(*made), rules.logits_processors(*made), rules.bad_words()
             check_token_ids([*forced.values(), *chain(*bad_words)], self._vocab_size, "generation_config.json")

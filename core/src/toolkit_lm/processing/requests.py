@@ -4,8 +4,22 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypedDict
 
-from toolkit_lm.messages import EngineRequest
+from toolkit_lm.messages import EncoderInput, EngineRequest, MultiModalFeatureSpec
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
+
+
+class RenderedPrompt(NamedTuple):
+    """What a model reads. Texts are None where the prompt was a conversation or token ids."""
+
+    token_ids: list[int]
+    text: str | None
+    encoder: EncoderInput | None = None
+    """Of an encoder-decoder model; `token_ids` are then the decoder's."""
+    encoder_text: str | None = None
+    features: list[MultiModalFeatureSpec] | None = None
+    """Items of media that stand among `token_ids`."""
+    rendering: PinnedRendering | None = None
+    """What made these."""
 
 
 class PreparedRequest(NamedTuple):

@@ -1,8 +1,18 @@
 """The renderer contract: all input preparation, and its inverse."""
 
 from toolkit_lm.renderer.contract import DecodeStream, Rendered, RenderedText, Renderer
-from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules
+from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules, RenderedPair
 from toolkit_lm.renderer.making import make_renderer
 from toolkit_lm.renderer.multimodal import MultiModalRules, Replacement
 
-__all__ = ["DecodeStream", "EncoderDecoderRules", "MultiModalRules", "Rendered", "RenderedText", "Renderer", "Replacement", "make_renderer"]
+__all__ = [
+    "DecodeStream",
+    "EncoderDecoderRules",
+    "MultiModalRules",
+    "Rendered",
+    "RenderedPair",
+    "RenderedText",
+    "Renderer",
+    "Replacement",
+    "make_renderer",
+]

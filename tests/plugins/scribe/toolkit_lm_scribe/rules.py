@@ -1,9 +1,9 @@
 """What Scribe makes of prompts."""
 
-from toolkit_lm.renderer import EncoderDecoderRules
+from toolkit_lm_encdec.rules import UsualRules
 
 
-class ScribeRules(EncoderDecoderRules):
+class ScribeRules(UsualRules):
     """The decoder begins with the start token, and the task that config.json names."""
 
     def default_decoder_prompt(self) -> list[int]:
