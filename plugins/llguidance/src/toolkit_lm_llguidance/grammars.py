@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from llguidance import LLMatcher, grammar_from
+from llguidance import LLMatcher, grammar_from, regex_to_lark
 from toolkit_lm.errors import RequestError
 
 from toolkit_lm_llguidance.wishes import Wish, read_json
@@ -38,7 +38,8 @@ def grammar_of(wish: Wish, special_token: SpecialToken) -> str:
             assert schema is not None, "this kind has one"
             return grammar_of_schema(schema, options_of(wish))
         case "regex":
-            return LLMatcher.grammar_from_regex(_text(wish, "regular expression"))
+            # Digits are 0 to 9 and letters a to z, as in JSON Schema: a model asked for a number is not to write it in another script.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(_text(wish, 'regular expression'), 'dw')}/")
         case "choice":
             return _choice(wish)
         case "grammar":

@@ -35,9 +35,11 @@ class _Sequence:
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
         new = row.token_ids[row.num_prompt_tokens + self._num_read :].tolist()
-        if new:
-            self._num_read += len(new)
-            self._matcher.consume_tokens(new)
+        self._num_read += len(new)
+        for token in new:
+            # A request may ignore the end: the same last token comes again and again.
+            if not self._matcher.is_stopped():
+                self._matcher.consume_token(token)
         return _checked(self._matcher)
 
 

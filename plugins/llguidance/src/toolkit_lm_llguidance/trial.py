@@ -76,8 +76,9 @@ def _allowed(mask: bytes, eos_token_ids: Sequence[int], generator: Random) -> in
     start = generator.randrange(len(mask))
     for index in (*range(start, len(mask)), *range(start)):
         for bit in range(8 if mask[index] else 0):
-            if mask[index] >> bit & 1 and index * 8 + bit not in eos_token_ids:
-                return index * 8 + bit
+            token: int = index * 8 + bit
+            if mask[index] >> bit & 1 and token not in eos_token_ids:
+                return token
     return None
 
 

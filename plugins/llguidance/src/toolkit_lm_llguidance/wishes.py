@@ -54,9 +54,9 @@ def _of_structured_outputs(given: Mapping[str, Any], param: str) -> Wish | None:
     for name, value in given.items():
         if name not in known and name.removeprefix("_") not in _NEUTRAL:
             raise RequestError(f"structured_outputs has no field {str(name)[:50]!r}. {nearest(str(name)[:50], known)}", param)
-        if value is None or value is False:
-            continue
-        (kinds if name in KINDS else options)[name] = value
+        # There is a schema false.
+        if value is not None and (value is not False or name == "json"):
+            (kinds if name in KINDS else options)[name] = value
     if not kinds:
         if given and not options:
             return None

@@ -1,0 +1,100 @@
+"""Grammars that are written to break the engine: each is refused, or served, in time, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm.errors import RequestError
+
+SECONDS = 30.0
+"""Far more than each takes on a machine that does nothing else."""
+
+
+def chain(count, made):
+    return {"$ref": "#/$defs/d0", "$defs": {f"d{i}": made(f"#/$defs/d{i + 1}") for i in range(count)} | {f"d{count}": {"type": "null"}}}
+
+
+def nested(count, word):
+    schema = {"type": "integer"}
+    for _ in range(count):
+        schema = {word: [schema, {"type": "string"}]}
+    return schema
+
+
+BOMBS = {
+    "references": {"json": chain(3000, lambda ref: {"$ref": ref})},
+    "referenced properties": {"json": chain(1500, lambda ref: {"properties": {"a": {"$ref": ref}, "b": {"$ref": ref}}})},
+    "doubled references": {"json": chain(40, lambda ref: {"allOf": [{"$ref": ref}, {"$ref": ref}]})},
+    "doubled alternatives": {"json": chain(40, lambda ref: {"anyOf": [{"$ref": ref}, {"type": "array", "items": {"$ref": ref}}]})},
+    "a loop": {"json": {"$ref": "#"}},
+    "products": {"json": {"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(3)]} for i in range(12)]}},
+    "alternatives": {"json": nested(30, "anyOf")},
+    "multiple": {"json": {"type": "integer", "multipleOf": 999_983}},
+    "small multiple": {"json": {"type": "number", "multipleOf": 1e-300}},
+    "wide range": {"json": {"type": "number", "minimum": 1e-300, "maximum": 1e300}},
+    "properties": {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(5000)}}},
+    "enum": {"json": {"enum": [f"value {i}" for i in range(15_000)]}},
+    "enums": {"json": {"allOf": [{"enum": list(range(500))}] * 50}},
+    "items": {"json": {"type": "array", "items": {"type": "string"}, "minItems": 10**9}},
+    "length": {"json": {"type": "string", "minLength": 10**9}},
+    "pattern": {"json": {"type": "string", "pattern": "^(((a{100}){100}){100}){100}$"}},
+    "patterns": {"json": {"allOf": [{"type": "string", "pattern": f".*{chr(97 + i)}.{{9}}"} for i in range(26)]}},
+    "names": {"json": {"patternProperties": {f"^.*{i}.*$": {} for i in range(200)}}},
+    "repeated": {"regex": "(a{1000}){1000}"},
+    "repeated later": {"regex": "x?(a{1000}){1000}"},
+    "nested groups": {"regex": "(" * 16_000 + "a" + ")" * 16_000},
+    "states": {"regex": ".*a.{2000}b"},
+    "stars": {"regex": "((a*)*)*b" * 500},
+    "words": {"regex": "|".join(f"w{i}" for i in range(4000))},
+    "unicode": {"regex": r"[\p{L}]{1,10000}\p{L}"},
+    "doubled terminals": {"grammar": "\n".join([f"X{i}: X{i + 1} X{i + 1}" for i in range(1000)] + ['X1000: "a"', "start: X0"])},
+    "doubled rules": {"grammar": "\n".join([f"x{i}: x{i + 1} x{i + 1}" for i in range(60)] + ['x60: "a"', "start: x0"])},
+    "maybe": {"grammar": "start: " + '"a"? ' * 6000},
+    "nested": {"grammar": "start: " + "(" * 15_000 + '"a"' + ")" * 15_000},
+    "nested GBNF": {"grammar": "root ::= " + "(" * 15_000 + '"a"' + ")" * 15_000},
+    "rules": {"grammar": "\n".join([f"x{i}: x{i + 1}" for i in range(2000)] + ['x2000: "a"', "start: x0"])},
+    "left": {"grammar": 'start: s\ns: s s s | s s | "a" |'},
+    "choices": {"choice": [f"{i} choices" for i in range(5000)]},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_it_is_answered_in_time(llm, name):
+    begun = time.monotonic()
+    try:
+        output = llm.generate("a", SamplingParams(structured_outputs=BOMBS[name], max_tokens=20, seed=1), use_tqdm=False)[0]
+        found = output.error or "served"
+    except RequestError as error:
+        assert error.param == "structured_outputs"
+        found = str(error)
+    assert time.monotonic() - begun < SECONDS
+    assert name not in ("references", "multiple", "nested", "repeated", "wide range") or "cannot be used" in found
+    assert llm.generate("a", SamplingParams(structured_outputs={"choice": ["b"]}), use_tqdm=False)[0].outputs[0].text == "b"
+
+
+def test_others_go_on():
+    asyncio.run(others_go_on())
+
+
+async def others_go_on():
+    """While one grammar is compiled, tokens are drawn for others."""
+    async with AsyncLLM(VllmConfig.make(model="tiny")) as llm:
+
+        async def ask(asked, request_id, **params):
+            given = SamplingParams(structured_outputs=asked, max_tokens=30, seed=1, **params)
+            return [output async for output in llm.generate("a", given, request_id=request_id)][-1].outputs[0]
+
+        await ask({"regex": "[a-c]{5}"}, "first")
+        bombs = [asyncio.create_task(ask(BOMBS["multiple"] | {"disable_any_whitespace": bool(i)}, f"bomb{i}")) for i in range(2)]
+        await asyncio.sleep(0)
+        plain = await ask(None, "plain", ignore_eos=True)
+        known = await ask({"regex": "[a-c]{5}"}, "known")
+        assert len(plain.token_ids) == 30 and len(known.text) == 5
+        assert not all(bomb.done() for bomb in bombs)
+        for error in await asyncio.gather(*bombs, return_exceptions=True):
+            assert isinstance(error, RequestError) and "takes more than 1 s" in str(error)
+    assert threading.active_count() < 100
