@@ -89,7 +89,9 @@ def test_an_image_costs_what_it_takes_and_not_what_so_much_text_would():
     for odd in ({"type": ["x"]}, {"type": 5, "x": [["y" * MIB]]}, {"type": "image", "image": {"a": {"b": {"c": {"d": {"e": "z" * MIB}}}}}}):
         assert conversation_cost([{"role": "user", "content": [odd, 5]}])["images and other media"] >= 4 * MIB
     prompt = {"prompt": "a", "multi_modal_data": {"image": [b"a" * MIB] * 3, "video": b"a" * MIB}}
-    assert generation_cost([prompt], SamplingParams(max_tokens=16), 4096)["images and other media"] == 4 * 7 * MIB
+    assert generation_cost([prompt], SamplingParams(max_tokens=16), 4096)["images and other media"] == (3 * 7 + 35) * MIB
+    watched = [{"role": "user", "content": [{"type": kind, kind: "a"}]} for kind in ("video", "video_url", "video_embeds")]
+    assert [conversation_cost([one])["images and other media"] // MIB for one in watched] == [32, 32, 4]
 
 
 def conversation_cost(messages):

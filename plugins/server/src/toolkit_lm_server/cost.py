@@ -31,9 +31,10 @@ Cost = Mapping[str, int]
 _CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
 _MESSAGE = 64
 """Characters that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
-_ITEM, _ENCODED = 4 * 2**20, 3
-"""Bytes that an item of media counts as, for its pixels and what the processor makes of them, and those of each character that it comes in:
-the text, the file in it, and a copy. How many pixels a file has is known when its header is read: a bound of its own."""
+_ITEM, _VIDEO, _ENCODED = 4 * 2**20, 32 * 2**20, 3
+"""Bytes that an item of media counts as, for its pixels and what the processor makes of them; those that a video does, of which one frame
+is in memory and what is made of all; and those of each character that an item comes in: the text, the file in it, and a copy. How many
+pixels a file has is known when its header is read: a bound of its own."""
 _SHORT = 64
 _REQUESTS = 3
 """So many times the cost that one request may have is what all of them together may."""
@@ -109,10 +110,15 @@ def _message_size(message: object) -> int:
 def _media(given: object) -> int:
     """Bytes of the items of media in a prompt, or in a conversation with its options."""
     if isinstance(given, Mapping):
-        listed_items = [one if isinstance(one, list | tuple) else [one] for one in (given.get("multi_modal_data") or {}).values()]
-        return sum(_ITEM + _ENCODED * _length(item) for items in listed_items for item in items)
+        data: Mapping[str, object] = given.get("multi_modal_data") or {}
+        listed_items = [(kind, one) for kind, given in data.items() for one in (given if isinstance(given, list | tuple) else [given])]
+        return sum(_item(kind) + _ENCODED * _length(item) for kind, item in listed_items)
     messages = given[0] if isinstance(given, tuple) and given and isinstance(given[0], list) else []
-    return sum(_ITEM + _ENCODED * _length(part) for message in messages for part in _items(message))
+    return sum(_item(part.get("type")) + _ENCODED * _length(part) for message in messages for part in _items(message))
+
+
+def _item(kind: object) -> int:
+    return _VIDEO if kind in ("video", "video_url") else _ITEM
 
 
 def _items(message: object) -> Iterator[Mapping[str, object]]:
