@@ -20,9 +20,14 @@ OPTIONS = {"device": "cpu", "max_model_len": 320, "num_kv_blocks": 200, "max_num
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
 MARKS = {"<|vision_start|>": BEGIN, "<|vision_end|>": END, "<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO}
 ITEM = "<|vision_start|><|image_pad|><|vision_end|>"
+WATCHED = ITEM.replace("image", "video")
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
-    "{% if p['type'] == 'image' %}" + ITEM + "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if p['type'] == 'image' %}"
+    + ITEM
+    + "{% elif p['type'] == 'video' %}"
+    + WATCHED
+    + "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 PROCESSOR = {
@@ -37,10 +42,8 @@ PROCESSOR = {
 TEXTS = [f"What is {ITEM} beside {ITEM}? And {ITEM}.", f"{ITEM}Say it.", "No picture here.", f"{ITEM}{ITEM}"]
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
-def subject(request, tmp_path_factory):
-    """A folder, the model of transformers, and its processor."""
-    theirs, folder = random_qwen(request.param), tmp_path_factory.mktemp("qwen")
+def write_checkpoint(theirs, folder):
+    """Returns the path of its tokenizer."""
     theirs.save_pretrained(folder)
     write_tokenizer(folder, VOCAB)
     path = folder / "tokenizer.json"
@@ -52,6 +55,14 @@ def subject(request, tmp_path_factory):
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return path
+
+
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl"])
+def subject(request, tmp_path_factory):
+    """A folder, the model of transformers, and its processor."""
+    theirs, folder = random_qwen(request.param), tmp_path_factory.mktemp("qwen")
+    path = write_checkpoint(theirs, folder)
     read = PreTrainedTokenizerFast(tokenizer_file=str(path), pad_token="<pad>")
     images = AutoImageProcessor.from_pretrained(folder, backend="pil")
     return theirs, folder, images, read
