@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from toolkit_lm.pooling import Pooler, PoolingMetadata, PoolingRow
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm_pooling_adapters.poolers import PoolingMetadata, PoolingRow, RowPooler
 from torch import Tensor
 
 Run = Callable[..., list[Tensor]]
 
 
 def pool_in_chunks(
-    pooler: Pooler,
+    pooler: RowPooler,
     prompts: Sequence[Tensor],
     params: Sequence[PoolingParams] | PoolingParams,
     cuts: Sequence[Sequence[int]] | None = None,

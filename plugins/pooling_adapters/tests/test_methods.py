@@ -140,7 +140,7 @@ def test_only_last_reads_the_prefix_cache():
 
 @pytest.mark.parametrize("name", sorted(METHODS.keys() - {"LAST"}))
 def test_a_prompt_without_its_beginning_is_refused(name, run):
-    from toolkit_lm.pooling import PoolingMetadata, PoolingRow
+    from toolkit_lm_pooling_adapters.poolers import PoolingMetadata, PoolingRow
 
     row = PoolingRow(params=PoolingParams(), tokens=slice(0, 2), token_ids=torch.zeros(2).int().numpy(), start=4, num_prompt_tokens=6)
     with pytest.raises(AssertionError, match="lacks the beginning"):

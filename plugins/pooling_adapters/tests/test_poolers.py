@@ -9,9 +9,14 @@ import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
-from toolkit_lm.pooling import PoolingMetadata, PoolingRow
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm_pooling_adapters.poolers import classification_pooler, embedding_pooler, token_classification_pooler
+from toolkit_lm_pooling_adapters.poolers import (
+    PoolingMetadata,
+    PoolingRow,
+    classification_pooler,
+    embedding_pooler,
+    token_classification_pooler,
+)
 from torch import nn
 
 SIZE, LABELS, TAG = 8, 5, 77

@@ -1,2 +1,2 @@
-from .contract import Pooler as Pooler, PoolingMetadata as PoolingMetadata, PoolingRow as PoolingRow
+from .contract import Pooler as Pooler
 from .inputs import PoolingInputs as PoolingInputs, Scoring as Scoring, TextOptions as TextOptions

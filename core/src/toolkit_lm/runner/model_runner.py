@@ -46,7 +46,6 @@ from toolkit_lm.runner.backends import cache_layers, has_cache, load_model_class
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.features import MediaState
-from toolkit_lm.runner.pooling import PoolingState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
 from toolkit_lm.sampling import ProcessorTable, sample, top_candidates
 
@@ -83,11 +82,11 @@ class ModelRunner:
             if self.config.parallel.pipeline_parallel_size > 1:
                 raise UnsupportedError("encoder-decoder models run in one pipeline stage: lower --pipeline-parallel-size.")
             self._encoder = self.model
-        kinds = [self.model.state] if self.model.state is not ModelState else []
+        if self.model.state is not ModelState:
+            self._states.append(self.model.state(self.model, self.config, self.device))
         if isinstance(pooler := getattr(self.model, "pooler", None), Pooler):
             self._pooler = pooler
-            kinds.append(PoolingState)
-        self._states = [kind(self.model, self.config, self.device) for kind in kinds]
+            self._states.append(pooler.make_state(self.model, self.config, self.device))
         if isinstance(self.model, MultiModalModel):
             self._media = MediaState(self.model, self.config, self.device)
             self._states.append(self._media)

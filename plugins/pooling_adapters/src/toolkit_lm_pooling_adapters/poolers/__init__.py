@@ -9,6 +9,7 @@ from toolkit_lm_pooling_adapters.poolers.factories import (
 from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, EmbeddingHead, Head
 from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, PoolingMethod, Segments
 from toolkit_lm_pooling_adapters.poolers.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
+from toolkit_lm_pooling_adapters.poolers.rows import PoolingMetadata, PoolingRow, RowPooler
 
 __all__ = [
     "METHODS",
@@ -19,7 +20,10 @@ __all__ = [
     "DispatchPooler",
     "EmbeddingHead",
     "Head",
+    "PoolingMetadata",
     "PoolingMethod",
+    "PoolingRow",
+    "RowPooler",
     "Segments",
     "SimplePooler",
     "StepPooler",

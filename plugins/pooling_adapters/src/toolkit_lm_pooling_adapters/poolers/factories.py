@@ -7,7 +7,6 @@ from typing import Any
 
 from toolkit_lm.config import PoolingProfile, VllmConfig, pooling_profile
 from toolkit_lm.errors import CheckpointError, ConfigError, nearest
-from toolkit_lm.pooling import Pooler
 from torch import Tensor, nn
 
 from toolkit_lm_pooling_adapters.limits import hidden_size
@@ -16,13 +15,14 @@ from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, EmbeddingH
 from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, PoolingMethod
 from toolkit_lm_pooling_adapters.poolers.modules import ACTIVATIONS, Activation, make_heads
 from toolkit_lm_pooling_adapters.poolers.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
+from toolkit_lm_pooling_adapters.poolers.rows import RowPooler
 
 Classifier = Callable[[Tensor], Tensor]
 TOKEN_METHODS = ("ALL", "STEP")
 _PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
-def embedding_pooler(vllm_config: VllmConfig, default: str | PoolingMethod = "MEAN", *, normalize: bool = True) -> Pooler:
+def embedding_pooler(vllm_config: VllmConfig, default: str | PoolingMethod = "MEAN", *, normalize: bool = True) -> RowPooler:
     """Embeddings of a prompt (embed) and of its tokens (token_embed).
 
     Of the checkpoint's pooling profile it takes the pooling methods and the heads; those that follow pooling are not for token_embed.
@@ -36,7 +36,7 @@ def embedding_pooler(vllm_config: VllmConfig, default: str | PoolingMethod = "ME
     ends_normalized = None if found.is_complete else normalize
     size = found.pooling.size if found.pooling is not None else hidden_size(vllm_config.hf_config)
     token_layers, token_head = _embedding_head(vllm_config, found.token_heads, size, ends_normalized)
-    poolers: list[Pooler] = [AllPooler({"token_embed"}, token_head)]
+    poolers: list[RowPooler] = [AllPooler({"token_embed"}, token_head)]
     method = _embedding_method(vllm_config, found, default)
     if method is not None:
         _, head = _embedding_head(vllm_config, found.heads, token_head.size * method.width, ends_normalized, found.truncate_dim)
@@ -53,7 +53,7 @@ def classification_pooler(
     num_labels: int | None = None,
     activation: str | None = None,
     temperature: float = 1.0,
-) -> Pooler:
+) -> RowPooler:
     """Classes of a prompt (classify; with one label also score) and of its tokens (token_classify).
 
     `classifier` takes pooled vectors [R, H] float32 and gives logits [R, labels]; a module's parameters become float32.
@@ -81,7 +81,7 @@ def token_classification_pooler(
     activation: str | None = None,
     step_tag_id: int | None = None,
     returned_token_ids: list[int] | None = None,
-) -> Pooler:
+) -> RowPooler:
     """Classes or rewards of a prompt's tokens (token_classify): of ALL, or of those that end a STEP.
 
     `classifier` takes hidden states [T, H] float32 and gives logits [T, labels]; a module's parameters become float32. `num_labels` and

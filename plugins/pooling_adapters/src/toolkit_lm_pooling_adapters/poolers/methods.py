@@ -9,8 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from toolkit_lm.pooling import PoolingRow
 from torch import Tensor
+
+from toolkit_lm_pooling_adapters.poolers.rows import PoolingRow
 
 BLOCK = 2048
 """Tokens that are converted to float32 at a time."""

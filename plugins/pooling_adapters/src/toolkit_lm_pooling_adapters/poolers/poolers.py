@@ -7,16 +7,16 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 from toolkit_lm.config.tasks import PoolingTask
-from toolkit_lm.pooling import Pooler, PoolingMetadata, PoolingRow
 from toolkit_lm.pooling_params import PoolingParams
 from torch import Tensor, nn
 
 from toolkit_lm_pooling_adapters.limits import check_params
 from toolkit_lm_pooling_adapters.poolers.heads import ClassifierHead, Head
 from toolkit_lm_pooling_adapters.poolers.methods import PoolingMethod, Segments
+from toolkit_lm_pooling_adapters.poolers.rows import PoolingMetadata, PoolingRow, RowPooler
 
 
-class _HeadPooler(Pooler):
+class _HeadPooler(RowPooler):
     """A pooler of some tasks, whose vectors one head finishes."""
 
     def __init__(self, tasks: Iterable[PoolingTask], head: Head) -> None:
@@ -137,13 +137,13 @@ class StepPooler(AllPooler):
         return tokens if tag is None else tokens[row.token_ids == tag]
 
 
-class DispatchPooler(Pooler):
+class DispatchPooler(RowPooler):
     """Gives each row of a mixed batch to the pooler of its task. No two poolers take the same task."""
 
-    def __init__(self, poolers: Sequence[Pooler]) -> None:
+    def __init__(self, poolers: Sequence[RowPooler]) -> None:
         super().__init__()
         self.poolers = nn.ModuleList(poolers)
-        self._by_task: dict[PoolingTask, Pooler] = {}
+        self._by_task: dict[PoolingTask, RowPooler] = {}
         for pooler in poolers:
             for task in pooler.supported_tasks():
                 assert task not in self._by_task, f"two poolers take the task {task}"
@@ -166,7 +166,7 @@ class DispatchPooler(Pooler):
         return self._by_task[task].output_size(task)
 
     def forward(self, hidden_states: Tensor, meta: PoolingMetadata) -> list[Tensor | None]:
-        groups: dict[Pooler, list[int]] = {}
+        groups: dict[RowPooler, list[int]] = {}
         for index, row in enumerate(meta.rows):
             assert row.params.task in self._by_task, f"the task {row.params.task} was not refused before"
             groups.setdefault(self._by_task[row.params.task], []).append(index)
