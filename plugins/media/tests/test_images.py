@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps, PngImagePlugin
 from toolkit_lm.errors import RequestError
-from toolkit_lm_media.image import open_image
+from toolkit_lm_media.image import image_size, open_image
 from toolkit_lm_media.limits import MediaLimits
 
 LIMITS = MediaLimits()
@@ -51,6 +51,13 @@ def by_pillow(data: bytes) -> np.ndarray:
         # It warns that RGB has no room for a palette's transparency.
         image.info.pop("transparency", None)
         return np.array(ImageOps.exif_transpose(image).convert("RGB"))
+
+
+@pytest.mark.parametrize("format", MODES)
+def test_a_size_is_read_of_a_beginning(format: str) -> None:
+    data = encoded(picture("RGB", 640, 480), format)
+    assert image_size(data) == image_size(data[:2048]) == (640, 480)
+    assert image_size(data[:9]) is image_size(b"") is None
 
 
 @pytest.mark.parametrize(("format", "mode"), [(format, mode) for format, modes in MODES.items() for mode in modes])

@@ -45,6 +45,15 @@ def open_image(data: bytes, limits: MediaLimits, *, what: str = "image", param: 
         return _decode(header)
 
 
+def image_size(data: bytes) -> tuple[int, int] | None:
+    """Width and height as the header of a picture has them, of a file or its beginning; None where it says nothing."""
+    try:
+        header = _read_header(data)
+    except RefusedError:
+        return None
+    return header.width, header.height
+
+
 def _read_header(data: bytes) -> Header:
     if data.startswith(png.MAGIC):
         return png.read(data)

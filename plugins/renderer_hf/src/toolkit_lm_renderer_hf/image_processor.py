@@ -33,6 +33,8 @@ _PIXEL_COUNTS = ("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
 _MOST_CROPS = 64
 _CROPS = re.compile("crops|tiles")
 _MOST_REASON = 300
+QWEN = re.compile("Qwen2(_5_)?VL(Video|Image)Processor(Fast|Pil)?")
+"""Names of processors whose pictures have as many tokens as their size says."""
 
 
 class ImageProcessor:
@@ -62,6 +64,22 @@ class ImageProcessor:
         height, width = pixels.shape[:2]
         self._check_sides(height, width, options.get("size") or processor.size)
         return run(processor, pixels, options)
+
+    def num_tokens(self, width: int, height: int, options: Mapping[str, Any]) -> int | None:
+        """That stand for an image of this size, where that is known before it is processed: of Qwen2-VL and its like."""
+        processor = self.loaded
+        if not QWEN.fullmatch(type(processor).__name__) or not processor.do_resize:
+            return None
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+        check_ratio(height, width)
+        try:
+            size, factor = options.get("size") or processor.size, processor.patch_size * processor.merge_size
+            height, width = smart_resize(height, width, factor, size["shortest_edge"], size["longest_edge"])
+            num_tokens: int = (height // factor) * (width // factor)
+        except Exception:  # whatever is raised for numbers that make no sense: the processor will say it better
+            return None
+        return num_tokens
 
     @property
     def loaded(self) -> Any:

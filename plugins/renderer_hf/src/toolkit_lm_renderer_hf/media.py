@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.renderer import MultiModalRules, Replacement
 from toolkit_lm.renderer.feature_lookup import FeatureLookup
-from toolkit_lm_media.image import open_image
+from toolkit_lm_media.image import image_size, open_image
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.source import load_bytes
 from toolkit_lm_media.video import Video, open_video
@@ -29,6 +30,8 @@ from toolkit_lm_renderer_hf.pixels import Frames, read_pixels
 from toolkit_lm_renderer_hf.sampling import OPTIONS
 from toolkit_lm_renderer_hf.video_processor import VideoProcessor
 
+_Check = Callable[[int], None]
+"""Raises ContextLengthError for so many tokens."""
 _FETCHES = 4
 """At a time, for one prompt."""
 
@@ -80,6 +83,7 @@ class MediaReader:
     def __init__(self, config: VllmConfig, rules: MultiModalRules, folder: Path | None) -> None:
         """`folder`: of the checkpoint's processors. None: neither images nor videos are read."""
         self._rules = rules
+        self._max_model_len = config.max_model_len
         bounds = config.renderer
         self._limits = MediaLimits(
             max_bytes=bounds.max_media_bytes,
@@ -94,16 +98,32 @@ class MediaReader:
             self._videos = VideoProcessor(folder, self._images, bounds.max_media_pixels, timed=timed)
 
     def read(self, items: Sequence[Item], options: Any, held: FeatureLookup | None) -> list[ReadItem]:
-        """Each item once, however often it stands in a prompt. `options`: mm_processor_kwargs. Raises RequestError."""
+        """Each item once, however often it stands in a prompt. `options`: mm_processor_kwargs.
+
+        None is processed that has no room beside those before it: a prompt that is cut keeps all of its items, too. Raises RequestError.
+        """
         chosen = self._options(items, options)
         made: dict[str, ReadItem] = {}
         found = []
+        total = 0
         for item, content in zip(items, self._contents(items), strict=True):
             identifier = self._identifier(item, content, chosen.get(item.modality, {}))
+            check = partial(self._check_room, total)
             if identifier not in made:
-                made[identifier] = self._read(item, content, identifier, chosen.get(item.modality, {}), held)
+                made[identifier] = self._read(item, content, identifier, chosen.get(item.modality, {}), held, check)
             found.append(made[identifier])
+            num_tokens = len(made[identifier].replacement.token_ids)
+            with _naming(item):
+                check(num_tokens)
+            total += num_tokens
         return found
+
+    def _check_room(self, total: int, num_tokens: int) -> None:
+        """Raises ContextLengthError for an item that does not fit beside those before it, which have `total` tokens."""
+        if total + num_tokens >= self._max_model_len:
+            before = f", {total + num_tokens} with the items before it" if total else ""
+            longest = f"this model's maximum context length is {self._max_model_len} tokens (max_model_len)"
+            raise ContextLengthError(f"it has {num_tokens} tokens{before}; {longest}.")
 
     def _options(self, items: Sequence[Item], given: Any) -> dict[str, dict[str, Any]]:
         """By modality. Those of sampling say nothing of an image."""
@@ -119,34 +139,42 @@ class MediaReader:
                     chosen["video"] = self._videos.options(known)
         return chosen
 
-    def _read(self, item: Item, content: _Content, identifier: str, options: Mapping[str, Any], held: FeatureLookup | None) -> ReadItem:
+    def _read(
+        self, item: Item, content: _Content, identifier: str, options: Mapping[str, Any], held: FeatureLookup | None, check: _Check
+    ) -> ReadItem:
         known = held.get(identifier) if held is not None else None
         if known is not None:
             return ReadItem(item.modality, identifier, Replacement(known.token_ids, known.mask, known.layout), None)
         if content.arrays is not None:
             arrays = content.arrays
+        elif item.modality == "image":
+            arrays = self._image(item, content, options, check)
         else:
-            arrays = self._image(item, content, options) if item.modality == "image" else self._video(item, content, options)
+            arrays = self._video(item, content, options, check)
         with _naming(item):
             replacement = self._rules.replacement(item.modality, arrays)
         return ReadItem(item.modality, identifier, replacement, {name: Array.of(array) for name, array in arrays.items()})
 
-    def _image(self, item: Item, content: _Content, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _image(self, item: Item, content: _Content, options: Mapping[str, Any], check: _Check) -> dict[str, np.ndarray]:
         assert self._images is not None, "no image is read"
         pixels = content.pixels
+        width, height = (image_size(content.file) or (0, 0)) if pixels is None else (pixels.shape[1], pixels.shape[0])
+        with _naming(item):
+            if width and height and (num_tokens := self._images.num_tokens(width, height, options)) is not None:
+                check(num_tokens)
         if pixels is None:
             pixels = open_image(content.file, self._limits, what=item.what, param=item.param)
         with _naming(item):
             return self._images.process(pixels, options)
 
-    def _video(self, item: Item, content: _Content, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _video(self, item: Item, content: _Content, options: Mapping[str, Any], check: _Check) -> dict[str, np.ndarray]:
         if content.frames is not None:
             with _naming(item):
-                return self._arrays(content.frames, options, is_file=False)
+                return self._arrays(content.frames, options, check, is_file=False)
         with open_video(content.file, self._limits, what=item.what, param=item.param) as video, _naming(item):
-            return self._arrays(video, options, is_file=True)
+            return self._arrays(video, options, check, is_file=True)
 
-    def _arrays(self, video: Video | Frames, options: Mapping[str, Any], *, is_file: bool) -> dict[str, np.ndarray]:
+    def _arrays(self, video: Video | Frames, options: Mapping[str, Any], check: _Check, *, is_file: bool) -> dict[str, np.ndarray]:
         assert self._videos is not None, "no video is read"
         sampling = self._videos.sampling
         indices = sampling.indices(video.num_frames, video.fps, options, is_file=is_file)
@@ -154,7 +182,7 @@ class MediaReader:
             taken = f"{len(indices)} of its {video.num_frames} frames would be read, more than the {self._limits.max_frames} that are taken"
             raise RequestError(f"{taken} (max_media_frames). mm_processor_kwargs may ask for fewer: fps, num_frames.")
         seconds = sampling.seconds(len(indices), video.num_frames, video.fps)
-        return self._videos.process(video.frames(indices), len(indices), seconds, options)
+        return self._videos.process(video.frames(indices), len(indices), seconds, options, check)
 
     def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
         """Of the content and all that decides what is made of it; and of the caller's name, which cannot stand for the content."""
@@ -194,4 +222,5 @@ def _naming(item: Item, param: str | None = None) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise RequestError(f"{item.what}: {error}", param or item.param) from error
+        kind = ContextLengthError if isinstance(error, ContextLengthError) else RequestError
+        raise kind(f"{item.what}: {error}", param or item.param) from error

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ import numpy as np
 from PIL import Image
 from toolkit_lm.errors import CheckpointError, RequestError
 
-from toolkit_lm_renderer_hf.image_processor import VIDEO_FILE, ImageProcessor, check_ratio, chosen_size, run
+from toolkit_lm_renderer_hf.image_processor import QWEN, VIDEO_FILE, ImageProcessor, check_ratio, chosen_size, run
 from toolkit_lm_renderer_hf.sampling import Sampling, check_sampling
 from toolkit_lm_renderer_hf.tokenizer import read_json
 
-_NAMES = re.compile("Qwen2(_5_)?VL(Video|Image)Processor(Fast|Pil)?")
 _DEFAULTS: dict[str, Any] = {
     "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
     "resample": 3,
@@ -76,8 +74,13 @@ class VideoProcessor:
             config["do_sample_frames"] is True,
         )
 
-    def process(self, frames: Iterable[np.ndarray], count: int, seconds: float, options: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The arrays of `count` frames, uint8 [height, width, 3], read one by one. `seconds`: between patches. Raises RequestError."""
+    def process(
+        self, frames: Iterable[np.ndarray], count: int, seconds: float, options: Mapping[str, Any], check: Callable[[int], None]
+    ) -> dict[str, np.ndarray]:
+        """The arrays of `count` frames, uint8 [height, width, 3], read one by one. `seconds`: between patches. Raises RequestError.
+
+        `check` hears how many tokens it will be, before anything is processed.
+        """
         config, processor = self._config, self._images.loaded
         made: np.ndarray | None = None
         depth, patch = config["temporal_patch_size"], config["patch_size"]
@@ -86,6 +89,7 @@ class VideoProcessor:
         for number, pixels in enumerate(frames):
             if made is None:
                 height, width = self._target(pixels.shape[0], pixels.shape[1], count, options)
+                check(num_groups * height * width // (patch * config["merge_size"]) ** 2)
                 made = np.empty((num_groups, height * width // patch**2, pixels.shape[2], depth, patch**2), np.float32)
             image = Image.fromarray(pixels)
             if image.size != (width, height):
@@ -129,7 +133,7 @@ class VideoProcessor:
     def _read(self) -> dict[str, Any]:
         found = self._stated()
         name = found.get("video_processor_type") or found.get("image_processor_type")
-        if not hasattr(self._images.loaded, "temporal_patch_size") or (name is not None and not _NAMES.fullmatch(str(name))):
+        if not hasattr(self._images.loaded, "temporal_patch_size") or (name is not None and not QWEN.fullmatch(str(name))):
             raise RequestError(
                 f"this renderer processes videos for Qwen2-VL and its like, and transformers' {name or 'processor of this model'} needs "
                 "torchvision. Give video_embeds."
