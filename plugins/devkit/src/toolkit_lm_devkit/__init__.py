@@ -11,9 +11,16 @@ The kit says what a plugin must do, as test classes. Subclass one, name what it 
 The names are resolved when they are used: importing this package imports neither torch nor the engine.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import lazy_loader
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm_cli import CommandRegistry
+
+if TYPE_CHECKING:
+    # Every run of pytest loads this package.
+    from toolkit_lm_cli import CommandRegistry
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them: the loader of plugins looks at all that
 # it lists in an entry module, which this module is too.
