@@ -12,7 +12,7 @@ from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.cost import BudgetedLLM, CostBudget, generation_cost, pooling_cost
+from toolkit_lm_server.cost import BudgetedLLM, CostBudget, generation_cost, pooling_cost, rendering_cost
 from toolkit_lm_server.keys import ApiKey, Keys
 from toolkit_lm_server.options import ServerOptions
 
@@ -74,7 +74,7 @@ def image(size):
 def test_an_image_costs_what_it_takes_and_not_what_so_much_text_would():
     with CostBudget(256 * MIB).spend(conversation_cost([image(12 * MIB)])):
         pass
-    for messages in ([image(100)] * 64, [image(90 * MIB)]):
+    for messages in ([image(100)] * 9, [image(90 * MIB)]):
         with (
             pytest.raises(RequestError, match="most of it for images and other media"),
             CostBudget(256 * MIB).spend(conversation_cost(messages)),
@@ -87,11 +87,35 @@ def test_an_image_costs_what_it_takes_and_not_what_so_much_text_would():
     cost = conversation_cost([{"role": "user", "content": [embeds]}])
     assert cost["images and other media"] > 256 * MIB
     for odd in ({"type": ["x"]}, {"type": 5, "x": [["y" * MIB]]}, {"type": "image", "image": {"a": {"b": {"c": {"d": {"e": "z" * MIB}}}}}}):
-        assert conversation_cost([{"role": "user", "content": [odd, 5]}])["images and other media"] >= 4 * MIB
+        assert conversation_cost([{"role": "user", "content": [odd, 5]}])["images and other media"] >= 32 * MIB
     prompt = {"prompt": "a", "multi_modal_data": {"image": [b"a" * MIB] * 3, "video": b"a" * MIB}}
-    assert generation_cost([prompt], SamplingParams(max_tokens=16), 4096)["images and other media"] == (3 * 7 + 35) * MIB
-    watched = [{"role": "user", "content": [{"type": kind, kind: "a"}]} for kind in ("video", "video_url", "video_embeds")]
-    assert [conversation_cost([one])["images and other media"] // MIB for one in watched] == [32, 32, 4]
+    cost = generation_cost([prompt], SamplingParams(max_tokens=16), 4096)["images and other media"]
+    assert cost // MIB == 3 * (32 + 3) + 128 + 3
+    watched = [{"role": "user", "content": [{"type": kind, kind: "a"}]} for kind in ("video", "video_url", "video_embeds", "image_embeds")]
+    assert [conversation_cost([one])["images and other media"] // MIB for one in watched] == [128, 128, 0, 0]
+
+
+def test_the_renderer_knows_what_an_image_takes():
+    """What is made of all of them, and what the largest one takes while it is read."""
+    asked = []
+
+    def measure(part, options):
+        asked.append((part, options))
+        return {"small": (MIB, 2 * MIB), "large": (5 * MIB, 7 * MIB), "odd": None}[part["image"]]
+
+    parts = [{"type": "image", "image": one} for one in ("small", "large", "small", "odd")]
+    options = {"max_pixels": 5}
+    conversation = ([{"role": "user", "content": [{"type": "text", "text": "a"}, *parts]}], {"mm_processor_kwargs": options})
+    prompt = {"prompt": "a", "multi_modal_data": {"image": [part["image"] for part in parts]}, "mm_processor_kwargs": options}
+    for given in (conversation, prompt):
+        cost = rendering_cost([given], measure)["images and other media"]
+        assert cost // MIB == 1 + 5 + 1 + 32 + 7
+        assert asked == [(part, options) for part in parts]
+        asked.clear()
+        assert generation_cost([given], SamplingParams(max_tokens=1), 64, measure)["images and other media"] == cost
+        asked.clear()
+    assert rendering_cost(["a" * 100, {"prompt_token_ids": [5] * 10}]) == {"images and other media": 0, "prompt": 110 * 64}
+    assert rendering_cost([([{"role": "user", "content": parts[:1]}], {"mm_processor_kwargs": 5})], measure)
 
 
 def conversation_cost(messages):
@@ -202,7 +226,7 @@ async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
     }
     free |= {"reset_prefix_cache", "served_model_name", "shutdown", "tasks", "wait_ready"}
     public = {name for name in vars(AsyncLLM) if not name.startswith("_")}
-    assert public - free == {name for name in vars(BudgetedLLM) if not name.startswith("_")} - {"hold"}
+    assert public - free == {name for name in vars(BudgetedLLM) if not name.startswith("_")} - {"hold", "hold_rendering"}
     rules = SimpleNamespace(rules=lambda task: SimpleNamespace(size=4))
     config = SimpleNamespace(max_model_len=64, model=SimpleNamespace(max_model_len=64))
     llm = BudgetedLLM(
@@ -230,3 +254,17 @@ async def test_a_costly_body_is_refused_and_a_small_one_beside_it_is_not(engine,
         )
     assert (refused.status_code, served.status_code) == (400, 200)
     assert "prompts x n (" in refused.json()["error"]["message"]
+
+
+async def test_media_are_paid_for_where_they_are_rendered_only(engine, client_of, anyio_backend):
+    """By the route that tells tokens, as by an engine's."""
+    body = {"messages": [image(100)]}
+    async with client_of(create_app(engine, ServerOptions(max_request_cost="16MiB"))) as client:
+        for path in ("/tokenize", "/v1/chat/completions"):
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 400
+            assert "images and other media (32 MiB)" in refused.json()["error"]["message"]
+        assert (await client.post("/tokenize", json={"prompt": "a" * 200_000})).status_code == 200
+    engine.renderer.media_size = lambda part, options: (MIB, 0)
+    async with client_of(create_app(engine, ServerOptions(max_request_cost="16MiB"))) as client:
+        assert (await client.post("/tokenize", json=body)).status_code == 200

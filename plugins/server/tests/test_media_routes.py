@@ -198,6 +198,23 @@ async def test_a_bad_item_is_named_and_the_request_beside_it_goes_on(client):
     assert good.status_code == 200
 
 
+async def test_what_is_rendered_has_a_cost(rendering):
+    """Each request, and all together: those under way are let end."""
+    options = ServerOptions(max_request_cost="16MiB")
+    app = create_render_app(rendering, options, metrics=Metrics(), readiness=Readiness(rendering))
+    rendering.renderer.media_size = lambda part, options: (9 * 2**20, 0) if part.get("image_url") or part.get("image") else None
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server") as client:
+        large = chat(b"abc", b"de")
+        media = {"prompt": "hi", "multi_modal_data": {"image": [url(b"abc")] * 2}}
+        for path, body in ((RENDER_CHAT, large), (RENDER, media), ("/tokenize", large), (RENDER, {"prompt": "a" * 2**19})):
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 400, path
+            assert "max_request_cost is 16 MiB" in refused.json()["error"]["message"]
+        found = await asyncio.gather(*(client.post(RENDER_CHAT, json=chat(b"slow")) for _ in range(6)))
+        assert sorted({one.status_code for one in found}) == [200, 429]
+        assert (await client.post(RENDER_CHAT, json=chat(b"abc"))).status_code == 200
+
+
 async def test_work_on_an_image_holds_up_nobody(client, rendering):
     """It is done in another thread than the event loop's."""
     slow = asyncio.create_task(client.post(RENDER_CHAT, json=chat(b"slow")))

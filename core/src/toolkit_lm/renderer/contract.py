@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit_lm.config import VllmConfig
@@ -82,6 +82,14 @@ class Renderer(ABC):
         (a mapping of further names for the template), and of
         renderers that take media `mm_processor_kwargs`.
         """
+
+    def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
+        """Bytes of memory that an item of media takes at most: what is made of it, and what it takes beside that while it is read.
+
+        `part`: of a conversation's content, as clients send it. `options`: `mm_processor_kwargs`. None: that cannot be told. It is asked
+        before any work is done for a request, on the event loop: a header may be read, and nothing is fetched.
+        """
+        return None
 
     @property
     def has_text(self) -> bool:

@@ -114,10 +114,11 @@ def create_router(
     readiness = readiness or Readiness(engine)
     keys = Keys.of(options)
     budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
-    engine = cast("AsyncLLM", BudgetedLLM(engine, budget, keys))
+    budgeted = BudgetedLLM(engine, budget, keys)
+    engine = cast("AsyncLLM", budgeted)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
-    served, tokens = Served(engine), Tokens(engine)
+    served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
     for path, handler, body, success in (
         ("/v1/chat/completions", Chat(engine).create, ChatBody, streams(ChatCompletion, ChatCompletionChunk)),
         (

@@ -15,6 +15,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import listed
 
 from toolkit_lm_server.keys import Account, Keys
+from toolkit_lm_server.media_cost import Measure, is_item, items_of, media_cost
 from toolkit_lm_server.options import CLIENT
 
 if TYPE_CHECKING:
@@ -26,22 +27,21 @@ Output = TypeVar("Output")
 
 Cost = Mapping[str, int]
 """Bytes of memory in front and engine together, by what asks for them."""
+HoldRendering = Callable[[Sequence[object], Mapping[str, Any]], AbstractContextManager[None]]
+"""BudgetedLLM.hold_rendering."""
 
 # Bytes, estimated generously: of a character or token of a prompt, a sequence, a log probability and a number of a result, and an entry.
 _CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
 _MESSAGE = 64
 """Characters that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
-_ITEM, _VIDEO, _ENCODED = 4 * 2**20, 32 * 2**20, 3
-"""Bytes that an item of media counts as, for its pixels and what the processor makes of them; those that a video does, of which one frame
-is in memory and what is made of all; and those of each character that an item comes in: the text, the file in it, and a copy. How many
-pixels a file has is known when its header is read: a bound of its own."""
 _SHORT = 64
+_MEDIA = "images and other media"
 _REQUESTS = 3
 """So many times the cost that one request may have is what all of them together may."""
 
 
-def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model_len: int) -> Cost:
-    """Of prompts that generate, in one call."""
+def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model_len: int, measure: Measure | None = None) -> Cost:
+    """Of prompts that generate, in one call. `measure`: tells what items of media take."""
     of_prompts = sum(map(_size, prompts))
     name, width = params.widest
     sequences, most = len(prompts) * width, min(params.max_tokens or max_model_len, max_model_len)
@@ -50,7 +50,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     # The best of several are chosen by the log probabilities of their tokens.
     ranked = 0 if params.ranks and params.logprobs is None else params.logprobs
     return {
-        "images and other media": sum(map(_media, prompts)),
+        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts),
         "prompt": of_prompts * (_CHARACTER + _ENTRY * width),
         f"prompts x {name}": sequences * _SEQUENCE,
         f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
@@ -60,6 +60,14 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
         "prompts x bad_words": len(prompts) * words * 2 * _ENTRY,
         "prompts x allowed_token_ids": len(prompts) * len(params.allowed_token_ids or ()) * 2 * _ENTRY,
         "prompts x logit_bias": len(prompts) * len(params.logit_bias or ()) * 4 * _ENTRY,
+    }
+
+
+def rendering_cost(prompts: Sequence[object], measure: Measure | None = None) -> Cost:
+    """Of prompts, or conversations with their options, that are rendered only."""
+    return {
+        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts),
+        "prompt": sum(map(_size, prompts)) * _CHARACTER,
     }
 
 
@@ -100,45 +108,11 @@ def _size(given: object) -> int:
 
 def _message_size(message: object) -> int:
     """As `_size`, without items of media, which may be files of megabytes."""
-    if not any(True for _ in _items(message)):
+    if not any(True for _ in items_of(message)):
         return len(repr(message)) + _MESSAGE
     assert isinstance(message, Mapping)
-    texts = [part for part in message["content"] if not _is_item(part)]
+    texts = [part for part in message["content"] if not is_item(part)]
     return len(repr({**message, "content": texts})) + _MESSAGE * len(message["content"])
-
-
-def _media(given: object) -> int:
-    """Bytes of the items of media in a prompt, or in a conversation with its options."""
-    if isinstance(given, Mapping):
-        data: Mapping[str, object] = given.get("multi_modal_data") or {}
-        listed_items = [(kind, one) for kind, given in data.items() for one in (given if isinstance(given, list | tuple) else [given])]
-        return sum(_item(kind) + _ENCODED * _length(item) for kind, item in listed_items)
-    messages = given[0] if isinstance(given, tuple) and given and isinstance(given[0], list) else []
-    return sum(_item(part.get("type")) + _ENCODED * _length(part) for message in messages for part in _items(message))
-
-
-def _item(kind: object) -> int:
-    return _VIDEO if kind in ("video", "video_url") else _ITEM
-
-
-def _items(message: object) -> Iterator[Mapping[str, object]]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return (part for part in (content if isinstance(content, list) else ()) if _is_item(part))
-
-
-def _is_item(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") not in (None, "text")
-
-
-def _length(item: object, depth: int = 4) -> int:
-    """Characters or bytes of an item, wherever in it they are."""
-    if isinstance(item, str | bytes):
-        return len(item)
-    if isinstance(item, Mapping) and depth:
-        return sum(_length(value, depth - 1) for value in item.values())
-    if (num_bytes := getattr(item, "nbytes", None)) is not None:
-        return int(num_bytes)
-    return len(repr(item)) if isinstance(item, list | Mapping) else 0
 
 
 class Shares:
@@ -212,6 +186,13 @@ class BudgetedLLM:
         """What a route itself takes of memory, beside the requests that it makes. Raises RequestError, QueueFullError on entry."""
         return self._budget.spend(cost, _client(options), 0)
 
+    def hold_rendering(self, prompts: Sequence[object], options: Mapping[str, Any]) -> AbstractContextManager[None]:
+        """What it takes to render prompts, or conversations with their options, on a route that makes no request of them."""
+        return self._budget.spend(rendering_cost(prompts, self._measure), _client(options), 0)
+
+    def _measure(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
+        return self._engine.renderer.media_size(part, options)
+
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         outputs = self._engine.generate(prompt, params, **options)
         return self._held([prompt], params, options, outputs, lambda output: [output])
@@ -278,7 +259,8 @@ class BudgetedLLM:
         account, max_model_len = self._account(options), self._engine.config.model.max_model_len
         assert max_model_len is not None, "the config is not resolved"
         with ExitStack() as paid:
-            paid.enter_context(self._budget.spend(generation_cost(prompts, params, max_model_len), _client(options), len(prompts)))
+            cost = generation_cost(prompts, params, max_model_len, self._measure)
+            paid.enter_context(self._budget.spend(cost, _client(options), len(prompts)))
             if account is not None:
                 paid.enter_context(account.run(len(prompts) * params.num_sequences))
                 outputs = _counted(account, params, outputs, each)

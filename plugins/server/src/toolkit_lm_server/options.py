@@ -36,8 +36,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
     max_request_cost: Annotated[
         str,
-        option("Maximum memory that a request could take, told from its fields: prompts x n, logprobs, ... ('256MiB')."),
-    ] = "256MiB"
+        option("Maximum memory that a request could take, told from its fields: prompts x n, logprobs, ... ('512MiB')."),
+    ] = "512MiB"
     max_prompts: Annotated[int, option("Maximum number of prompts in a completion request.", ge=1)] = 256
     max_inputs: Annotated[int, option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
     max_connections: Annotated[

@@ -21,13 +21,14 @@ from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm_server.answer_schemas import Derendered, ModelCard, ModelList, RenderedList, RenderedPrompt, Text, TokenIds, answers
 from toolkit_lm_server.answers import accepted, answer
 from toolkit_lm_server.app import Served, add_own_routes, make_app
+from toolkit_lm_server.cost import BudgetedLLM, CostBudget, HoldRendering
 from toolkit_lm_server.errors import ApiError, described
 from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatRenderBody, CompletionRenderBody, DerenderBody, Held, check_model, with_plugin_fields
-from toolkit_lm_server.route import Readiness, route_class, with_body
+from toolkit_lm_server.route import Readiness, request_context, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
@@ -86,16 +87,18 @@ class Rendering:
 class Render:
     """The routes that render, and the one that makes text of tokens again."""
 
-    def __init__(self, rendering: Rendering, options: ServerOptions) -> None:
+    def __init__(self, rendering: Rendering, options: ServerOptions, hold: HoldRendering) -> None:
+        """`hold`: called with what is rendered."""
         self._rendering = rendering
         self._options = options
+        self._hold = hold
 
     async def chat(self, body: ChatRenderBody, request: Request) -> Response:
         """The prompt of a chat completion, in tokens."""
-        params, render = self._params(body), self._rendering.renderer.render_conversation
-        return await answer(
-            lambda: self._rendered(partial(render, body.messages, **body.render_options()), params, body), media_type=accepted(request)
-        )
+        params, options = self._params(body), body.render_options()
+        render = partial(self._rendering.renderer.render_conversation, body.messages, **options)
+        with self._hold([(body.messages, options)], {"context": request_context(request)}):
+            return await answer(lambda: self._rendered(render, params, body), media_type=accepted(request))
 
     async def completion(self, body: CompletionRenderBody, request: Request) -> Response:
         """The prompts of a completion, in tokens."""
@@ -106,7 +109,8 @@ class Render:
             # One at a time: texts may have far more tokens than fit in memory as Python integers.
             return {"object": "list", "data": (self._rendered(partial(render, prompt), params, body) for prompt in prompts)}
 
-        return await answer(rendered, media_type=accepted(request))
+        with self._hold(prompts, {"context": request_context(request)}):
+            return await answer(rendered, media_type=accepted(request))
 
     async def derender(self, body: DerenderBody) -> Response:
         """The text that tokens add to a prompt."""
@@ -157,9 +161,10 @@ def create_render_app(rendering: Rendering, options: ServerOptions, *, metrics: 
     """An app that renders for engines elsewhere. Raises ConfigError, PluginError as `create_router` does."""
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
-    render, unknown = Render(rendering, options), described(404)
     engine = cast("AsyncLLM", rendering)
-    served, tokens = Served(engine), Tokens(engine)
+    hold = BudgetedLLM(engine, CostBudget(options.max_request_bytes), keys).hold_rendering
+    render, unknown = Render(rendering, options, hold), described(404)
+    served, tokens = Served(engine), Tokens(engine, hold)
     for path, handler, body, whole_answer in (
         ("/v1/chat/completions/render", render.chat, ChatRenderBody, RenderedPrompt),
         ("/v1/completions/render", render.completion, CompletionRenderBody, RenderedList),

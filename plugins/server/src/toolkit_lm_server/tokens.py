@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastapi import Response
+from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.processing.validation import check_token_ids
 
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.cost import HoldRendering
+from toolkit_lm_server.media_cost import items_of
 from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody, check_model
+from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -18,15 +21,20 @@ if TYPE_CHECKING:
 class Tokens:
     """The engine's tokenizer."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, hold: HoldRendering) -> None:
+        """`hold`: called with conversations that have items of media; a text's cost is in its body's size."""
         self._engine = engine
+        self._hold = hold
 
-    async def tokenize(self, body: TokenizeBody) -> Response:
+    async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         check_model(self._engine, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
-        return await answer(lambda: self._tokenize(body))
+        has_media = any(True for message in body.messages or () for _ in items_of(message))
+        prompts = [(body.messages, body.render_options())] if has_media else []
+        with self._hold(prompts, {"context": request_context(request)}):
+            return await answer(lambda: self._tokenize(body))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
