@@ -12,6 +12,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -51,8 +52,10 @@ def error_of(job: Job, vocabulary: Vocabulary) -> str:
     if not message or job.schema is None:
         return _cut(message)
 
+    end = time.process_time() + SECONDS / 4
+
     def of_part(schema: dict[str, Any]) -> str:
-        return _error_of(grammar_of_schema(schema, job.options or {}), vocabulary)
+        return "" if time.process_time() > end else _error_of(grammar_of_schema(schema, job.options or {}), vocabulary)
 
     return f"{_cut(message)} (at {locate(job.schema, message, of_part)[:200]})"
 
