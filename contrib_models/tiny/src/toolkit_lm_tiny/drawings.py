@@ -27,10 +27,12 @@ NUMBERS = ("no", "one", "two", "three", "four", "five")
 MOST = 5
 _HELD_OUT = 20
 """One content of so many was kept from training."""
-_CONTRAST = 110
+_CONTRAST = 100
 """The least distance in RGB of a background to each of its shapes."""
-_MARGIN = 1.25
+_MARGIN = 1.2
 """How far apart shapes stand, in their radii."""
+_SIZES = ((0.0, 0.0), (0.15, 0.26), (0.15, 0.24), (0.14, 0.2), (0.13, 0.17), (0.12, 0.155))
+"""By the number of shapes, the least radius and the largest, as a share of the smaller side."""
 _Colour = tuple[int, int, int]
 
 
@@ -124,12 +126,26 @@ def draw(random: Random, *, held_out: bool | None = None) -> Drawing:
     """A drawing, any or only such that is (not) held out."""
     while True:
         contents = _contents(random)
-        if held_out is not None and held_out != _is_held_out(_in_words(_groups(contents))):
-            continue
-        side = random.choice((64, 96, 128, 160, 224))
-        width, height = (round(side * random.uniform(0.8, 1.25)) for _ in range(2))
-        if (shapes := _place(random, contents, width, height)) is not None:
-            return Drawing(width, height, _background(random, shapes), shapes)
+        if held_out in (None, _is_held_out(_in_words(_groups(contents)))) and (drawing := _draw(random, contents)) is not None:
+            return drawing
+
+
+def scatter(random: Random) -> Drawing:
+    """A drawing of the most shapes, each of any kind and one of three colours."""
+    while True:
+        palette = random.sample(tuple(COLOURS), 3)
+        contents = [(random.choice(palette), random.choice(KINDS)) for _ in range(MOST)]
+        if (drawing := _draw(random, contents)) is not None and not drawing.is_held_out:
+            return drawing
+
+
+def _draw(random: Random, contents: list[tuple[str, str]]) -> Drawing | None:
+    side = random.choice((48, 64, 80, 96, 128, 160))
+    width, height = (round(side * random.uniform(0.86, 1.16)) for _ in range(2))
+    while (shapes := _place(random, contents, width, height)) is None:
+        pass
+    background = _background(random, shapes)
+    return None if background is None else Drawing(width, height, background, shapes)
 
 
 def _groups(contents: list[tuple[str, str]]) -> dict[tuple[str, str], int]:
@@ -150,7 +166,7 @@ def _is_held_out(content: str) -> bool:
 def _contents(random: Random) -> list[tuple[str, str]]:
     """Colours and kinds: a few groups of shapes that are alike."""
     total = random.choices(range(MOST + 1), (1, 6, 6, 6, 6, 6))[0]
-    groups = random.choices((1, 2, 3), (4, 4, 2))[0]
+    groups = random.choices((1, 2, 3), (4, 5, 1))[0]
     looks = [(random.choice(tuple(COLOURS)), random.choice(KINDS)) for _ in range(groups)]
     if groups > 1 and random.random() < 0.3:  # alike but for one thing, so that neither the colour nor the kind tells them apart
         colour, kind = looks[0]
@@ -159,17 +175,17 @@ def _contents(random: Random) -> list[tuple[str, str]]:
 
 
 def _place(random: Random, contents: list[tuple[str, str]], width: int, height: int) -> tuple[Shape, ...] | None:
-    """Find a place for each shape, or None where there is none."""
-    unit, largest = min(width, height), 0.24 if len(contents) < 3 else 0.19
+    """Find a place for each shape, or None where there is none. The more there are, the smaller they are."""
+    low, high = _SIZES[len(contents)]
     shades = {colour: random.random() for colour, _ in contents}
     shapes: list[Shape] = []
     for colour, kind in contents:
-        for _ in range(30):
-            radius = unit * random.uniform(0.12, largest)
+        for _ in range(20):
+            radius = min(width, height) * random.uniform(low, high)
             edge = _MARGIN * radius
             x, y = random.uniform(edge, width - edge), random.uniform(edge, height - edge)
             if all(math.hypot(x - other.x, y - other.y) > _MARGIN * (radius + other.radius) for other in shapes):
-                angle = random.uniform(-0.3, 0.3)
+                angle = random.uniform(-0.12, 0.12)
                 shapes.append(Shape(kind, colour, _shade(random, colour, shades[colour]), x, y, radius, angle))
                 break
         else:
@@ -183,15 +199,16 @@ def _shade(random: Random, colour: str, share: float) -> _Colour:
     return red, green, blue
 
 
-def _background(random: Random, shapes: tuple[Shape, ...]) -> tuple[_Colour, _Colour]:
-    """One colour, or two that are near, away from the colours of all shapes."""
-    while True:
+def _background(random: Random, shapes: tuple[Shape, ...]) -> tuple[_Colour, _Colour] | None:
+    """One colour, or two that are near, away from the colours of all shapes; None where none was found."""
+    for _ in range(30):
         low, high = random.choices(((195, 255), (0, 70), (0, 255)), (6, 2, 2))[0]
         red, green, blue = (random.randint(low, high) for _ in range(3))
         shift = random.choice((0, 0, random.randint(-40, 40)))
         other = tuple(min(255, max(0, value + shift)) for value in (red, green, blue))
         if all(math.dist(shape.rgb, colour) > _CONTRAST for shape in shapes for colour in ((red, green, blue), other)):
             return (red, green, blue), (other[0], other[1], other[2])
+    return None
 
 
 def _covers(shape: Shape, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
