@@ -64,7 +64,8 @@ def test_plugins_list_and_show(toolkit):
     assert shown.code == 0
     for part in ("core", "toolkit-lm-decoder", __version__, "ok", "toolkit_register_commands"):
         assert part in shown.out
-    assert "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_scheduling_policies" in shown.out, "lines are whole in a pipe"
+    whole = "toolkit_register_kernels, toolkit_register_kv_kinds, toolkit_register_scheduling_policies"
+    assert whole in shown.out, "lines are whole in a pipe"
     assert "toolkit_lm.attention.spec:FullSpec" in toolkit("plugins", "show", "core").out
     for name in ("toolkit-lm-cli", "Toolkit_LM.cli"):
         assert "toolkit_lm_cli.generate:generate" in toolkit("plugins", "show", name).out

@@ -11,15 +11,22 @@ Other commands come from other plugins. Each is imported when it is invoked. A c
 The names are resolved when they are used: importing this package imports no parser.
 """
 
+from types import ModuleType
+
 import lazy_loader
 from toolkit_lm.plugin import hookimpl
 
-from toolkit_lm_cli.hookspecs import toolkit_register_hookspecs as toolkit_register_hookspecs
+from toolkit_lm_cli import hookspecs
 from toolkit_lm_cli.registry import CommandRegistry
 
 # The names, and the modules that define them, stand in __init__.pyi. `dir()` does not list them: the loader of plugins looks at all that
 # it lists in an entry module, which this module is too.
 __getattr__, _, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+@hookimpl
+def toolkit_register_hookspecs() -> ModuleType:
+    return hookspecs
 
 
 @hookimpl
