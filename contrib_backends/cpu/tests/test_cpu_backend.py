@@ -103,6 +103,7 @@ def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
         ({"head_size": 40}, "head_size 40 is not a multiple of 16 up to 512"),
         ({"head_size": 528}, "head_size 528 is not a multiple of 16 up to 512"),
         ({"kv_cache": FullSpec(block_size=24, num_kv_heads=4, head_size=32, dtype="float32")}, "block_size 24 is not a multiple of 16"),
+        ({"spans": True}, "spans are of decoders, and this is attention of type 'encoder'"),
         ({"type": AttentionType.CROSS, "bias": True}, "bias relate positions of one sequence, and cross attention has two"),
     ],
 )

@@ -37,6 +37,9 @@ def make_step(rows, dtype, **fields) -> AttentionStep:
         {"window": 33, "soft_cap": 5.0},
         {"sinks": True},
         {"bias": "alibi"},
+        {"spans": True, "window": 300},
+        {"spans": True, "sinks": True, "soft_cap": 5.0},
+        {"spans": True, "bias": "table"},
         {"type": AttentionType.CROSS},
     ],
     ids=str,
@@ -51,9 +54,10 @@ def test_contexts_of_several_spans(dtype, fields) -> None:
         assert_bf16_error([ours], [step.eager()], [exact])
 
 
-def test_biases_in_pieces(monkeypatch) -> None:
+@pytest.mark.parametrize("spans", [False, True])
+def test_biases_in_pieces(monkeypatch, spans) -> None:
     """As many as fit; a piece begins and ends within rows."""
-    step = make_step([(30, 40), (1, 9), (17, 17)], torch.float32, bias="table")
+    step = make_step([(30, 40), (1, 9), (17, 17)], torch.float32, bias="table", spans=spans)
     whole = step.run()
     for most in (4 * 40 * 7, 1):
         monkeypatch.setattr(backend, "_MOST_BIASES", most)
@@ -67,14 +71,42 @@ def test_soft_caps_of_small_and_large_scores() -> None:
         assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
 
 
-def alone(whole: AttentionStep, row: int, queries: int | None = None, *, before: int = 0) -> AttentionStep:
+def alone(whole: AttentionStep, row: int, queries: int | None = None, *, before: int = 0, **fields) -> AttentionStep:
     """A row of a step by itself: of its queries all, or `queries` of them, but for the last `before`."""
     count, keys = whole.rows[row]
     queries = count if queries is None else queries
-    step = make_step([(queries, keys - before)], whole.dtype, heads=whole.heads, head_size=whole.head_size, window=whole.window)
+    shape = {"heads": whole.heads, "head_size": whole.head_size, "window": whole.window}
+    step = make_step([(queries, keys - before)], whole.dtype, **shape, **fields)
     end = count - before
     step.q[0], step.k[0], step.v[0] = whole.q[row][end - queries : end], whole.k[row][: keys - before], whole.v[row][: keys - before]
     return step
+
+
+def long_spans(length: int) -> np.ndarray:
+    """Pictures of 256 tokens with 44 others before each."""
+    spans = np.stack([np.arange(length), np.arange(length) + 1], axis=1).astype(np.int32)
+    for begin in range(44, length - 256, 300):
+        spans[begin : begin + 256] = begin, begin + 256
+    return spans
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_spans_are_the_same_beside_others_and_in_every_chunk(dtype, window) -> None:
+    """A span ends with the chunk that it ends in, and may begin before it."""
+    rows = [(650, 650), (3, 257), (556, 700)]
+    whole = make_step(rows, dtype, window=window, spans=True)
+    whole.row_spans = [long_spans(keys) for _, keys in rows]
+    out, exact, start = whole.run(), torch.from_numpy(whole.naive()), 0
+    assert (out - exact).abs().max() <= (1e-5 if dtype is torch.float32 else 0.02)
+    for row, (queries, keys) in enumerate(rows):
+        end = start + queries
+        for chunk, before in ((queries, 0), (min(queries, 100), 0), (100, keys - 300), (300, keys - 344), (1, keys - 30)):
+            if chunk + before > queries:
+                continue
+            part = alone(whole, row, chunk, before=before, spans=True)
+            part.row_spans = [whole.row_spans[row][: keys - before]]
+            assert torch.equal(part.run(), out[end - before - chunk : end - before]), (row, chunk, before)
+        start = end
 
 
 @pytest.mark.parametrize("window", [None, 300])

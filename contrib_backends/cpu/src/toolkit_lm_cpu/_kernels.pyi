@@ -7,7 +7,7 @@ def attend(
     block_tiles: int,
     layer: tuple[int, int, int, float, float, int],
     sight: int,
-    additions: tuple[int, int, int, int],
+    additions: tuple[int, int, int, int, int],
     /,
 ) -> None: ...
 def write_kv(

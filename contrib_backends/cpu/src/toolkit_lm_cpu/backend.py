@@ -49,6 +49,8 @@ class Metadata:
     """[R, most blocks] int32."""
     slots: Tensor | None
     """[T] int64."""
+    spans: np.ndarray | None
+    """[T, 2] int32, side by side: begin and end of each token's."""
     arguments: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,7 +62,8 @@ class Metadata:
         """The tokens begin : end. Rows that have none of them are empty."""
         starts = self.starts.clip(begin, end)
         first = self.first + starts[:-1] - self.starts[:-1].clip(max=end)
-        return Metadata(starts - np.int32(begin), self.seen, first, self.origins, self.table, None)
+        spans = None if self.spans is None else self.spans[begin:end]
+        return Metadata(starts - np.int32(begin), self.seen, first, self.origins, self.table, None, spans)
 
     def positions(self) -> Tensor:
         """[T] int64, of all tokens."""
@@ -93,8 +96,8 @@ class CpuBackend(AttentionBackend):
                 return f"block_size {spec.kv_cache.block_size} is not a multiple of {_TILE}"
         if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
             return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
-        if spec.spans:
-            return "tokens see only what came before them, and spans are seen from both sides"
+        if spec.spans and spec.type is not AttentionType.DECODER:
+            return f"spans are of decoders, and this is attention of type {str(spec.type)!r}"
         return None
 
     @classmethod
@@ -114,8 +117,11 @@ class CpuBackend(AttentionBackend):
         """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
 
     def build(self, batch: BatchView) -> Metadata:
-        starts = batch.query_start
-        return Metadata(starts, batch.seq_lens, batch.starts, starts[:-1], batch.block_table, batch.slot_mapping)
+        starts, spans = batch.query_start, batch.spans
+        if spans is not None:
+            spans = np.ascontiguousarray(spans, np.int32)
+            assert (spans[:, 1] <= np.repeat(batch.seq_lens, np.diff(starts)).clip(1)).all(), "a span ends after the step"
+        return Metadata(starts, batch.seq_lens, batch.starts, starts[:-1], batch.block_table, batch.slot_mapping, spans)
 
     def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
         assert meta.slots is not None
@@ -162,6 +168,7 @@ class CpuBackend(AttentionBackend):
         self, layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, cached: bool, meta: Metadata, bias: Tensor | None, out: Tensor
     ) -> None:
         sinks = None if layer.sinks is None else layer.sinks.float()
+        spans = meta.spans.ctypes.data if layer.spans and meta.spans is not None else 0
         _kernels.attend(
             self.kernel,
             (q.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr()),
@@ -170,7 +177,7 @@ class CpuBackend(AttentionBackend):
             keys.shape[2] if cached else 0,
             (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.scale, layer.soft_cap or 0.0, layer.window or 0),
             SIGHT[layer.attention_type],
-            (0 if sinks is None else sinks.data_ptr(), *_bias_arguments(bias)),
+            (0 if sinks is None else sinks.data_ptr(), *_bias_arguments(bias), spans),
         )
 
     def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:

@@ -110,6 +110,7 @@ def fits(parts: LayerParts) -> bool:
         and params.attention_type is AttentionType.DECODER
         and params.bias is None
         and params.sinks is None
+        and not params.spans
     )
 
 

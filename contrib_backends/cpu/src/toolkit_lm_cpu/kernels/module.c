@@ -102,13 +102,13 @@ static PyObject *supports(PyObject *self, PyObject *args) {
 
 static PyObject *attend(PyObject *self, PyObject *args) {
     Step step;
-    unsigned long long queries, keys, values, out, starts, seen, first, origins, table, sinks, bias;
+    unsigned long long queries, keys, values, out, starts, seen, first, origins, table, sinks, bias, spans;
     int type, done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)(KKKKlKl)l(lllffl)i(KKll)", &type, &queries, &keys, &values, &out, &step.query_stride,
+    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)(KKKKlKl)l(lllffl)i(KKllK)", &type, &queries, &keys, &values, &out, &step.query_stride,
                           &step.key_stride, &step.value_stride, &step.out_stride, &starts, &seen, &first, &origins, &step.rows, &table,
                           &step.table_stride, &step.block_tiles, &step.heads, &step.kv_heads, &step.size, &step.scale, &step.soft_cap,
-                          &step.window, &step.sight, &sinks, &bias, &step.bias_keys, &step.bias_center))
+                          &step.window, &step.sight, &sinks, &bias, &step.bias_keys, &step.bias_center, &spans))
         return NULL;
     step.group = step.heads / step.kv_heads;
     step.queries = (const void *)(uintptr_t)queries;
@@ -122,6 +122,7 @@ static PyObject *attend(PyObject *self, PyObject *args) {
     step.table = (const int32_t *)(uintptr_t)table;
     step.sinks = (const float *)(uintptr_t)sinks;
     step.bias = (const float *)(uintptr_t)bias;
+    step.spans = (const int32_t *)(uintptr_t)spans;
     Py_BEGIN_ALLOW_THREADS done = attend_types[type](&step);
     Py_END_ALLOW_THREADS if (!done) return PyErr_NoMemory();
     Py_RETURN_NONE;
@@ -279,7 +280,7 @@ static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS,
      "attend(type, (queries, keys, values, out), (query, key, value, out strides), (starts, seen, first, origins, rows, table, "
      "table_stride), block_tiles, "
-     "(heads, kv_heads, size, scale, soft_cap, window), sight, (sinks, bias, bias_keys, bias_center)): see step.h."},
+     "(heads, kv_heads, size, scale, soft_cap, window), sight, (sinks, bias, bias_keys, bias_center, spans)): see step.h."},
     {"write_kv", write_kv, METH_VARARGS,
      "write_kv(type, (keys, values, to_keys, to_values), their strides, slots, tokens, kv_heads, size, block_size): see step.h."},
     {NULL, NULL, 0, NULL},

@@ -41,6 +41,7 @@ typedef struct {
     const float *bias;     /* [heads, T, bias_keys], or [heads, bias_keys] by the offset of a key from its query, or NULL */
     long bias_keys;
     long bias_center; /* where offset 0 stands; below 0: it is not by offset */
+    const int32_t *spans; /* [T, 2]: begin and end of each token's span, whose keys SEE_PAST sees too; or NULL */
 } Step;
 
 /* What a row has of some of its keys, beside the weighted sum of their values. */
@@ -82,11 +83,12 @@ typedef struct {
     int failed;
 } Attention;
 
-/* The keys that a token sees. */
+/* The keys that a token sees. Neither end ever comes before that of the token before it. */
 static inline void visible(const Step *step, long row, long token, long *from, long *to) {
     const long position = step->first[row] + token;
+    const long past = step->spans == NULL ? position + 1 : step->spans[2 * (step->starts[row] + token) + 1];
     *from = 0, *to = step->seen[row];
-    if (step->sight == SEE_PAST && position + 1 < *to) *to = position + 1;
+    if (step->sight == SEE_PAST && past < *to) *to = past;
     if (step->sight == SEE_AROUND && step->window && position + step->window < *to) *to = position + step->window;
     if (step->sight != SEE_ALL && step->window && position - step->window + 1 > 0) *from = position - step->window + 1;
     if (*from > *to) *from = *to;
