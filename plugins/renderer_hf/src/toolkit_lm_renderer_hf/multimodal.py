@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import MultiModalFeatureSpec
 from toolkit_lm.prompts import Conversation
 from toolkit_lm.renderer import MultiModalRules, Rendered
@@ -15,6 +16,7 @@ from toolkit_lm.renderer.feature_lookup import FeatureLookup
 
 from toolkit_lm_renderer_hf.media import MediaReader
 from toolkit_lm_renderer_hf.media_items import Item, ItemLimits, items_of_prompt, take_items
+from toolkit_lm_renderer_hf.media_sizes import MediaSizes
 from toolkit_lm_renderer_hf.placeholders import Placeholders, TypedPlaceholders
 
 
@@ -30,6 +32,7 @@ class MultiModal:
         self._limits = ItemLimits(config.renderer.limit_mm_per_prompt, rules.modalities)
         reads = any(modality in rules.modalities and self._limits.most(modality) > 0 for modality in ("image", "video"))
         self._reader = MediaReader(config, rules, folder if reads else None)
+        self._sizes = MediaSizes(folder, config.renderer.max_media_pixels, config.max_model_len) if reads else None
         self.tokens = self._placeholders.tokens
         """By modality, the text of its placeholder."""
         self.texts = {modality: rules.placeholder_text(modality, token) for modality, token in self.tokens.items()}
@@ -46,6 +49,14 @@ class MultiModal:
         items = items_of_prompt(prompt)
         self._limits.check(items, self._rules.modalities)
         return items
+
+    def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int]:
+        """As Renderer.media_size. What will be refused takes nothing."""
+        try:
+            _, items = take_items([{"content": [part]}])
+        except RequestError:
+            return 0, 0
+        return self._sizes.bytes_of(items[0], options) if items and self._sizes is not None else (0, 0)
 
     def typed(self) -> TypedPlaceholders:
         """For a conversation: its `hide` is applied to all that is in it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,6 +66,10 @@ class HfRenderer(Renderer):
         self._multimodal = MultiModal(self.config, rules, self._tokenizer, self._folder)
         if self._chat_template is not None:
             self._chat_template.take_media(self._multimodal.tokens, self._multimodal.texts)
+
+    def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
+        # A model that takes none refuses it.
+        return self._multimodal.media_size(part, options) if self._multimodal is not None else (0, 0)
 
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         options = kwargs.pop("mm_processor_kwargs", None)

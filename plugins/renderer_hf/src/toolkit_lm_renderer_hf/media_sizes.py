@@ -1,0 +1,89 @@
+"""What comes of items of media, told before any is read: by their headers and the checkpoint's JSON, without transformers."""
+
+from __future__ import annotations
+
+import binascii
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolkit_lm_media.image import image_size
+
+from toolkit_lm_renderer_hf.image_processor import QWEN
+from toolkit_lm_renderer_hf.media_items import Item
+from toolkit_lm_renderer_hf.tokenizer import read_json
+
+_MADE, _READ = 3 * 4, 3
+"""Bytes of a pixel: of what is made of it, and while it is read."""
+_BEGINNING = 3 * 2**15
+"""Bytes of a file that are looked at. Headers of JPEG files may come later, after what a camera has to say."""
+_MOST_HEAD = 256
+"""Characters of a data URL before the comma."""
+_QWEN = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+"""Of transformers' Qwen2VLImageProcessor."""
+
+
+class MediaSizes:
+    """Bounds for one checkpoint. What it cannot tell counts as the most that the operator lets in."""
+
+    def __init__(self, folder: Path, max_pixels: int, max_tokens: int) -> None:
+        """`max_pixels`: of an image, or of a video's frames. `max_tokens`: of all items of a prompt."""
+        self._max_pixels = max_pixels
+        nested = read_json(folder / "processor_config.json").get("image_processor")
+        stated = nested if isinstance(nested, Mapping) else read_json(folder / "preprocessor_config.json")
+        self._is_qwen = bool(QWEN.fullmatch(str(stated.get("image_processor_type"))))
+        size = stated.get("size")
+        edges: Mapping[str, Any] = size if isinstance(size, Mapping) else {}
+        if self._is_qwen:
+            numbers = {"shortest_edge": stated.get("min_pixels"), "longest_edge": stated.get("max_pixels"), **edges}
+            found = {name: self._number(stated.get(name) or numbers.get(name) or default) for name, default in _QWEN.items()}
+            self._depth = found["temporal_patch_size"]
+            self._most_of_prompt = max_tokens * (found["patch_size"] * found["merge_size"]) ** 2
+            self._least, self._most = found["shortest_edge"], found["longest_edge"]
+        else:
+            crop = stated.get("crop_size")
+            if stated.get("do_center_crop") is not False and crop is not None:
+                edges = crop if isinstance(crop, Mapping) else {"height": crop, "width": crop}
+            self._depth, self._most_of_prompt = 1, max_pixels
+            self._least = self._most = min(self._number(edges.get("height")) * self._number(edges.get("width")), max_pixels)
+
+    def bytes_of(self, item: Item, options: Mapping[str, Any]) -> tuple[int, int]:
+        """Of what is made of an item at most, and what it takes beside that while it is read. `options`: of the processor, as given."""
+        if item.is_embeds:
+            return 0, 0
+        if item.modality == "video":
+            # A frame is small beside what is made of all of them.
+            return _MADE * min(self._max_pixels, self._most_of_prompt * self._depth), 0
+        pixels = min(_pixels(item.source) or self._max_pixels, self._max_pixels)
+        most = min(self._most, self._most_of_prompt)
+        if self._is_qwen:
+            size = options.get("size")
+            chosen = options.get("max_pixels") or (size.get("longest_edge") if isinstance(size, Mapping) else None)
+            most = min(most, self._number(chosen))
+        return _MADE * self._depth * min(max(pixels, self._least), most), _READ * pixels
+
+    def _number(self, value: Any) -> int:
+        return value if type(value) is int and 0 < value < self._max_pixels else self._max_pixels
+
+
+def _pixels(source: Any) -> int | None:
+    """Of a picture; None where its beginning does not say."""
+    if isinstance(source, str):
+        source = _beginning(source)
+    if isinstance(source, bytes | bytearray | memoryview):
+        width, height = image_size(bytes(source[:_BEGINNING])) or (0, 0)
+        return width * height
+    size = getattr(source, "size", None)
+    # Of an image of Pillow, and of an array.
+    return size[0] * size[1] if isinstance(size, tuple) and len(size) == 2 else size if isinstance(size, int) else None
+
+
+def _beginning(url: str) -> bytes:
+    """Of the file in a data URL; nothing where there is none."""
+    comma = url.find(",", 0, _MOST_HEAD)
+    if comma < 0 or url[:5].lower() != "data:":
+        return b""
+    try:
+        return binascii.a2b_base64(url[comma + 1 : comma + 1 + _BEGINNING // 3 * 4])
+    except ValueError:
+        return b""
