@@ -161,6 +161,16 @@ def test_what_is_refused(other, data, message):
         assert len(drawn(llm, [good])[0]) == COUNT
 
 
+def test_placeholders_without_an_item_are_refused(other):
+    """In a prompt of text or of tokens. Such tokens can be asked for as any others elsewhere."""
+    text, token = f"a{other.mark}b", BEGIN if other.is_gemma else IMAGE
+    with LLM(str(other.folder), **OPTIONS) as llm:
+        for given in (text, {"prompt": text}, {"prompt": text, "multi_modal_data": {"image": []}}, {"prompt_token_ids": [5, token]}):
+            with pytest.raises(ToolkitError, match="1 placeholders of modality 'image'"):
+                llm.generate([given], GREEDY)
+        assert llm.generate(["a b"], SamplingParams(max_tokens=2, bad_words=[other.mark]))[0].outputs
+
+
 def test_a_picture_that_no_step_has_room_for(other):
     """Gemma 3's are computed whole; LLaVA's in parts."""
     options = {**OPTIONS, "max_num_batched_tokens": 12}

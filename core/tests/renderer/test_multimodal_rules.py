@@ -98,7 +98,8 @@ def prompt(token_ids, *features):
     return {"prompt_token_ids": token_ids, "multi_modal_data": {"image": list(features)}}
 
 
-TWO = [1, IMAGE, IMAGE, END, 2, IMAGE, IMAGE, END, 3]
+ONE = [1, IMAGE, IMAGE, END, 2]
+TWO = [*ONE, IMAGE, IMAGE, END, 3]
 
 
 def test_items_reach_the_engine():
@@ -139,7 +140,7 @@ def test_items_that_are_not_as_the_rules_have_them(features, reason):
 def test_items_that_the_engine_holds():
     made = processor()
     mirror = made.renderer.feature_cache = FeatureMirror(2**20)
-    with mirror.sending([made.prepare("first", prompt(TWO, image(1))).message]):
+    with mirror.sending([made.prepare("first", prompt(ONE, image(1))).message]):
         pass
     features = [image(1, data=None), image(5, fill=1)]
     assert made.prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=2)).message.features == features
@@ -158,7 +159,29 @@ def test_a_cut_moves_items_and_cuts_none():
             processor().prepare("r", prompt(TWO, image(1), image(5)), SamplingParams(truncate_prompt_tokens=most))
         assert caught.value.param == "truncate_prompt_tokens"
     whole = SamplingParams(max_tokens=2, truncate_prompt_tokens=20)
-    assert processor().prepare("r", prompt(TWO, image(1)), whole).message.features == [image(1)]
+    assert processor().prepare("r", prompt(ONE, image(1)), whole).message.features == [image(1)]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (prompt([1, IMAGE, 2, IMAGE]), r"2 placeholders of modality 'image' \(token 9\) without an item; it has 0 items"),
+        ({"prompt_token_ids": [IMAGE]}, "1 placeholders .* 0 items"),
+        (prompt(TWO, image(1)), "2 placeholders .* 1 items"),
+        (prompt(TWO, image(5)), "2 placeholders .* 1 items"),
+        (prompt([*TWO, IMAGE], image(1), image(5)), "1 placeholders .* 2 items"),
+    ],
+)
+def test_each_placeholder_stands_for_an_item(given, told):
+    made = processor()
+    for prepare in (made.prepare, lambda name, one: made.prepare_chat(name, [one])):
+        with pytest.raises(RequestError, match=f"^the prompt has {told}") as caught:
+            prepare("r", given)
+        assert caught.value.param == "multi_modal_data"
+    # What is cut off does not count less.
+    with pytest.raises(RequestError, match=told):
+        made.prepare("r", given, SamplingParams(truncate_prompt_tokens=1))
+    assert processor("Other").prepare("r", {"prompt_token_ids": [IMAGE]})
 
 
 def test_a_model_without_rules_takes_no_items():

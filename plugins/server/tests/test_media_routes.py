@@ -15,7 +15,7 @@ from toolkit_lm import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.renderer import Rendered, Renderer
+from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.metrics import Metrics
@@ -179,6 +179,19 @@ async def test_images_beside_a_prompt(client):
     assert (found["token_ids"], len(found["features"])) == ([7, 7, 7, *b"hi"], 1)
     refused = await client.post(RENDER, json={"prompt": ["hi", "ho"], **media})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "multi_modal_data")
+
+
+async def test_placeholders_without_an_item_are_refused(client, rendering):
+    class Rules(MultiModalRules):
+        def placeholder_id(self, modality):
+            return 7
+
+    rendering.renderer.take_rules(Rules(rendering.config))
+    for body in ({"prompt": "a\x07"}, {"prompt": "\x07", "multi_modal_data": {"image": [url(b"abc")]}}):
+        for more in ({}, {"check_length": False}):
+            error = (await client.post(RENDER, json={**body, **more})).json()["error"]
+            assert "the prompt has 1 placeholders" in error["message"]
+    assert (await client.post(RENDER_CHAT, json=chat(b"abc"))).status_code == 200
 
 
 async def test_who_checks_the_length(client):

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import CacheKey, MultiModalFeatureSpec
-from toolkit_lm.renderer import Renderer, Replacement
+from toolkit_lm.renderer import MultiModalRules, Renderer, Replacement
 from toolkit_lm.renderer.feature_lookup import HeldFeature
 
 
@@ -32,6 +32,18 @@ def check_features(
         except RequestError as error:
             raise RequestError(f"{feature.modality} {number}: {error}", "multi_modal_data") from None
         end = at.end
+    check_placeholders(features, token_ids, rules)
+
+
+def check_placeholders(features: Sequence[MultiModalFeatureSpec], token_ids: Sequence[int], rules: MultiModalRules) -> None:
+    """Raises RequestError for a placeholder that stands for no item. The features are in order and apart."""
+    ends = [0, *(one.mm_position.end for one in features)]
+    starts = [*(one.mm_position.offset for one in features), len(token_ids)]
+    outside = [token for start, end in zip(ends, starts, strict=True) for token in token_ids[start:end]]
+    for modality in rules.modalities:
+        if count := outside.count(token := rules.placeholder_id(modality)):
+            told = f"{count} placeholders of modality {modality!r} (token {token}) without an item; it has {len(features)} items"
+            raise RequestError(f"the prompt has {told}, and must have one for each.", "multi_modal_data")
 
 
 def cut_features(features: Sequence[MultiModalFeatureSpec], num_cut: int) -> list[MultiModalFeatureSpec]:

@@ -204,7 +204,7 @@ class Processor:
     ) -> PreparedRequest:
         token_ids, text, features = rendered.token_ids, rendered.text, rendered.features or []
         check_token_ids(token_ids, self._vocab_size)
-        if features:
+        if features or self.renderer.rules is not None:
             with self.plugins.boundary:
                 check_features(features, token_ids, self.renderer, rendered.rendering.found if rendered.rendering else {})
         if params.truncate_prompt_tokens is not None and rendered.encoder is None:

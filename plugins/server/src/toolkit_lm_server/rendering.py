@@ -13,7 +13,7 @@ from toolkit_lm.errors import ContextLengthError, RequestError, UnsupportedError
 from toolkit_lm.frontend.health import Health
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.processing.multimodal import cut_features
+from toolkit_lm.processing.multimodal import check_placeholders, cut_features
 from toolkit_lm.processing.validation import check_bounds, check_token_ids, cut_prompt
 from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
@@ -73,6 +73,9 @@ class Rendering:
         """
         token_ids, features = rendered.token_ids, rendered.features
         check_token_ids(token_ids, self.vocab_size)
+        if self.renderer.rules is not None:
+            with self.plugins.boundary:
+                check_placeholders(features or [], token_ids, self.renderer.rules)
         longest = self.config.max_model_len
         if params.truncate_prompt_tokens is not None:
             cut = cut_prompt(token_ids, params, longest)
