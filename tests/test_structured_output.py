@@ -76,6 +76,8 @@ async def test_what_asks_for_nothing_changes_nothing():
         plain = (await http.post(CHAT, json=body)).json()["choices"]
         for none in ({"response_format": {"type": "text"}}, {"response_format": None}, {"structured_outputs": None}, {"guided_json": None}):
             assert (await http.post(CHAT, json={**body, **none})).json()["choices"] == plain
+        beams = {"prompt": "a", "use_beam_search": True, "n": 2, "temperature": 0, "response_format": {"type": "text"}}
+        assert (await http.post(COMPLETE, json=beams)).status_code == 200
 
 
 WRONG = [

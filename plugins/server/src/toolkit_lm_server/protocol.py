@@ -40,7 +40,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI that are not implemented, each with the values (beside null) that change nothing."""
+"""Fields of OpenAI that only a plugin may implement, each with the values (beside null) that change nothing."""
 
 
 _NO_EFFECT = {"description": "It has no effect."}
@@ -96,9 +96,11 @@ class Body(BaseModel):
             return data
         kept = {}
         for name, value in data.items():
+            if any(value == one and type(value) is type(one) for one in _NEUTRAL.get(name, ())):
+                continue
             if name in cls.model_fields:
                 kept[name] = value
-            elif name in _NEUTRAL and value is not None and not any(value == one and type(value) is type(one) for one in _NEUTRAL[name]):
+            elif name in _NEUTRAL and value is not None:
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
             elif name not in _NEUTRAL and name not in _NOTES:
                 # The first is enough, as with lists.
