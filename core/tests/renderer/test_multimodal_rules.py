@@ -11,6 +11,7 @@ from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.messages import Array, CacheKey, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.prompts import parse_prompt
 from toolkit_lm.renderer import MultiModalRules, Rendered, Renderer, Replacement, make_renderer
@@ -104,9 +105,9 @@ TWO = [*ONE, IMAGE, IMAGE, END, 3]
 
 def test_items_reach_the_engine():
     features = [image(1), image(5, fill=1)]
-    message = processor().prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=4), {"cache_salt": "tenant"}).message
+    message = processor().prepare("r", prompt(TWO, *features), SamplingParams(max_tokens=4)).message
     assert message.features == features
-    assert message.cache_keys == [CacheKey(0, 1, "tenant"), CacheKey(1, 4, "mm id 0"), CacheKey(5, 8, "mm id 1")]
+    assert message.cache_keys == [CacheKey(1, 4, "mm id 0"), CacheKey(5, 8, "mm id 1")]
     chat = processor().prepare_chat("r", [prompt(TWO, *features)], SamplingParams(max_tokens=4)).message
     assert chat.features == features
 
@@ -147,6 +148,60 @@ def test_items_that_the_engine_holds():
     for feature in (image(1, data=None, fill=1), image(1, data=None, layout={}), image(2, data=None)):
         with pytest.raises(RequestError, match="image 1"):
             made.prepare("r", prompt(TWO, feature))
+
+
+@pytest.mark.parametrize("is_held", [True, False])
+def test_a_salt_separates_items_as_it_does_prefixes(is_held):
+    """What one tenant has sent is neither found nor encoded once for another: nobody learns by the time what others have sent."""
+    made = processor()
+    mirror = made.renderer.feature_cache = FeatureMirror(2**20) if is_held else None
+
+    def prepare(salt, **changes):
+        given = prompt(ONE, image(1, **changes))
+        chat = made.prepare_chat("r", [given], SamplingParams(max_tokens=2), {"cache_salt": salt}).message
+        message = made.prepare("r", given, SamplingParams(max_tokens=2), {"cache_salt": salt}).message
+        assert chat.features == message.features
+        assert message.cache_keys == [*([CacheKey(0, 1, salt)] if salt else []), CacheKey(1, 4, f"mm {message.features[0].mm_identifier}")]
+        return message
+
+    messages = {salt: prepare(salt) for salt in ("a", "b", None)}
+    names = {message.features[0].mm_identifier for message in messages.values()}
+    assert len(names) == 3 and "id 0" in names
+    assert prepare("a").features == messages["a"].features
+    if mirror is None:
+        return
+    for salt in ("a", None):
+        others = [one for one in messages if one != salt]
+        with mirror.sending([messages[salt]]):
+            pass
+        assert prepare(salt, data=None).features[0].data is None
+        for other in others:
+            with pytest.raises(RequestError, match="it has no data"):
+                prepare(other, data=None)
+        mirror.forget([messages[salt].features[0].mm_identifier])
+
+
+def test_what_is_held_is_told_no_renderer_elsewhere_of_a_tenant():
+    mirror, seen = FeatureMirror(2**20), []
+    made = processor()
+    made.renderer.feature_cache = mirror
+    with mirror.sending([made.prepare("r", prompt(ONE, image(1)), SamplingParams(max_tokens=2)).message]):
+        pass
+    for salt in ("a", None):
+        PinnedRendering(lambda: Rendered([1], seen.append(mirror.held_keys(9))), salt)()
+    assert seen == [[], ["id 0"]]
+
+
+def test_items_of_a_tenant_are_rendered_again():
+    made = processor()
+    made.renderer.feature_cache = FeatureMirror(2**20)
+    prepared = made.prepare("r", prompt(ONE, image(1)), SamplingParams(max_tokens=2), {"cache_salt": "a"})
+    name = prepared.message.features[0].mm_identifier
+    with made.renderer.feature_cache.sending([prepared.message]):
+        pass
+    assert prepared.message.features[0].data is None
+    made.render_again(prepared)
+    assert (prepared.message.features[0].data is not None, prepared.message.features[0].mm_identifier) == (True, name)
 
 
 def test_a_cut_moves_items_and_cuts_none():

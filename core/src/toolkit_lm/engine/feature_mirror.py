@@ -46,6 +46,7 @@ class FeatureMirror:
         """Only while a prompt is rendered: what nobody pins is not found."""
         if (rendering := CURRENT.get()) is None:
             return None
+        identifier = rendering.name(identifier)
         with self._lock:
             self._unpin()
             if (held := self._held.get(identifier)) is not None:
@@ -54,7 +55,9 @@ class FeatureMirror:
             return held
 
     def held_keys(self, limit: int) -> list[str]:
-        """The identifiers used last, the newest first."""
+        """The identifiers used last, the newest first. None in a rendering with a salt, where items have other ones."""
+        if (rendering := CURRENT.get()) is not None and rendering.salt:
+            return []
         with self._lock:
             return list(islice(reversed(self._held), limit))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from hashlib import sha256
+
+from msgspec.structs import replace
 
 from toolkit_lm.renderer import Rendered
 from toolkit_lm.renderer.feature_lookup import HeldFeature
@@ -12,8 +15,10 @@ from toolkit_lm.renderer.feature_lookup import HeldFeature
 class PinnedRendering:
     """A rendering of one prompt, to be called at least once. What it finds held stays held until `release`, or the end of this object."""
 
-    def __init__(self, render: Callable[[], Rendered]) -> None:
+    def __init__(self, render: Callable[[], Rendered], salt: str | None = None) -> None:
+        """`salt`: items that come with another one have other identifiers."""
         self._render = render
+        self.salt = salt
         self.found: dict[str, HeldFeature] = {}
         """By identifier."""
         self._unpins: list[Callable[[], object]] = []
@@ -21,9 +26,16 @@ class PinnedRendering:
     def __call__(self) -> Rendered:
         token = CURRENT.set(self)
         try:
-            return self._render()
+            rendered = self._render()
         finally:
             CURRENT.reset(token)
+        if not self.salt or not rendered.features:
+            return rendered
+        return rendered._replace(features=[replace(one, mm_identifier=self.name(one.mm_identifier)) for one in rendered.features])
+
+    def name(self, identifier: str) -> str:
+        """The identifier outside of the renderer."""
+        return sha256(repr((self.salt, identifier)).encode()).hexdigest() if self.salt else identifier
 
     def add(self, identifier: str, held: HeldFeature, unpin: Callable[[], object]) -> None:
         """`unpin` is called once, from any thread, in the middle of anything."""

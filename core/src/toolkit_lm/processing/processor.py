@@ -120,7 +120,8 @@ class Processor:
             return self._generation(request_ids, pairs, params, options or {})
         given: Any = prompts
         render = self.renderer.render_prompt
-        rendered = (self._rendered(render, one, one.get("prompt") if hasattr(one, "get") else one) for one in given)
+        salt = (options or {}).get("cache_salt")
+        rendered = (self._rendered(render, one, one.get("prompt") if hasattr(one, "get") else one, salt) for one in given)
         return self._generation(request_ids, rendered, params, options or {})
 
     def prepare_chat(
@@ -150,7 +151,8 @@ class Processor:
             pairs = (RenderedPrompt(*self._render(read, one)) for one in conversations)
             return self._generation(request_ids, pairs, params, options or {})
         render = self.renderer.render_conversation
-        rendered = (self._rendered(render, one, None, **render_options) for one in conversations)
+        salt = (options or {}).get("cache_salt")
+        rendered = (self._rendered(render, one, None, salt, **render_options) for one in conversations)
         return self._generation(request_ids, rendered, params, options or {})
 
     def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
@@ -160,13 +162,13 @@ class Processor:
             self.plugins.boundary.check(error)
             raise
 
-    def _rendered(self, render: Callable[..., Rendered], given: Any, text: str | None, **render_options: Any) -> RenderedPrompt:
-        if self.renderer.feature_cache is None:
-            rendered, rendering = self._render(render, given, **render_options), None
-        else:
-            rendering = PinnedRendering(partial(self._render, render, given, **render_options))
-            rendered = rendering()
-        return RenderedPrompt(rendered.token_ids, text, features=rendered.features, rendering=rendering if rendered.features else None)
+    def _rendered(
+        self, render: Callable[..., Rendered], given: Any, text: str | None, salt: str | None, **render_options: Any
+    ) -> RenderedPrompt:
+        rendering = PinnedRendering(partial(self._render, render, given, **render_options), salt)
+        rendered = rendering()
+        is_held = rendered.features and self.renderer.feature_cache is not None
+        return RenderedPrompt(rendered.token_ids, text, features=rendered.features, rendering=rendering if is_held else None)
 
     def render_again(self, prepared: PreparedRequest) -> None:
         """Gives it the data of items that the engine no longer holds. Raises RequestError."""
