@@ -9,7 +9,7 @@ import torch
 from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec
 from toolkit_lm_cpu import backend, library
 from toolkit_lm_cpu.backend import CpuBackend
-from toolkit_lm_devkit import AttentionStep
+from toolkit_lm_devkit import AttentionStep, assert_bf16_error
 from torch.nn.functional import scaled_dot_product_attention
 
 SPEC = AttentionSpec(
@@ -37,7 +37,7 @@ def make_step(lengths, **options) -> AttentionStep:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("head_size", [16, 32, 48, 128])
+@pytest.mark.parametrize("head_size", [5, 16, 32, 48, 72, 128])
 def test_is_attention(batch, heads, head_size) -> None:
     step = make_step(BATCHES[batch], heads=heads, head_size=head_size)
     assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
@@ -45,7 +45,7 @@ def test_is_attention(batch, heads, head_size) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("batch", list(BATCHES))
-@pytest.mark.parametrize("head_size", [16, 48, 64])
+@pytest.mark.parametrize("head_size", [9, 16, 48, 64, 72])
 @pytest.mark.parametrize("sharpness", [1.0, 8.0])
 def test_bfloat16_is_as_exact_as_torch(batch, head_size, sharpness) -> None:
     step = make_step(BATCHES[batch], heads=(4, 4), head_size=head_size, dtype=torch.bfloat16, seed=3)
@@ -100,8 +100,11 @@ def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
         ({"device": "cuda"}, "no kernel for device cuda"),
         ({"type": "sideways"}, "no attention of type 'sideways', only of decoder, encoder, cross"),
         ({"dtype": "float64"}, "no kernel for float64, only for float32, float16, bfloat16"),
-        ({"head_size": 40}, "head_size 40 is not a multiple of 16 up to 512"),
-        ({"head_size": 528}, "head_size 528 is not a multiple of 16 up to 512"),
+        ({"head_size": 513}, "head_size 513 is above 512"),
+        (
+            {"head_size": 40, "kv_cache": FullSpec(block_size=16, num_kv_heads=4, head_size=40, dtype="float32")},
+            "head_size 40 is not a multiple of 16, as what is cached must be",
+        ),
         ({"kv_cache": FullSpec(block_size=24, num_kv_heads=4, head_size=32, dtype="float32")}, "block_size 24 is not a multiple of 16"),
         ({"spans": True}, "spans are of decoders, and this is attention of type 'encoder'"),
         ({"type": AttentionType.CROSS, "bias": True}, "bias relate positions of one sequence, and cross attention has two"),
@@ -116,6 +119,18 @@ def test_without_kernels_it_says_why(monkeypatch) -> None:
     monkeypatch.setattr(library, "_missing", "its kernels are not there (a reason)")
     monkeypatch.setattr(backend, "TYPES", library._types())
     assert CpuBackend.refuses(SPEC) == "its kernels are not there (a reason)"
+
+
+@pytest.mark.parametrize(("type", "head_size", "heads"), [(AttentionType.DECODER, 24, (6, 2)), (AttentionType.ENCODER, 500, (2, 1))])
+def test_heads_that_zeros_fill_up(dtype, type, head_size, heads) -> None:
+    """In each type; windows of several spans; and their neighbours' elements stay what they are."""
+    rows = [(300, 300), (1, 1), (70, 70)]
+    step = AttentionStep(CpuBackend, rows, type=type, cached=False, heads=heads, head_size=head_size, dtype=dtype, window=280)
+    found, exact = step.run(), torch.from_numpy(step.naive())
+    if dtype is torch.float32:
+        assert (found - exact).abs().max() <= 1e-5
+    else:
+        assert_bf16_error([found], [step.eager()], [exact])
 
 
 @pytest.mark.usefixtures("isa")

@@ -86,7 +86,7 @@ def test_avx2_and_avx512_give_the_same_bits(monkeypatch, dtype) -> None:
         monkeypatch.setitem(TYPES, dtype, KERNELS[isa][dtype])
         kernels, packed = CpuKernels(), pack(weight, TYPES[dtype], Arena())
         products = [
-            linear(TYPES[dtype], x, packed, 96, bias, activation, gated, None) for activation in range(5) for gated in (False, True)
+            linear(TYPES[dtype], x, packed, 96, bias, activation, gated, None) for activation in range(6) for gated in (False, True)
         ]
         others = [kernels.rms_norm(x, norm, 1e-5), kernels.layer_norm(x, norm, norm, (160,), 1e-5), *kernels.likeliest(x)]
         rotated = kernels.rotate(x.clone()[:, :128].view(13, 2, 64), cos, sin, False)

@@ -7,7 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import Kernels, LinearSpec, Part, ReplicatedLinear, RMSNorm, construction, gate, get_activation
+from toolkit_lm.model import (
+    GatedColumnParallelLinear,
+    Kernels,
+    LinearSpec,
+    Part,
+    ReplicatedLinear,
+    RMSNorm,
+    construction,
+    gate,
+    get_activation,
+)
 from toolkit_lm_cpu import library, panels
 from toolkit_lm_cpu.layers import CpuKernels, OneDnnLinear
 from toolkit_lm_cpu.library import _kernels, refusal
@@ -76,11 +86,34 @@ def test_halves_that_are_no_whole_panels(dtype) -> None:
     assert error(layer.method.apply(x, layer.bias, activation="silu", gated=True), exact) < 3 * ERROR[dtype]
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("half", [20, 32, 171])
+def test_gates_of_any_size(dtype, half, bias) -> None:
+    """A row by itself gives the same; and so does the layer in parts, as for an activation that the kernels lack."""
+    config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."))
+    with construction(kernels=CpuKernels()):
+        layer = GatedColumnParallelLinear(64, half, activation="silu", bias=bias, vllm_config=config, prefix="layer")
+    weight = layer.weight.data.normal_(std=0.1).clone()
+    if bias:
+        layer.bias.data.normal_()
+    layer.requires_grad_(False)
+    layer.method.process(layer)
+    assert layer.method.is_halved == (half != 32)
+    x = torch.randn(70, 64).to(dtype)
+    product = F.linear(x.double(), weight.double(), layer.bias.double() if bias else None)
+    found = layer(x)
+    assert error(found, gate(product, "silu")) < 3 * ERROR[dtype]
+    assert torch.equal(layer(x[3:4]), found[3:4])
+    assert error(layer.method.multiply(x, layer.bias), product) < ERROR[dtype]
+    assert error(layer.method.apply(x, layer.bias, activation="sigmoid", gated=True), gate(product, "sigmoid")) < 3 * ERROR[dtype]
+    assert error(layer.method.apply(x, layer.bias, activation="relu"), product.relu()) < 2 * ERROR[dtype]
+
+
 def test_activations_at_the_ends_of_numbers() -> None:
     layer, _ = make_linear(16, 16, torch.float32, bias=False)
     layer.method.packed.copy_(torch.eye(16).flatten())
     x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 88, -88, 200, -200, 1e30, -1e30, 1e38, -1e38, torch.inf, -torch.inf, torch.nan, 1])
-    for name in ("relu", "silu", "gelu", "gelu_new"):
+    for name in ("relu", "silu", "gelu", "gelu_new", "quick_gelu"):
         ours, plain = layer.method.apply(torch.diag(x), None, activation=name).diag(), get_activation(name)(x)
         torch.testing.assert_close(ours[:12], plain[:12], rtol=1e-5, atol=1e-6, msg=name)
         assert ours[14].isnan() and ours[15] == pytest.approx(plain[15].item(), abs=1e-6)
@@ -112,7 +145,7 @@ def test_what_the_kernels_do_not_take_goes_another_way() -> None:
     layer, weight = make_linear(32, 64, torch.float32)
     x = torch.randn(3, 64)
     torch.testing.assert_close(
-        layer.method.apply(x, layer.bias, activation="quick_gelu"), get_activation("quick_gelu")(F.linear(x, weight, layer.bias))
+        layer.method.apply(x, layer.bias, activation="sigmoid"), get_activation("sigmoid")(F.linear(x, weight, layer.bias))
     )
 
 
@@ -176,7 +209,7 @@ def test_norms_of_rows_that_no_vector_fits() -> None:
     assert torch.equal(CpuKernels().rms_norm(x, weight, 1e-5), Kernels().rms_norm(x, weight, 1e-5))
 
 
-@pytest.mark.parametrize(("size", "interleaved"), [(64, False), (32, False), (24, False), (64, True)])
+@pytest.mark.parametrize(("size", "interleaved"), [(64, False), (32, False), (24, False), (40, False), (2, False), (64, True)])
 def test_rotations(dtype, size, interleaved) -> None:
     packed = torch.randn(300, 6 * 64).to(dtype)
     angles = torch.randn(300, 1, size // 2)

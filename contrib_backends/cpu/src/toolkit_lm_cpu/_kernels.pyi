@@ -5,7 +5,7 @@ def attend(
     strides: tuple[int, int, int, int],
     rows: tuple[int, ...],
     block_tiles: int,
-    layer: tuple[int, int, int, float, float, int],
+    layer: tuple[int, int, int, int, float, float, int],
     sight: int,
     additions: tuple[int, int, int, int, int],
     /,

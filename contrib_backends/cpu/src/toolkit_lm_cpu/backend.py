@@ -87,9 +87,11 @@ class CpuBackend(AttentionBackend):
             return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
         if spec.type not in tuple(AttentionType):
             return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
-        if spec.head_size % _TILE or spec.head_size > _MOST_SIZE:
-            return f"head_size {spec.head_size} is not a multiple of {_TILE} up to {_MOST_SIZE}"
+        if spec.head_size > _MOST_SIZE:
+            return f"head_size {spec.head_size} is above {_MOST_SIZE}"
         if spec.kv_cache is not None:
+            if spec.head_size % _TILE:
+                return f"head_size {spec.head_size} is not a multiple of {_TILE}, as what is cached must be"
             if not isinstance(spec.kv_cache, FullSpec):
                 return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
             if spec.kv_cache.block_size % _TILE:
@@ -111,7 +113,9 @@ class CpuBackend(AttentionBackend):
         super().__init__(setup)
         layer = setup.layers[0]
         use_threads()
-        self.kernel = product_type(getattr(torch, layer.dtype), layer.head_size)
+        self.size = -(-layer.head_size // _TILE) * _TILE
+        """Of heads; zeros fill them up to it."""
+        self.kernel = product_type(getattr(torch, layer.dtype), self.size)
         """Its number in module.c."""
         self._tables: dict[int, Tensor] = {}
         """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
@@ -175,7 +179,7 @@ class CpuBackend(AttentionBackend):
             (q.stride(0), keys.stride(0), values.stride(0), out.stride(0)),
             meta.arguments,
             keys.shape[2] if cached else 0,
-            (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.scale, layer.soft_cap or 0.0, layer.window or 0),
+            (layer.num_heads, layer.num_kv_heads, self.size, layer.head_size, layer.scale, layer.soft_cap or 0.0, layer.window or 0),
             SIGHT[layer.attention_type],
             (0 if sinks is None else sinks.data_ptr(), *_bias_arguments(bias), spans),
         )

@@ -69,7 +69,7 @@ class FusedDecoderLayer:
             return None
         binding, meta = current(self.name)
         cos, sin, size = rotation.cos, rotation.sin, rotation.cos.shape[-1]
-        turns = not rotation.interleaved and size % (2 * LANES) == 0 and cos.stride() == sin.stride() and cos.stride(2) == 1
+        turns = not rotation.interleaved and size % 2 == 0 and cos.stride() == sin.stride() and cos.stride(2) == 1
         if type(binding.backend) is not CpuBackend or not turns or not x.is_contiguous() or x.dtype is not self.dtype:
             return None
         if self._bound is not binding.backend:

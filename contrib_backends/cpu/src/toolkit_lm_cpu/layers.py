@@ -132,7 +132,7 @@ class CpuKernels(Kernels):
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         size = cos.shape[-1]
-        fits = not interleaved and size % (2 * LANES) == 0 and cos.dtype is x.dtype and cos.stride() == sin.stride()
+        fits = not interleaved and size % 2 == 0 and cos.dtype is x.dtype and cos.stride() == sin.stride()
         if not (self._able and fits and x.dtype in TYPES and x.stride(2) == cos.stride(2) == 1) or torch.compiler.is_compiling():
             return super().rotate(x, cos, sin, interleaved)
         _kernels.rotate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from toolkit_lm.model import UnquantizedMethod
+from toolkit_lm.model import GatedColumnParallelLinear, UnquantizedMethod
 from torch import Tensor, nn
 
 from toolkit_lm_cpu.arena import Arena
@@ -24,6 +24,7 @@ ACTIVATIONS: Mapping[str | None, int] = {
     "gelu_fast": 4,
     "gelu_new": 4,
     "gelu_pytorch_tanh": 4,
+    "quick_gelu": 5,
 }
 """Their numbers in product.h."""
 
@@ -34,37 +35,57 @@ class PanelLinear(UnquantizedMethod):
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self.packed: Tensor | None = None
+        self.is_halved = False
+        """Its gate and what passes it have panels of their own, since a panel would hold outputs of both."""
 
     def process(self, layer: nn.Module) -> None:
         weight = self.weight.data
         self.outputs, self.inputs = weight.shape
         self.type = product_type(weight.dtype, self.inputs)
-        self.packed = pack(weight, self.type, self._arena)
+        self.is_halved = isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
+        self.packed = pack(weight, self.type, self._arena, halves=2 if self.is_halved else 1)
         del self.weight, layer.weight
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return super().multiply(x, bias) if self.packed is None else self._product(x, bias, 0, False, None)
+        if self.packed is None:
+            return super().multiply(x, bias)
+        if not self.is_halved:
+            return _product(self.type, x, self.packed, self.outputs, bias)
+        halves, biases = self.packed.chunk(2), (None, None) if bias is None else bias.chunk(2)
+        return torch.cat([_product(self.type, x, halves[i], self.outputs // 2, biases[i]) for i in range(2)], dim=1)
 
     def apply(
         self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
     ) -> Tensor:
-        if self.packed is None or activation not in ACTIVATIONS or (gated and self.outputs % (2 * LANES)):
+        fits = self.is_halved or self.outputs % (2 * LANES) == 0 if gated else not self.is_halved
+        if self.packed is None or activation not in ACTIVATIONS or not fits:
             return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
-        return self._product(x, bias, ACTIVATIONS[activation], gated, residual)
-
-    def _product(self, x: Tensor, bias: Tensor | None, activation: int, gated: bool, residual: Tensor | None) -> Tensor:
-        assert self.packed is not None
-        if torch.compiler.is_compiling():
-            product: Tensor = torch.ops.toolkit_lm_cpu.linear(self.type, x, self.packed, self.outputs, bias, activation, gated, residual)
-            return product
-        return linear(self.type, x, self.packed, self.outputs, bias, activation, gated, residual)
+        return _product(self.type, x, self.packed, self.outputs, bias, ACTIVATIONS[activation], gated, residual)
 
 
-def pack(weight: Tensor, type: int, arena: Arena) -> Tensor:
-    """A weight [outputs, inputs], contiguous, in panels."""
-    outputs, inputs = weight.shape
-    packed = arena.empty(-(-outputs // LANES) * LANES * inputs, weight.dtype)
-    _kernels.pack(type, weight.data_ptr(), packed.data_ptr(), outputs, inputs)
+def _product(
+    type: int,
+    x: Tensor,
+    packed: Tensor,
+    outputs: int,
+    bias: Tensor | None,
+    activation: int = 0,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    if torch.compiler.is_compiling():
+        product: Tensor = torch.ops.toolkit_lm_cpu.linear(type, x, packed, outputs, bias, activation, gated, residual)
+        return product
+    return linear(type, x, packed, outputs, bias, activation, gated, residual)
+
+
+def pack(weight: Tensor, type: int, arena: Arena, *, halves: int = 1) -> Tensor:
+    """A weight [outputs, inputs], contiguous, in panels; where it has two halves, in those of the first, and then of the second."""
+    outputs, inputs = len(weight) // halves, weight.shape[1]
+    size = -(-outputs // LANES) * LANES * inputs
+    packed = arena.empty(halves * size, weight.dtype)
+    for half, part in zip(packed.view(halves, size), weight.view(halves, outputs, inputs), strict=True):
+        _kernels.pack(type, part.data_ptr(), half.data_ptr(), outputs, inputs)
     return packed
 
 

@@ -36,6 +36,7 @@ typedef struct {
     float scores[ROWS * SPAN] __attribute__((aligned(64)));
     WEIGHT weights[ROWS * SPAN] __attribute__((aligned(64)));
     float sums[ROWS * MOST_SIZE] __attribute__((aligned(64))); /* [ROWS][D] weighted values, not divided yet */
+    ELEMENT padded[2 * TILE * MOST_SIZE]; /* heads that zeros fill up: of queries, and before of a tile's keys and values */
     Sum sum[ROWS];
 #ifdef CONVERT
     float converted[ROWS * MOST_SIZE] __attribute__((aligned(64)));
@@ -370,7 +371,7 @@ TARGET static void NAME(join)(Sum *all, float *sums, Sum next, const float *next
 /* The output of a row of some work. */
 TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Sum all, const float *sums) {
     const long ahead = step->group == 1 ? row : row / step->group, head = work->kv_head * step->group + row - ahead * step->group;
-    ELEMENT *out = (ELEMENT *)step->out + (step->starts[work->row] + work->token + ahead) * step->out_stride + head * step->size;
+    ELEMENT *out = (ELEMENT *)step->out + (step->starts[work->row] + work->token + ahead) * step->out_stride + head * step->real;
     float share = 1;
     if (step->sinks != NULL) {
         const float sink = step->sinks[head] * LOG2_E, top = all.top > sink ? all.top : sink;
@@ -378,23 +379,48 @@ TARGET static void NAME(finish)(const Step *step, const Work *work, long row, Su
         all.total = all.total * share + first_lane(exp2_lanes(splat(sink - top), 7));
     }
     const Floats inverse = splat(all.total == 0 ? 0 : share / all.total);
-    for (long d = 0; d < step->size; d += LANES) STORE(out + d, mul_lanes(floats_f32(sums + d), inverse));
+    const long whole = step->real / LANES * LANES;
+    for (long d = 0; d < whole; d += LANES) STORE(out + d, mul_lanes(floats_f32(sums + d), inverse));
+    if (whole < step->real) {
+        ELEMENT edge[LANES];
+        STORE(edge, mul_lanes(floats_f32(sums + whole), inverse));
+        memcpy(out + whole, edge, (size_t)(step->real - whole) * sizeof *edge);
+    }
+}
+
+/* Heads of `real` elements, `stride` from one to the next, side by side as heads of `size`. */
+static void NAME(fill_up)(const ELEMENT *from, long stride, long count, long real, long size, ELEMENT *to) {
+    for (long i = 0; i < count; i++) {
+        memcpy(to + i * size, from + i * stride, (size_t)real * sizeof *to);
+        memset(to + i * size + real, 0, (size_t)(size - real) * sizeof *to);
+    }
 }
 
 /* Tiles of a sequence that is not cached: keys and values [tokens, D] of one KV head, `stride` elements from token to token. */
-TARGET static void NAME(lay_out)(const ELEMENT *keys, const ELEMENT *values, long key_stride, long value_stride, long tokens, long size,
-                                 LANE *key_tiles, LANE *value_tiles) {
+TARGET static void NAME(lay_out)(const ELEMENT *keys, const ELEMENT *values, long key_stride, long value_stride, long tokens, long real,
+                                 long size, ELEMENT *padded, LANE *key_tiles, LANE *value_tiles) {
     for (long t = 0; t < tokens; t += TILE) {
         const int count = tokens - t < TILE ? (int)(tokens - t) : TILE;
-        NAME(write_tile)(keys + t * key_stride, values + t * value_stride, key_stride, value_stride, count, size,
-                         key_tiles + t * size / PAIR, value_tiles + t * size / PAIR);
+        const ELEMENT *some_keys = keys + t * key_stride, *some_values = values + t * value_stride;
+        LANE *to_keys = key_tiles + t * size / PAIR, *to_values = value_tiles + t * size / PAIR;
+        if (real == size) {
+            NAME(write_tile)(some_keys, some_values, key_stride, value_stride, count, size, to_keys, to_values);
+        } else {
+            NAME(fill_up)(some_keys, key_stride, count, real, size, padded);
+            NAME(fill_up)(some_values, value_stride, count, real, size, padded + TILE * size);
+            NAME(write_tile)(padded, padded + TILE * size, size, size, count, size, to_keys, to_values);
+        }
     }
 }
 
 /* A token's query by one head becomes row r of the span. */
 TARGET INLINE void NAME(choose)(const Step *step, const Work *work, NAME(Span) *s, long token, long head, int r) {
     const long at = step->starts[work->row] + token, size = step->size;
-    const ELEMENT *query = (const ELEMENT *)step->queries + at * step->query_stride + head * size;
+    const ELEMENT *query = (const ELEMENT *)step->queries + at * step->query_stride + head * step->real;
+    if (step->real != size) {
+        NAME(fill_up)(query, 0, 1, step->real, size, s->padded + r * size);
+        query = s->padded + r * size;
+    }
     s->queries[r] = query;
 #ifdef CONVERT
     for (long d = 0; d < size; d += LANES) store_f32(s->converted + r * size + d, CONVERT(query + d));
@@ -496,9 +522,9 @@ TARGET static void NAME(attend_item)(void *job, long i) {
     LANE *tiles = (LANE *)((char *)span + (sizeof *span + 63) / 64 * 64);
     if (lanes) {
         const long start = step->origins[work->row];
-        NAME(lay_out)((const ELEMENT *)step->keys + start * step->key_stride + work->kv_head * step->size,
-                      (const ELEMENT *)step->values + start * step->value_stride + work->kv_head * step->size, step->key_stride,
-                      step->value_stride, step->seen[work->row], step->size, tiles, tiles + lanes);
+        NAME(lay_out)((const ELEMENT *)step->keys + start * step->key_stride + work->kv_head * step->real,
+                      (const ELEMENT *)step->values + start * step->value_stride + work->kv_head * step->real, step->key_stride,
+                      step->value_stride, step->seen[work->row], step->real, step->size, span->padded, tiles, tiles + lanes);
     }
 #ifdef AMX
     NAME(shape_tiles)();

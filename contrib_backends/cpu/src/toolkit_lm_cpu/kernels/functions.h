@@ -58,9 +58,11 @@ BASE INLINE Floats activate(int activation, Floats x) {
         case RELU:
             /* In this order NaN stays. */
             return max_lanes(splat(0.0f), x);
-        case SILU: {
+        case SILU:
+        case QUICK_GELU: {
             /* 2^200 is infinite, and what is divided by that 0. */
-            const Floats exponent = min_lanes(mul_lanes(x, splat(-1.44269504f)), splat(200.0f));
+            const float factor = activation == SILU ? -1.44269504f : -1.702f * 1.44269504f;
+            const Floats exponent = min_lanes(mul_lanes(x, splat(factor)), splat(200.0f));
             return div_lanes(x, add_lanes(one, exp2_lanes(exponent, 7)));
         }
         case GELU:

@@ -40,13 +40,30 @@ TARGET static void NAME(norm)(void *job, long item) {
     }
 }
 
+/* As `rotate`, of one token and the last dimensions, fewer than a vector's. */
+TARGET static void NAME(rotate_edge)(const Rotate *r, ELEMENT *x, const ELEMENT *cos, const ELEMENT *sin, long half, size_t there) {
+    ELEMENT angles[4][LANES] = {0}, low[LANES] = {0}, high[LANES] = {0};
+    memcpy(angles[0], cos, there * sizeof *cos), memcpy(angles[1], cos + half, there * sizeof *cos);
+    memcpy(angles[2], sin, there * sizeof *sin), memcpy(angles[3], sin + half, there * sizeof *sin);
+    for (long head = 0; head < r->heads; head++, x += r->head_stride) {
+        memcpy(low, x, there * sizeof *x), memcpy(high, x + half, there * sizeof *x);
+        const Floats first = FLOATS(low), second = FLOATS(high);
+        STORE(low, fma_lanes(second, FLOATS(angles[2]), mul_lanes(first, FLOATS(angles[0]))));
+        STORE(high, fma_lanes(first, FLOATS(angles[3]), mul_lanes(second, FLOATS(angles[1]))));
+        memcpy(x, low, there * sizeof *x), memcpy(x + half, high, there * sizeof *x);
+    }
+}
+
 /* Some tokens: their heads turned, in place. Dimension i turns with i + size / 2. */
 TARGET static void NAME(rotate)(void *job, long item) {
     const Rotate *r = job;
     const long end = (item + 1) * SOME_ROWS < r->tokens ? (item + 1) * SOME_ROWS : r->tokens, half = r->size / 2;
+    const long whole = half / LANES * LANES;
     for (long token = item * SOME_ROWS; token < end; token++) {
         const ELEMENT *cos = (const ELEMENT *)r->cos + token * r->angle_stride, *sin = (const ELEMENT *)r->sin + token * r->angle_stride;
-        for (long i = 0; i < half; i += LANES) {
+        if (whole < half)
+            NAME(rotate_edge)(r, (ELEMENT *)r->x + token * r->x_stride + whole, cos + whole, sin + whole, half, (size_t)(half - whole));
+        for (long i = 0; i < whole; i += LANES) {
             const Floats cos_low = FLOATS(cos + i), cos_high = FLOATS(cos + half + i);
             const Floats sin_low = FLOATS(sin + i), sin_high = FLOATS(sin + half + i);
             for (long head = 0; head < r->heads; head++) {

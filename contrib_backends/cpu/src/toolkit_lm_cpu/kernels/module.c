@@ -105,9 +105,9 @@ static PyObject *attend(PyObject *self, PyObject *args) {
     unsigned long long queries, keys, values, out, starts, seen, first, origins, table, sinks, bias, spans;
     int type, done;
     (void)self;
-    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)(KKKKlKl)l(lllffl)i(KKllK)", &type, &queries, &keys, &values, &out, &step.query_stride,
+    if (!PyArg_ParseTuple(args, "i(KKKK)(llll)(KKKKlKl)l(llllffl)i(KKllK)", &type, &queries, &keys, &values, &out, &step.query_stride,
                           &step.key_stride, &step.value_stride, &step.out_stride, &starts, &seen, &first, &origins, &step.rows, &table,
-                          &step.table_stride, &step.block_tiles, &step.heads, &step.kv_heads, &step.size, &step.scale, &step.soft_cap,
+                          &step.table_stride, &step.block_tiles, &step.heads, &step.kv_heads, &step.size, &step.real, &step.scale, &step.soft_cap,
                           &step.window, &step.sight, &sinks, &bias, &step.bias_keys, &step.bias_center, &spans))
         return NULL;
     step.group = step.heads / step.kv_heads;
@@ -280,7 +280,7 @@ static PyMethodDef methods[] = {
     {"attend", attend, METH_VARARGS,
      "attend(type, (queries, keys, values, out), (query, key, value, out strides), (starts, seen, first, origins, rows, table, "
      "table_stride), block_tiles, "
-     "(heads, kv_heads, size, scale, soft_cap, window), sight, (sinks, bias, bias_keys, bias_center, spans)): see step.h."},
+     "(heads, kv_heads, size, real, scale, soft_cap, window), sight, (sinks, bias, bias_keys, bias_center, spans)): see step.h."},
     {"write_kv", write_kv, METH_VARARGS,
      "write_kv(type, (keys, values, to_keys, to_values), their strides, slots, tokens, kv_heads, size, block_size): see step.h."},
     {NULL, NULL, 0, NULL},

@@ -12,7 +12,7 @@
 #define MOST_COLUMNS 24 /* panels of an item */
 #define FEW 32768       /* multiplications that are not worth other threads */
 
-enum { PLAIN, RELU, SILU, GELU, GELU_TANH };
+enum { PLAIN, RELU, SILU, GELU, GELU_TANH, QUICK_GELU };
 
 typedef struct {
     const void *x;        /* [rows, inputs] */

@@ -89,7 +89,7 @@ static PyObject *run_layer(PyObject *self, PyObject *args) {
     step.first = (const int64_t *)(uintptr_t)first, step.origins = (const int32_t *)(uintptr_t)origins;
     step.table = (const int32_t *)(uintptr_t)table;
     step.keys = (const void *)(uintptr_t)keys, step.values = (const void *)(uintptr_t)values;
-    step.heads = l->heads, step.kv_heads = l->kv_heads, step.size = l->head_size, step.group = l->heads / l->kv_heads;
+    step.heads = l->heads, step.kv_heads = l->kv_heads, step.size = step.real = l->head_size, step.group = l->heads / l->kv_heads;
     write.to_keys = (void *)(uintptr_t)keys, write.to_values = (void *)(uintptr_t)values;
     write.key_page = step.key_stride, write.value_page = step.value_stride, write.slots = (const int64_t *)(uintptr_t)slots;
     write.tokens = s.tokens, write.kv_heads = l->kv_heads, write.size = l->head_size, write.block_size = step.block_tiles * TILE;

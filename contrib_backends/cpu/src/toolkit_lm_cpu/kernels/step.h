@@ -31,6 +31,7 @@ typedef struct {
     const int64_t *first;                /* [rows]: position of its first token in this step */
     const int32_t *origins;              /* [rows]: the token of its first key, where nothing is cached */
     long rows, heads, kv_heads, size;
+    long real;            /* of a head's elements, those in memory, where nothing is cached; zeros fill it up to `size` */
     long group;           /* heads that share a KV head */
     const int32_t *table; /* [rows, table_stride] blocks; NULL: nothing is cached */
     long table_stride, block_tiles;
