@@ -25,6 +25,7 @@ SHIPPED = [
     "flash_attn",
     "flex",
     "llguidance",
+    "loaders",
     "moe",
     "opentelemetry",
     "pooling_adapters",

@@ -114,14 +114,14 @@ class ChatTemplate:
 
         return not self._writes(name, _PROBE) and self._writes(name, [_PROBE_PART])
 
-    def _writes(self, name: str, content: Any, token: str = "") -> bool:
-        """Whether the template writes the text of a user's content, and a token."""
+    def _writes(self, name: str, content: Any, mark: str = "") -> bool:
+        """Whether the template writes the text of a user's content, and a mark."""
         names = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None, "add_generation_prompt": True}
         try:
             text = self._run(name, names, 10**6)
         except RequestError:
             return False
-        return _PROBE in text and token in text
+        return _PROBE in text and mark in text
 
 
 def find_chat_template(
