@@ -184,6 +184,8 @@ class Trainer:
         self.processor = make_processor(self.tokenizer)
         self.model = make_model(self.tokenizer)
         if begin is not None:
+            for name in ("is_local", "local_files_only"):  # what reading it leaves there
+                self.tokenizer.init_kwargs.pop(name, None)
             self.model.load_state_dict(LlavaForConditionalGeneration.from_pretrained(begin, dtype=torch.float32).state_dict())
         self.look_head = nn.Linear(self.model.config.text_config.hidden_size, sum(LOOKS))
         encode = lru_cache(maxsize=50_000)(lambda text: self.tokenizer.encode(text, add_special_tokens=False))
