@@ -17,7 +17,7 @@ from toolkit_lm.processing.pinned_rendering import PinnedRendering
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contrib_models" / "vision" / "tests"))
 OPTIONS = {
-    "plugins": ["vision", "decoder", "sdpa", "renderer_hf"],
+    "plugins": ["vision", "decoder", "loaders", "sdpa", "renderer_hf"],
     "device": "cpu",
     "max_model_len": 192,
     "num_kv_blocks": 100,

@@ -165,6 +165,9 @@ class Processor:
     def _rendered(
         self, render: Callable[..., Rendered], given: Any, text: str | None, salt: str | None, **render_options: Any
     ) -> RenderedPrompt:
+        if self.renderer.rules is None:
+            rendered = self._render(render, given, **render_options)
+            return RenderedPrompt(rendered.token_ids, text, features=rendered.features)
         rendering = PinnedRendering(partial(self._render, render, given, **render_options), salt)
         rendered = rendering()
         is_held = rendered.features and self.renderer.feature_cache is not None
