@@ -80,8 +80,9 @@ def url():
 
 
 @pytest.mark.parametrize("page", [p for p in EXECUTED if has_examples(p, "python")], ids=name)
-def test_python_examples_run(page, request, monkeypatch, capsys):
+def test_python_examples_run(page, request, monkeypatch, capsys, tmp_path):
     """Those of a page run one after the other in one module. "# → text" says what is printed."""
+    monkeypatch.chdir(tmp_path)
     module = types.ModuleType(f"examples_of_{page.stem}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks(page):
