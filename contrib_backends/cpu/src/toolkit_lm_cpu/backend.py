@@ -119,6 +119,8 @@ class CpuBackend(AttentionBackend):
         """Its number in module.c."""
         self._tables: dict[int, Tensor] = {}
         """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
+        self._seen: set[int] = set()
+        """Pages of the cache, by address."""
 
     def build(self, batch: BatchView) -> Metadata:
         starts, spans = batch.query_start, batch.spans
@@ -127,8 +129,16 @@ class CpuBackend(AttentionBackend):
             assert (spans[:, 1] <= np.repeat(batch.seq_lens, np.diff(starts)).clip(1)).all(), "a span ends after the step"
         return Metadata(starts, batch.seq_lens, batch.starts, starts[:-1], batch.block_table, batch.slot_mapping, spans)
 
+    def see(self, kv_cache: tuple[Tensor, ...]) -> None:
+        """Before a layer's cache is first used: in huge pages, reading it seldom waits for an address."""
+        if (address := kv_cache[0].data_ptr()) not in self._seen:
+            self._seen.add(address)
+            memory = kv_cache[0].untyped_storage()
+            _kernels.in_huge_pages(memory.data_ptr(), memory.nbytes())
+
     def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
         assert meta.slots is not None
+        self.see(kv_cache)
         k, v, (keys, values) = _side_by_side(k), _side_by_side(v), kv_cache
         _kernels.write_kv(
             self.kernel,

@@ -60,6 +60,7 @@ class FusedDecoderLayer:
         if kv_cache is None:
             self._cache = (0, 0, 0, 0), 0
         else:
+            backend.see(kv_cache)
             pages_k, pages_v = kv_cache
             self._cache = (pages_k.data_ptr(), pages_v.data_ptr(), pages_k.stride(0), pages_v.stride(0)), pages_k.shape[2]
         self._bound = backend

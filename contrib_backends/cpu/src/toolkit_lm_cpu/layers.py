@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.fused import FusedDecoderLayer, Workspace, fits
 from toolkit_lm_cpu.library import TYPES, _kernels, bind_threads, on_core, one_torch_thread, product_type, refusal, use_threads
-from toolkit_lm_cpu.panels import LANES, PanelLinear, linear, pack
+from toolkit_lm_cpu.panels import LANES, PanelEmbedding, PanelLinear, linear, pack
 
 _FUSED: Mapping[str | None, tuple[str, list[float], str]] = {
     None: ("none", [], ""),
@@ -88,9 +88,10 @@ class CpuKernels(Kernels):
         return step if self._core is None else _bound(step, self._core)
 
     def linear_method(self, spec: LinearSpec) -> LinearMethod:
+        takes = self._able and spec.dtype in TYPES and spec.shape[1] % (LANES if spec.dtype is torch.float16 else 2) == 0
         if spec.kind == "embedding":
-            return UnquantizedMethod()
-        if self._able and spec.dtype in TYPES and spec.shape[1] % (LANES if spec.dtype is torch.float16 else 2) == 0:
+            return PanelEmbedding() if takes else UnquantizedMethod()
+        if takes:
             return PanelLinear(self._arena)
         return OneDnnLinear() if _has_onednn(spec.dtype) else UnquantizedMethod()
 

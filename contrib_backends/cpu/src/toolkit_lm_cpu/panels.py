@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Mapping
 
 import torch
-from toolkit_lm.model import GatedColumnParallelLinear, UnquantizedMethod
+from toolkit_lm.model import GatedColumnParallelLinear, LinearMethod, LinearSpec, UnquantizedMethod
 from torch import Tensor, nn
 
 from toolkit_lm_cpu.arena import Arena
@@ -13,6 +15,10 @@ from toolkit_lm_cpu.library import _kernels, product_type
 
 LANES = 16
 """Outputs of a panel."""
+_LARGE = 2**25
+"""Bytes of a weight that should not be held twice, even while it is packed."""
+_SOME = 2**23
+"""Bytes of it that are."""
 ACTIVATIONS: Mapping[str | None, int] = {
     None: 0,
     "relu": 1,
@@ -37,14 +43,23 @@ class PanelLinear(UnquantizedMethod):
         self.packed: Tensor | None = None
         self.is_halved = False
         """Its gate and what passes it have panels of their own, since a panel would hold outputs of both."""
+        self.tied_to: LinearMethod | None = None
+
+    def create(self, layer: nn.Module, spec: LinearSpec) -> None:
+        super().create(layer, spec)
+        self.tied_to = spec.tied_to
 
     def process(self, layer: nn.Module) -> None:
-        weight = self.weight.data
+        weight = self.weight
         self.outputs, self.inputs = weight.shape
         self.type = product_type(weight.dtype, self.inputs)
         self.is_halved = isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
-        self.packed = pack(weight, self.type, self._arena, halves=2 if self.is_halved else 1)
+        tied = self.tied_to if isinstance(self.tied_to, PanelEmbedding) else None
+        loses = weight.nbytes >= _LARGE and _is_held_by(self.weight, 4 if tied is not None else 2)
+        self.packed = pack(weight, self.type, self._arena, halves=2 if self.is_halved else 1, loses=loses)
         del self.weight, layer.weight
+        if tied is not None:
+            tied.read(self)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.packed is None:
@@ -63,6 +78,41 @@ class PanelLinear(UnquantizedMethod):
         return _product(self.type, x, self.packed, self.outputs, bias, ACTIVATIONS[activation], gated, residual)
 
 
+class PanelEmbedding(UnquantizedMethod):
+    """The rows of an embedding. Those of one that a head shares are read out of the head's panels, so that they are held once."""
+
+    head: PanelLinear | None = None
+
+    def create(self, layer: nn.Module, spec: LinearSpec) -> None:
+        super().create(layer, spec)
+        self._layer = weakref.ref(layer)
+
+    def read(self, head: PanelLinear) -> None:
+        """From now on, out of a head whose weight is this one."""
+        self.head = head
+        if (layer := self._layer()) is not None and hasattr(layer, "weight"):
+            del self.weight, layer.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        if self.head is None:
+            return super().embed(ids)
+        assert self.head.packed is not None
+        if torch.compiler.is_compiling():
+            rows: Tensor = torch.ops.toolkit_lm_cpu.embed(ids, self.head.packed, self.head.outputs, self.head.inputs)
+            return rows
+        return embed(ids, self.head.packed, self.head.outputs, self.head.inputs)
+
+
+def embed(ids: Tensor, packed: Tensor, outputs: int, inputs: int) -> Tensor:
+    """Rows [T, inputs] of a weight [outputs, inputs] in panels."""
+    ids, out = ids.contiguous(), packed.new_empty(len(ids), inputs)
+    # Pairs of bfloat16 lie together, as floats do.
+    width = 2 if packed.dtype is torch.float16 else 4
+    pointers = packed.data_ptr(), ids.data_ptr(), out.data_ptr()
+    _kernels.embed(pointers, len(ids), outputs, inputs * packed.itemsize // width, width)
+    return out
+
+
 def _product(
     type: int,
     x: Tensor,
@@ -79,14 +129,31 @@ def _product(
     return linear(type, x, packed, outputs, bias, activation, gated, residual)
 
 
-def pack(weight: Tensor, type: int, arena: Arena, *, halves: int = 1) -> Tensor:
-    """A weight [outputs, inputs], contiguous, in panels; where it has two halves, in those of the first, and then of the second."""
+def pack(weight: Tensor, type: int, arena: Arena, *, halves: int = 1, loses: bool = False) -> Tensor:
+    """A weight [outputs, inputs], contiguous, in panels; where it has two halves, in those of the first, and then of the second.
+
+    `loses`: what is packed of it is given back to the system, and is no more.
+    """
     outputs, inputs = len(weight) // halves, weight.shape[1]
-    size = -(-outputs // LANES) * LANES * inputs
+    size, row = -(-outputs // LANES) * LANES * inputs, inputs * weight.itemsize
     packed = arena.empty(halves * size, weight.dtype)
-    for half, part in zip(packed.view(halves, size), weight.view(halves, outputs, inputs), strict=True):
-        _kernels.pack(type, part.data_ptr(), half.data_ptr(), outputs, inputs)
+    some = max(LANES, _SOME // max(1, row) // LANES * LANES) if loses else max(1, outputs)
+    for half in range(halves):
+        source, target = weight.data_ptr() + half * outputs * row, packed.data_ptr() + half * size * weight.itemsize
+        for first in range(0, outputs, some):
+            count, at = min(some, outputs - first), first * row
+            _kernels.pack(type, source + at, target + at, count, inputs)
+            if loses:
+                _kernels.lose(source + at, count * row)
     return packed
+
+
+def _is_held_by(weight: Tensor, holders: int) -> bool:
+    """Whether so many attributes hold a parameter, which the caller's caller does not, and nothing else its memory."""
+    storage, uses = weight.untyped_storage(), getattr(torch._C, "_storage_Use_Count", None)
+    # Beside the attributes: the caller's variable, the argument, and what is counted. A storage is held by its tensor, and by `storage`.
+    is_own = sys.getrefcount(weight) <= holders + 3 and uses is not None and uses(storage._cdata) <= 2
+    return is_own and storage.nbytes() == weight.nbytes and weight.is_contiguous() and not storage.is_shared()
 
 
 def linear(
@@ -114,6 +181,11 @@ _library.define(  # type: ignore[no-untyped-call]
     "linear(int type, Tensor x, Tensor packed, int outputs, Tensor? bias, int activation, bool gated, Tensor? residual) -> Tensor"
 )
 _library.impl("linear", linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.define("embed(Tensor ids, Tensor packed, int outputs, int inputs) -> Tensor")  # type: ignore[no-untyped-call]
+_library.impl("embed", embed, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake(
+    "toolkit_lm_cpu::embed", lambda ids, packed, outputs, inputs: packed.new_empty(ids.shape[0], inputs), lib=_library
+)
 torch.library.register_fake(
     "toolkit_lm_cpu::linear",
     lambda type, x, packed, outputs, bias, activation, gated, residual: x.new_empty(x.shape[0], outputs // 2 if gated else outputs),

@@ -6,6 +6,7 @@
 #include <Python.h>
 
 #include <cpuid.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -250,6 +251,41 @@ static PyObject *likeliest(PyObject *self, PyObject *args) {
     Py_END_ALLOW_THREADS Py_RETURN_NONE;
 }
 
+static PyObject *embed(PyObject *self, PyObject *args) {
+    Embed e;
+    unsigned long long weights, ids, out;
+    long rows;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "(KKK)llll", &weights, &ids, &out, &e.tokens, &rows, &e.lanes, &e.width)) return NULL;
+    e.weights = (const void *)(uintptr_t)weights;
+    e.ids = (const int64_t *)(uintptr_t)ids;
+    e.out = (void *)(uintptr_t)out;
+    for (long i = 0; i < e.tokens; i++)
+        if (e.ids[i] < 0 || e.ids[i] >= rows) return PyErr_Format(PyExc_IndexError, "there are %ld rows, and none is %ld", rows, (long)e.ids[i]);
+    Py_BEGIN_ALLOW_THREADS share_out_rows(e.tokens * e.lanes, e.tokens, embed_rows, &e);
+    Py_END_ALLOW_THREADS Py_RETURN_NONE;
+}
+
+/* The whole pages of (start, bytes). Where the system does not take the advice, all stays as it is. */
+static PyObject *advise(PyObject *args, int advice) {
+    unsigned long long start;
+    long bytes;
+    if (!PyArg_ParseTuple(args, "Kl", &start, &bytes)) return NULL;
+    const uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), first = (start + page - 1) / page * page, last = (start + bytes) / page * page;
+    if (first < last) madvise((void *)first, last - first, advice);
+    Py_RETURN_NONE;
+}
+
+static PyObject *in_huge_pages(PyObject *self, PyObject *args) {
+    (void)self;
+    return advise(args, MADV_HUGEPAGE);
+}
+
+static PyObject *lose(PyObject *self, PyObject *args) {
+    (void)self;
+    return advise(args, MADV_DONTNEED);
+}
+
 #include "run_layer.h"
 
 static PyMethodDef methods[] = {
@@ -269,6 +305,9 @@ static PyMethodDef methods[] = {
     {"rotate", rotate, METH_VARARGS,
      "rotate(type, (x, cos, sin), (x_stride, head_stride, angle_stride), (tokens, heads, size)): see ops.h."},
     {"likeliest", likeliest, METH_VARARGS, "likeliest(type, (scores, best, indices), stride, rows, size): see ops.h."},
+    {"embed", embed, METH_VARARGS, "embed((weights, ids, out), tokens, rows, lanes, width): rows of a packed weight, see ops.h."},
+    {"in_huge_pages", in_huge_pages, METH_VARARGS, "in_huge_pages(start, bytes): memory that is not used yet may come in huge pages."},
+    {"lose", lose, METH_VARARGS, "lose(start, bytes): memory whose content nobody reads any more goes back to the system."},
     {"layer", layer, METH_VARARGS,
      "layer((type, attention_type, element), (hidden, inner, heads, kv_heads, head_size), activation, four norms (weight, eps, is_wide): "
      "input, "

@@ -34,6 +34,27 @@ typedef struct {
     long stride, size;
 } Likeliest;
 
+typedef struct {
+    const void *weights; /* panels */
+    const int64_t *ids;  /* [tokens] */
+    void *out;           /* [tokens, lanes] */
+    long tokens, lanes;  /* of a panel */
+    long width;          /* bytes of a lane: 2 or 4 */
+} Embed;
+
+/* Some tokens: a row of W each, out of its panel. */
+static void embed_rows(void *job, long item) {
+    const Embed *e = job;
+    const long end = (item + 1) * SOME_ROWS < e->tokens ? (item + 1) * SOME_ROWS : e->tokens;
+    for (long token = item * SOME_ROWS; token < end; token++) {
+        const long at = e->ids[token] / LANES * e->lanes * LANES + e->ids[token] % LANES, to = token * e->lanes;
+        if (e->width == 4)
+            for (long i = 0; i < e->lanes; i++) ((uint32_t *)e->out)[to + i] = ((const uint32_t *)e->weights)[at + i * LANES];
+        else
+            for (long i = 0; i < e->lanes; i++) ((uint16_t *)e->out)[to + i] = ((const uint16_t *)e->weights)[at + i * LANES];
+    }
+}
+
 static void share_out_rows(long elements, long rows, Item item, void *job) {
     share_out_if(elements > 4 * FEW, (rows + SOME_ROWS - 1) / SOME_ROWS, item, job);
 }
