@@ -44,7 +44,7 @@ OPEN = {("GET", "/health"), ("GET", "/ready")}
 """Routes that look at nothing of a request."""
 NOT_SERVED = ("/classify",)
 """What neither engine does: its good body is refused too."""
-MAPPINGS = ("chat_template_kwargs", "logit_bias", "stream_options")
+MAPPINGS = ("chat_template_kwargs", "guided_json", "logit_bias", "mm_processor_kwargs", "stream_options")
 JSON = {"content-type": "application/json"}
 SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "engine_process": False}
 KEY = "secret"
