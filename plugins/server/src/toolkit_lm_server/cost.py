@@ -50,7 +50,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     # The best of several are chosen by the log probabilities of their tokens.
     ranked = 0 if params.ranks and params.logprobs is None else params.logprobs
     return {
-        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts),
+        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
         "prompt": of_prompts * (_CHARACTER + _ENTRY * width),
         f"prompts x {name}": sequences * _SEQUENCE,
         f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
@@ -66,7 +66,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
 def rendering_cost(prompts: Sequence[object], measure: Measure | None = None) -> Cost:
     """Of prompts, or conversations with their options, that are rendered only."""
     return {
-        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts),
+        _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
         "prompt": sum(map(_size, prompts)) * _CHARACTER,
     }
 
@@ -106,9 +106,20 @@ def _size(given: object) -> int:
     return len(given) if isinstance(given, str | list) else len(repr(given))
 
 
+def _may_hold_media(given: object) -> bool:
+    """It is a mapping, or a conversation with content in parts."""
+    if isinstance(given, tuple) and given and isinstance(given[0], list):
+        return any(map(_has_parts, given[0]))
+    return isinstance(given, Mapping)
+
+
+def _has_parts(message: object) -> bool:
+    return isinstance(message, Mapping) and isinstance(message.get("content"), list)
+
+
 def _message_size(message: object) -> int:
     """As `_size`, without items of media, which may be files of megabytes."""
-    if not any(True for _ in items_of(message)):
+    if not _has_parts(message) or not any(True for _ in items_of(message)):
         return len(repr(message)) + _MESSAGE
     assert isinstance(message, Mapping)
     texts = [part for part in message["content"] if not is_item(part)]
