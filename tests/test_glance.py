@@ -91,6 +91,7 @@ class TestGlance(ModelConformance):
     """Of text alone it is any decoder."""
 
     max_tokens = 12
+    placeholder_ids = (TILE_TOKEN,)
     tensor_parallel_sizes = (2,)
 
     def make_checkpoint(self, folder, **variant):

@@ -9,9 +9,19 @@ import weakref
 
 import numpy as np
 import pytest
-from fake_engine import NAN, POISON, FakeCore, Groups, kv_cache, next_token
+from fake_engine import ENCODER_INPUTS, NAN, POISON, FakeCore, Groups, kv_cache, next_token
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.messages import Array, CacheKey, EngineOutput, EngineRequest, MultiModalFeatureSpec, PlaceholderRange
+from toolkit_lm.errors import RequestError
+from toolkit_lm.messages import (
+    Array,
+    CacheKey,
+    EncoderInput,
+    EngineOutput,
+    EngineRequest,
+    MultiModalFeatureSpec,
+    PlaceholderRange,
+    SequenceInputs,
+)
 from toolkit_lm.params import SamplingParams
 
 PROMPT = [3, 1, 4, 1, 5, 9]
@@ -267,3 +277,19 @@ def test_a_request_says_how_little_it_can_compute(whole, waiting, running):
     assert one.least_tokens == running
     one.leader.num_computed_tokens = 9
     assert one.least_tokens == 1
+
+
+def test_an_item_that_is_not_cut_must_fit_beside_the_encoder():
+    """Both are computed in the step in which the request begins: one that has no room for both would wait for ever."""
+    config = VllmConfig.default(max_model_len=32, max_encoder_len=8, max_num_batched_tokens=12)
+    core = FakeCore(config, kv_cache(40, [(4, None), (2, "cross")]), whole_items=True)
+    for length in (4, 5):
+        request = with_pictures(f"r{length}", [9] * 12, picture("a", 0, length), max_tokens=1)
+        request.encoder = EncoderInput.of_tokens(ENCODER_INPUTS[0])
+        request.inputs = SequenceInputs(second_text_start=0)
+        if length == 5:
+            with pytest.raises(RequestError, match="has 5 tokens, and the model needs them all in one step beside the encoder's 8"):
+                core.add_request(request)
+        else:
+            core.add_request(request)
+    assert [output.finish_reason for output in finish_all(core)["r4"]][-1] == "length"

@@ -216,7 +216,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             too_many = any(one > pool.num_blocks for one, pool in zip(most, blocks.pools, strict=True))
             items, places = self.scheduler.items, [one.mm_position for one in features]
             too_large = any(place.num_embeds > items.capacity for place in places)
-            too_long = items.whole_items and any(place.length > self.scheduler.max_num_batched_tokens for place in places)
+            beside = len(ENCODER_INPUTS[encoded]) if self.encodes else 0
+            too_long = items.whole_items and any(place.length + beside > self.scheduler.max_num_batched_tokens for place in places)
             ends_in_item = items.whole_items and n > 1 and places[-1:] and places[-1].end == len(prompt)
             too_many |= too_large or too_long or bool(ends_in_item and not self.scheduler.blocks.forks_anywhere)
             assert not prompt or len(prompt) >= MAX_MODEL_LEN or n > self.scheduler.max_num_seqs or too_many

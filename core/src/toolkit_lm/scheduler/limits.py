@@ -55,7 +55,7 @@ class RequestLimits:
                 "prompt",
             )
         if message.features:
-            self._check_items(message.features)
+            self._check_items(message.features, encoded)
             if message.features[-1].mm_position.end == prompt and params.widest[1] > 1 and self.whole_items and not self._forks_anywhere:
                 raise RequestError("a prompt whose last token is of an item of media has one output: add text after it.", "n")
         if message.inputs.pooling is not None:
@@ -87,14 +87,16 @@ class RequestLimits:
             raise RequestError(f"the model does not support the task {task!r}. Supported: {self._served}.{way_out}", "task")
         return self.pooling[task]
 
-    def _check_items(self, features: Sequence[MultiModalFeatureSpec]) -> None:
+    def _check_items(self, features: Sequence[MultiModalFeatureSpec], encoded: int) -> None:
+        """`encoded`: tokens of the encoder, which the same step may compute."""
         for number, feature in enumerate(features, 1):
             what, place = f"item {number} of the prompt ({feature.modality})", feature.mm_position
             if place.num_embeds > self.most_embeds:
                 held = f"the encoder cache holds {self.most_embeds} (encoder_cache_memory)"
                 raise ContextLengthError(f"{what} takes {place.num_embeds} embeddings, and {held}. Make it smaller.", "prompt")
-            if self.whole_items and place.length > self.max_num_batched_tokens:
-                limit = f"the model needs them all in one step, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
+            if self.whole_items and place.length + encoded > self.max_num_batched_tokens:
+                beside = f" beside the encoder's {encoded}" if encoded else ""
+                limit = f"the model needs them all in one step{beside}, which takes {self.max_num_batched_tokens} (max_num_batched_tokens)"
                 raise ContextLengthError(f"{what} has {place.length} tokens, and {limit}. Make it smaller.", "prompt")
         sizes = {feature.mm_identifier: feature.mm_position.num_embeds for feature in features}
         if not self.chunked and (total := sum(sizes.values())) > self.most_embeds:

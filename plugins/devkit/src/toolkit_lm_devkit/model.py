@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -79,6 +79,8 @@ class ModelConformance(Conformance):
     """Options of VllmConfig that every engine gets."""
     lengths: ClassVar[Sequence[int]] = (5, 17, 40, 3, 64, 33, 1, 21)
     """Lengths of the prompts."""
+    placeholder_ids: ClassVar[Collection[int]] = ()
+    """Token ids that stand for items of media: prompts of text alone have none of them."""
     max_tokens: ClassVar[int] = 24
     max_model_len: ClassVar[int] = 112
     tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
@@ -185,8 +187,8 @@ class ModelConformance(Conformance):
     def prompts(self, subject: Subject) -> list[list[int]]:
         """Random token ids, of the lengths in `lengths`."""
         generator = torch.Generator().manual_seed(7)
-        vocab_size = subject.reference([0]).shape[-1]
-        return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in self.lengths]
+        drawn = torch.tensor([i for i in range(3, subject.reference([0]).shape[-1]) if i not in self.placeholder_ids])
+        return [drawn[torch.randint(len(drawn), (length,), generator=generator)].tolist() for length in self.lengths]
 
     def kv_cache_specs(self, subject: Subject) -> list[KVCacheSpec]:
         """That of each KV group."""
