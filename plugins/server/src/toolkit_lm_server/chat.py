@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.event_stream import EventStream
@@ -22,14 +24,33 @@ if TYPE_CHECKING:
 class Chat:
     """Conversations with the engine's model."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, body: type[ChatBody] = ChatBody) -> None:
+        """`body`: with the fields of plugins."""
         self._engine = engine
+        self.body = body
 
     async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
+        reply = await self.begin(body, request_context(request))
+        if body.stream:
+            return EventStream(reply.chunks(), reply)
+        choices = await reply.choices()
+        is_large = body.prompt_logprobs is not None or are_large(choices)
+        return await answer(lambda: reply.whole(choices), is_large=is_large)
+
+    async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> ChatAnswer:
+        """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""
+        try:
+            body = self.body.model_validate(fields)
+        except ValidationError as error:
+            raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_input=False)]) from None
+        return await self.begin(body, context)
+
+    async def begin(self, body: ChatBody, context: dict[str, str]) -> ChatAnswer:
+        """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
-        params, options = body.params(), body.request_options(request_context(request))
+        params, options = body.params(), body.request_options(context)
         check_priority(self._engine, options)
         outputs = self._engine.chat_many([body.messages], params, options=options, **body.render_options())
         async with AsyncExitStack() as on_error:
@@ -37,23 +58,48 @@ class Chat:
             generation = Generation(await anext(outputs), outputs, 1, params.n)
             on_error.pop_all()
         await generation.check_first()
-        if body.stream:
-            return EventStream(self._chunks(body, generation), generation)
-        choices = await generation.choices()
-        is_large = body.prompt_logprobs is not None or are_large(choices)
-        return await answer(lambda: self._whole(body, generation, choices), is_large=is_large)
+        return ChatAnswer(self._engine, body, generation)
 
-    def _whole(self, body: ChatBody, generation: Generation, choices: Sequence[Piece]) -> dict[str, Any]:
-        """The answer that is not a stream."""
+
+class ChatAnswer:
+    """The answer to a conversation, as OpenAI's objects. Take its `chunks` where the body asks for a stream, else `completion`."""
+
+    def __init__(self, engine: AsyncLLM, body: ChatBody, generation: Generation) -> None:
+        self._engine = engine
+        self._body = body
+        self._generation = generation
+
+    async def aclose(self) -> None:
+        """Aborts what is not finished."""
+        await self._generation.aclose()
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts, so far."""
+        return self._generation.usage()
+
+    async def completion(self) -> dict[str, Any]:
+        """The whole answer, a chat.completion. Raises ApiError."""
+        whole = self.whole(await self.choices())
+        return {**whole, "choices": [*whole["choices"]]}
+
+    async def choices(self) -> list[Piece]:
+        """What the whole answer is made of. Raises ApiError."""
+        return await self._generation.choices()
+
+    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        """As `completion`, whose choices are made when they are taken."""
+        body, generation = self._body, self._generation
         found = (_choice(choice, body) for choice in choices)
         prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids} if body.return_token_ids else {}
-        reply = {**self._head(generation, "chat.completion"), "choices": found, "usage": generation.usage(), **prompt}
+        reply = {**self._head("chat.completion"), "choices": found, "usage": generation.usage(), **prompt}
         if body.prompt_logprobs is not None:
             reply["prompt_logprobs"] = prompt_logprobs(generation.prompt(0).prompt_logprobs)
         return reply
 
-    async def _chunks(self, body: ChatBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
-        head = self._head(generation, "chat.completion.chunk") | ({"usage": None} if body.include_usage else {})
+    async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError."""
+        body, generation = self._body, self._generation
+        head = self._head("chat.completion.chunk") | ({"usage": None} if body.include_usage else {})
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
@@ -73,11 +119,11 @@ class Chat:
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]
 
-    def _head(self, generation: Generation, kind: str) -> dict[str, Any]:
+    def _head(self, kind: str) -> dict[str, Any]:
         return {
-            "id": f"chatcmpl-{generation.id}",
+            "id": f"chatcmpl-{self._generation.id}",
             "object": kind,
-            "created": generation.created,
+            "created": self._generation.created,
             "model": self._engine.served_model_name,
         }
 
