@@ -131,6 +131,17 @@ def test_an_image_is_the_same_however_it_comes(llava):
     assert len({identifiers[n] for n in (0, 1, 2, 3, 4, 9)}) == len({identifiers[n] for n in (5, 6, 7, 8)}) == 1
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
+def test_an_uploaded_file_is_what_its_bytes_are(llava, kind):
+    file = file_of(pixels(), kind)
+    plain = base64.b64encode(file).decode()
+    for data in (f"data:application/octet-stream;base64,{plain}", plain, file):
+        part = {"type": "file", "file": {"filename": "a.mp4", "file_data": data}, "uuid": "a"}
+        rendered = llava.render_conversation(chat("a", part, of(file, uuid="a")))
+        assert rendered.features[0].mm_identifier == rendered.features[1].mm_identifier
+        assert llava.media_size(part, {}) == llava.media_size(of(file), {}) != (0, 0)
+
+
 @pytest.mark.parametrize("mode", ["L", "P", "1", "RGBA", "LA", "CMYK", "I;16", "F"])
 def test_modes_of_pillow(llava, mode):
     image = Image.fromarray(pixels()).convert("L" if mode in ("I;16", "F") else "RGB" if mode == "LA" else mode).convert(mode)
@@ -443,7 +454,14 @@ def test_bounds_that_make_no_sense(make_seeing):
         ({"type": "image_url", "image_url": {}}, "image 1: a content part of type 'image_url' must have"),
         ({"type": "image_url"}, "image 1: a content part"),
         ({"type": "image"}, "image 1: a content part"),
-        ({"type": "file", "file": {}}, "text and image, not content of type 'file'"),
+        ({"type": "file"}, "item 1, file: a content part of type 'file' must have 'file'"),
+        ({"type": "file", "file": {"filename": "a.png"}}, "item 1, file: it must have file_data"),
+        ({"type": "file", "file": {"file_data": 3}}, "item 1, file: it must have file_data"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "item 1, file: no files are kept here: give file_data"),
+        ({"type": "file", "file": {"file_data": "data:application/pdf;base64,JVBERi0xLjcK"}}, "item 1, file: it is of no known format"),
+        ({"type": "file", "file": {"file_data": "!" * 100_000}}, "item 1, file: it is of no known format"),
+        ({"type": "file", "file": {"file_data": "data:;base64,UklGRgAAAABXQVZF"}}, "audio 1: this model takes no audio"),
+        ({"type": "file", "file": {"file_data": "data:;base64,AAAAIGZ0eXBpc29t"}}, "video 1: this model takes no video"),
         ({"type": ["image"]}, "text and image, not content of type"),
         ("image", "not content"),
         (3, "not content"),

@@ -263,6 +263,12 @@ def test_options_that_are_refused(watching, options):
     assert caught.value.param == "mm_processor_kwargs"
 
 
+def test_an_uploaded_file_may_be_a_video(watching):
+    data = movie()
+    part = {"type": "file", "file": {"filename": "a.png", "file_data": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+    assert feature_of(watching, part).mm_identifier == feature_of(watching, url(data)).mm_identifier
+
+
 def test_identifiers_are_of_content_and_of_what_is_made_of_it(watching, make_watching):
     frames = frames_of(8)
     data = animation()

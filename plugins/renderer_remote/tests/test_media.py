@@ -48,7 +48,7 @@ def test_the_rest_stays():
 
 def test_parts_of_unknown_types_may_be_items():
     parts = [{"type": "image_embeds"}, {"type": "input_audio"}, {"type": "video_url"}, {"type": "file"}, {"type": []}, {"type": "refusal"}]
-    assert count_media([{"content": parts}]) == (3, 5)
+    assert count_media([{"content": parts}]) == (4, 5)
 
 
 @pytest.mark.parametrize("given", [object(), {1, 2}, np.array(["a"]), np.zeros((0, 3), np.uint8), np.zeros((2, 2, 2), np.uint8)])

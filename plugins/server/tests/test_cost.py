@@ -91,8 +91,10 @@ def test_an_image_costs_what_it_takes_and_not_what_so_much_text_would():
     prompt = {"prompt": "a", "multi_modal_data": {"image": [b"a" * MIB] * 3, "video": b"a" * MIB}}
     cost = generation_cost([prompt], SamplingParams(max_tokens=16), 4096)["images and other media"]
     assert cost // MIB == 3 * (32 + 3) + 128 + 3
-    watched = [{"role": "user", "content": [{"type": kind, kind: "a"}]} for kind in ("video", "video_url", "video_embeds", "image_embeds")]
-    assert [conversation_cost([one])["images and other media"] // MIB for one in watched] == [128, 128, 0, 0]
+    watched = [
+        {"role": "user", "content": [{"type": kind, kind: "a"}]} for kind in ("video", "video_url", "file", "video_embeds", "image_embeds")
+    ]
+    assert [conversation_cost([one])["images and other media"] // MIB for one in watched] == [128, 128, 128, 0, 0]
 
 
 def test_the_renderer_knows_what_an_image_takes():

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.prompts import Conversation
+from toolkit_lm_media.data_url import beginning
+from toolkit_lm_media.sniff import modality_of
 
 from toolkit_lm_renderer_hf.pixels import is_frames, is_with_fps
 
@@ -27,6 +29,10 @@ _SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
     "input_audio": ("audio", ("input_audio",)),
 }
 """By type of a content part, the modality, and the keys of which one holds the item."""
+
+_FILE = "file"
+"""A content part whose own bytes tell the modality."""
+_KINDS = (*_SOURCES, _FILE)
 
 
 class Item(NamedTuple):
@@ -106,7 +112,7 @@ def _sources(modality: str, given: Any) -> list[Any]:
 
 def _bare_message(message: Any, items: list[Item]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list | tuple) or not any(_type_of(part) in _SOURCES for part in content):
+    if not isinstance(content, list | tuple) or not any(_type_of(part) in _KINDS for part in content):
         return message
     return {**message, "content": [_bare_part(part, items) for part in content]}
 
@@ -118,6 +124,9 @@ def _type_of(part: Any) -> str | None:
 
 def _bare_part(part: Any, items: list[Item]) -> Any:
     kind = _type_of(part)
+    if kind == _FILE:
+        part = _of_file(part, items)
+        kind = part["type"]
     if kind not in _SOURCES:
         return part
     modality, keys = _SOURCES[kind]
@@ -130,6 +139,25 @@ def _bare_part(part: Any, items: list[Item]) -> Any:
     embeds = kind.endswith("_embeds") or _is_embeds(source)
     items.append(Item(modality, source, what, "messages", embeds, _uuid(part.get("uuid"), what, "messages")))
     return {"type": modality}
+
+
+def _of_file(part: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:
+    """The part of the modality that its bytes have. Raises RequestError."""
+    what = f"item {len(items) + 1}, file"
+    file = part.get(_FILE)
+    if not isinstance(file, Mapping):
+        raise RequestError(f"{what}: a content part of type 'file' must have 'file'.", "messages")
+    if file.get("file_id") is not None:
+        raise RequestError(f"{what}: no files are kept here: give file_data instead of file_id.", "messages")
+    data = file.get("file_data")
+    if not isinstance(data, str | bytes) or not data:
+        raise RequestError(f"{what}: it must have file_data: a data URL, or base64.", "messages")
+    if isinstance(data, str) and data[:5].lower() != "data:":
+        data = f"data:;base64,{data}"
+    modality = modality_of(beginning(data) if isinstance(data, str) else data)
+    if modality is None:
+        raise RequestError(f"{what}: it is of no known format: images, videos and recordings are.", "messages")
+    return {**part, "type": modality, modality: data}
 
 
 def _is_embeds(source: Any) -> bool:

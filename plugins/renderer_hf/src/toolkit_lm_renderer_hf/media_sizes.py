@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from toolkit_lm_media.data_url import beginning
 from toolkit_lm_media.image import image_size
 
 from toolkit_lm_renderer_hf.image_processor import QWEN
@@ -17,8 +17,6 @@ _MADE, _READ = 3 * 4, 3
 """Bytes of a pixel: of what is made of it, and while it is read."""
 _BEGINNING = 3 * 2**15
 """Bytes of a file that are looked at. Headers of JPEG files may come later, after what a camera has to say."""
-_MOST_HEAD = 256
-"""Characters of a data URL before the comma."""
 _QWEN = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
 """Of transformers' Qwen2VLImageProcessor."""
 
@@ -69,21 +67,10 @@ class MediaSizes:
 def _pixels(source: Any) -> int | None:
     """Of a picture; None where its beginning does not say."""
     if isinstance(source, str):
-        source = _beginning(source)
+        source = beginning(source, _BEGINNING)
     if isinstance(source, bytes | bytearray | memoryview):
         width, height = image_size(bytes(source[:_BEGINNING])) or (0, 0)
         return width * height
     size = getattr(source, "size", None)
     # Of an image of Pillow, and of an array.
     return size[0] * size[1] if isinstance(size, tuple) and len(size) == 2 else size if isinstance(size, int) else None
-
-
-def _beginning(url: str) -> bytes:
-    """Of the file in a data URL; nothing where there is none."""
-    comma = url.find(",", 0, _MOST_HEAD)
-    if comma < 0 or url[:5].lower() != "data:":
-        return b""
-    try:
-        return binascii.a2b_base64(url[comma + 1 : comma + 1 + _BEGINNING // 3 * 4])
-    except ValueError:
-        return b""

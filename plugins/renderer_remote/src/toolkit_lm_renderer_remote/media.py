@@ -14,7 +14,7 @@ from toolkit_lm.prompts import Conversation
 
 _TEXTS = ("text", "refusal", "thinking")
 """Types of content parts that are no media."""
-_MEDIA = ("input_audio", *(f"{modality}{form}" for modality in ("image", "video", "audio") for form in ("", "_url", "_embeds")))
+_MEDIA = ("file", "input_audio", *(f"{modality}{form}" for modality in ("image", "video", "audio") for form in ("", "_url", "_embeds")))
 """Types of those that are. Of others, the render server knows."""
 
 

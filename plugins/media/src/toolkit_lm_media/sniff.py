@@ -1,0 +1,18 @@
+"""The modality of a file, by its first bytes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from toolkit_lm_media import bmp, gif, jpeg, movie_formats, png, webp
+
+_SOUNDS = (b"ID3", b"fLaC", b"OggS", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"\xff\xf1")
+
+
+def modality_of(data: bytes) -> Literal["image", "video", "audio"] | None:
+    """Of a file, or its first 12 bytes. An animation is an image. None: it is of no known format."""
+    if data.startswith((png.MAGIC, jpeg.MAGIC, *gif.MAGICS, bmp.MAGIC)) or webp.is_webp(data):
+        return "image"
+    if data.startswith(_SOUNDS) or (data[:4] == b"RIFF" and data[8:12] == b"WAVE"):
+        return "audio"
+    return "video" if movie_formats.format_of(data) is not None else None
