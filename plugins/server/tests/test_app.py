@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, RequestError
@@ -20,6 +21,7 @@ from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server.app import create_app, create_router
+from toolkit_lm_server.event_stream import JsonLines
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, CompletionBody
@@ -134,6 +136,13 @@ async def test_completion_logprobs(client, engine):
     assert engine.asked[-1][1].max_tokens == 16
 
 
+async def test_no_likeliest_tokens_beside_the_drawn_ones(client):
+    """With `logprobs` 0 the tables have the drawn tokens alone, those of a prompt too."""
+    for echo, first in ((False, []), (True, [None, {"b": -2.5}])):
+        reply = (await client.post(COMPLETE, json={"prompt": "ab", "logprobs": 0, "echo": echo})).json()
+        assert reply["choices"][0]["logprobs"]["top_logprobs"] == [*first, {"A": -1.5}, {"B": -1.5}]
+
+
 async def test_echo_with_logprobs(client):
     body = {"prompt": "ab", "logprobs": 1, "echo": True, "n": 2}
     whole = [choice["logprobs"] for choice in (await client.post(COMPLETE, json=body)).json()["choices"]]
@@ -196,7 +205,7 @@ async def test_models_and_version(client):
 
 async def test_tokenize_and_detokenize(client):
     reply = (await client.post("/tokenize", json={"prompt": "ab", "return_token_strs": True})).json()
-    assert reply == {"count": 2, "max_model_len": 64, "tokens": [97, 98], "token_strs": ["a", "b"]}
+    assert reply == {"count": 2, "max_model_len": 64, "tokens": [97, 98], "token_strs": ["<a>", "<b>"]}
     assert (await client.post("/tokenize", json=HI)).json()["count"] == 8
     assert (await client.post("/detokenize", json={"tokens": [97, 98]})).json() == {"prompt": "ab"}
 
@@ -629,6 +638,47 @@ async def test_toolkit_register_routes(make_engine, client_of):
         headers = {"authorization": "Bearer secret"}
         assert (await client.get("/hello?size=2", headers=headers)).json() == {"model": "fakefake"}
         assert (await client.get("/hello?size=a", headers=headers)).status_code == 400
+
+
+class Translated:
+    """Another vendor's API, by means of the server's own."""
+
+    name = "translated"
+
+    @hookimpl
+    def toolkit_register_routes(self, router, engine, api):
+        class Route(router.route_class):
+            @staticmethod
+            def refusal(error):
+                return JSONResponse({"wrong": str(error)}, error.status)
+
+        async def say(text: str, request: Request, stream: bool = False) -> Response:
+            answer = await api.chat.ask(
+                {"messages": [{"role": "user", "content": text}], "stream": stream, "top_k": "x"[len(text) - 1 :] or 1}, {}
+            )
+            if stream:
+                return JsonLines(answer.chunks(), answer)
+            return JSONResponse(await answer.completion())
+
+        router.add_api_route("/say", say, response_model=None, route_class_override=Route)
+
+
+async def test_routes_that_translate(make_engine, client_of):
+    engine = make_engine([Translated()])
+    async with client_of(create_app(engine, ServerOptions(routes=["translated"], api_key="secret"))) as client:
+        refused = await client.get("/say?text=hi", headers={"x-api-key": "other"})
+        assert (refused.status_code, list(refused.json())) == (401, ["wrong"])
+        key = {"x-api-key": "secret"}
+        whole = (await client.get("/say?text=hi", headers=key)).json()
+        assert whole["choices"][0]["message"]["content"] == "USER:HI;" and whole["usage"]["completion_tokens"] == 8
+        lines = (await client.get("/say?text=hi&stream=true", headers=key)).text.splitlines()
+        assert "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines) == "USER:HI;"
+        wrong = await client.get("/say?text=a", headers=key)
+        assert (wrong.status_code, wrong.json()["wrong"]) == (400, "Invalid value for 'top_k': Input should be a valid integer.")
+    with pytest.raises(ConfigError, match="'none' has HTTP routes"):
+        create_app(engine, ServerOptions(routes=["none"]))
+    async with client_of(create_app(engine)) as client:
+        assert (await client.get("/say?text=hi")).status_code == 404, "its name is not one of those that are served unasked"
 
 
 async def test_routes_of_an_unknown_plugin(make_engine):

@@ -33,19 +33,19 @@ def completion_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, L
         {_text(one): _value(one) for token, one in candidates.items() if one.rank <= top or token == token_id}
         for token_id, candidates in zip(token_ids, logprobs, strict=True)
     ]
-    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tables if top else None, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tables, "text_offset": offsets}
 
 
 def echo_logprobs(prompt: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None], top: int, first: str) -> dict[str, Any]:
     """Of a prompt, in the shape of plain completions: nothing comes before its first token, whose text is `first`."""
     known = [one for one in logprobs if one is not None]
     rest = completion_logprobs(prompt[1:], known, top, len(first))
-    return joined({"tokens": [first], "token_logprobs": [None], "top_logprobs": [None] if top else None, "text_offset": [0]}, rest)
+    return joined({"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}, rest)
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     """The lists of two parts of a text, one after the other."""
-    return {name: None if values is None else values + second[name] for name, values in first.items()}
+    return {name: values + second[name] for name, values in first.items()}
 
 
 def prompt_logprobs(logprobs: Sequence[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
