@@ -85,6 +85,13 @@ def test_token_texts(make_renderer, tokenizer):
     assert renderer.token_texts([tokenizer.encode("😀").ids[-1]]) == ["�"]
 
 
+def test_vocabulary_texts(make_renderer, tokenizer):
+    """What vLLM calls token_strs: entries of the vocabulary, and nothing where an id has none."""
+    ids = tokenizer.encode("The cat").ids
+    texts = make_renderer(tokenizer).vocabulary_texts([*ids, 10**6])
+    assert texts == [*tokenizer.encode("The cat").tokens, ""]
+
+
 def _trained(model, trainer, pre_tokenizer, decoder) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoder

@@ -48,6 +48,9 @@ class CharRenderer(Renderer):
     def token_texts(self, token_ids):
         return [chr(token_id) for token_id in token_ids]
 
+    def vocabulary_texts(self, token_ids):
+        return [f"<{chr(token_id)}>" for token_id in token_ids]
+
 
 class FakeEngine:
     """Answers with the prompt in capitals, one character at a time. A prompt with "hang" waits for ever after its second character."""

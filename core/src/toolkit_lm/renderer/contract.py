@@ -152,6 +152,10 @@ class Renderer(ABC):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text (for logprobs), special tokens included."""
 
+    def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary writes it ("Ġupon"). This one gives its own text."""
+        return self.token_texts(token_ids)
+
     @property
     @abstractmethod
     def vocab_size(self) -> int:

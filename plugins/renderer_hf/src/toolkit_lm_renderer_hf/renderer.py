@@ -157,6 +157,9 @@ class HfRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._detokenizer.token_text(token_id) for token_id in token_ids]
 
+    def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     @property
     def vocab_size(self) -> int:
         return self._vocab_size

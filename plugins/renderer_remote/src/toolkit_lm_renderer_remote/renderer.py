@@ -15,7 +15,7 @@ from toolkit_lm.renderer import DecodeStream, Rendered, RenderedText, Renderer
 from toolkit_lm.resolution.resolution import choose_renderer
 
 from toolkit_lm_renderer_remote import Options
-from toolkit_lm_renderer_remote.media import count_media, plain
+from toolkit_lm_renderer_remote.media import count_media, plain, plain_data, plain_messages
 from toolkit_lm_renderer_remote.reading import Answer, WrongAnswerError
 from toolkit_lm_renderer_remote.servers import RenderServers
 from toolkit_lm_renderer_remote.wire import RENDER_CHAT, RENDER_PROMPTS, TOKENIZE
@@ -64,8 +64,10 @@ class RemoteRenderer(Renderer):
         for name in kwargs:
             if name not in _CHAT_OPTIONS:
                 raise RequestError(f"render_conversation takes no option {name!r}.", name)
+        num_media = count_media(messages)
+        messages = plain_messages(messages) if num_media[1] else messages
         body = {"messages": messages, **{name: value for name, value in kwargs.items() if value is not None}}
-        return self._render(RENDER_CHAT, body, count_media(messages), Answer.prompt)
+        return self._render(RENDER_CHAT, body, num_media, Answer.prompt)
 
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         parsed: Any = parse_prompt(prompt, media=True)
@@ -77,8 +79,8 @@ class RemoteRenderer(Renderer):
             body = {"prompt": parsed["prompt"], "add_special_tokens": add_special_tokens}
             return self._render(TOKENIZE, body, (0, 0), lambda answer, *_: answer.tokens())
         given = parsed["prompt"] if token_ids is None else token_ids
-        items = media.get("multi_modal_data", {})
-        count = sum(len(one) if isinstance(one, list | tuple) else 1 for one in items.values())
+        items = media["multi_modal_data"] = plain_data(media.get("multi_modal_data", {}))
+        count = sum(len(one) if isinstance(one, list) else 1 for one in items.values())
         body = {"prompt": given, "add_special_tokens": add_special_tokens, **media}
         return self._render(RENDER_PROMPTS, body, (count, count), Answer.only_prompt)
 
@@ -143,6 +145,9 @@ class RemoteRenderer(Renderer):
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return self._local.token_texts(token_ids)
+
+    def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return self._local.vocabulary_texts(token_ids)
 
     @property
     def has_text(self) -> bool:
