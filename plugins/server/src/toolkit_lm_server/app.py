@@ -41,7 +41,7 @@ from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.plugin_routes import add_plugin_routes
+from toolkit_lm_server.plugin_routes import OpenAIApi, add_plugin_routes
 from toolkit_lm_server.protocol import ChatBody, CompletionBody, check_model, with_plugin_fields
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.route import Readiness, route_class, with_body
@@ -119,16 +119,16 @@ def create_router(
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
     served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
-    for path, handler, body, success in (
-        ("/v1/chat/completions", Chat(engine).create, ChatBody, streams(ChatCompletion, ChatCompletionChunk)),
+    chat = Chat(engine, with_plugin_fields(ChatBody, engine.plugins.logits_processors))
+    for path, handler, whole, success in (
+        ("/v1/chat/completions", chat.create, chat.body, streams(ChatCompletion, ChatCompletionChunk)),
         (
             "/v1/completions",
             Completions(engine, options).create,
-            CompletionBody,
+            with_plugin_fields(CompletionBody, engine.plugins.logits_processors),
             streams(Completion, Completion),
         ),
     ):
-        whole = with_plugin_fields(body, engine.plugins.logits_processors)
         responses = success | described(404, 429, 504)
         router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=responses)
     _add_pooling_routes(router, engine, options)
@@ -140,7 +140,7 @@ def create_router(
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
     add_own_routes(router, options, keys, readiness, metrics)
-    add_plugin_routes(router, engine, options.routes, route_kind)
+    add_plugin_routes(router, engine, OpenAIApi(chat, options), route_kind)
     return router
 
 

@@ -49,9 +49,9 @@ _MEANINGS = {
 }
 
 
-def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The answers with these statuses, for the description of the API."""
-    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}
+def described(*statuses: int, kind: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
+    """The answers with these statuses, for the description of the API. `kind`: what an error looks like."""
+    return {status: {"model": kind, "description": _MEANINGS[status]} for status in statuses}
 
 
 class ApiError(Exception):

@@ -1,8 +1,8 @@
-"""Server-sent events."""
+"""Server-sent events, and lines of JSON."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any, Protocol
 
@@ -13,8 +13,6 @@ from starlette.types import Receive, Scope, Send
 
 from toolkit_lm_server.errors import as_api_error
 from toolkit_lm_server.route import unless_disconnected
-
-_DONE = b"data: [DONE]\n\n"
 
 
 class Source(Protocol):
@@ -34,6 +32,8 @@ class EventStream(Response):
     """
 
     media_type = "text/event-stream"
+    end = b"data: [DONE]\n\n"
+    """What follows the last object."""
 
     def __init__(self, events: AsyncGenerator[list[dict[str, Any]], None], source: Source) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
@@ -51,18 +51,40 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        end = _DONE
+        end = self.end
         try:
             async for events in self._events:
                 if events:
-                    await send({"type": "http.response.body", "body": _as_body(events), "more_body": True})
+                    await send({"type": "http.response.body", "body": b"".join(map(self.frame, events)), "more_body": True})
         except OSError:
             raise
         except Exception as error:
-            end = _as_body([as_api_error(error).body]) + _DONE
+            end = self.frame(as_api_error(error).body) + self.end
         await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    @staticmethod
+    def frame(event: dict[str, Any]) -> bytes:
+        """An object, as it is sent."""
+        return b"data: %b\n\n" % _encode(event)
 
-def _as_body(events: Iterable[dict[str, Any]]) -> bytes:
-    return b"".join(b"data: %b\n\n" % _encode(event) for event in events)
+
+class NamedEvents(EventStream):
+    """Events that are named by the field `type` of their objects. The last one says itself that it is."""
+
+    end = b""
+
+    @staticmethod
+    def frame(event: dict[str, Any]) -> bytes:
+        return b"event: %b\ndata: %b\n\n" % (event.get("type", "error").encode(), _encode(event))
+
+
+class JsonLines(EventStream):
+    """Objects, one a line. The last one says itself that it is."""
+
+    media_type = "application/x-ndjson"
+    end = b""
+
+    @staticmethod
+    def frame(event: dict[str, Any]) -> bytes:
+        return b"%b\n" % _encode(event)

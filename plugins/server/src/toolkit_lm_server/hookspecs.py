@@ -12,12 +12,17 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
     from toolkit_lm.frontend import AsyncLLM
 
+    from toolkit_lm_server.plugin_routes import OpenAIApi
+
 
 @hookspec
-def toolkit_register_routes(router: APIRouter, engine: AsyncLLM, options: Any) -> Callable[[], AbstractAsyncContextManager[object]] | None:
+def toolkit_register_routes(
+    router: APIRouter, engine: AsyncLLM, options: Any, api: OpenAIApi
+) -> Callable[[], AbstractAsyncContextManager[object]] | None:
     """Adds HTTP routes to the server.
 
-    `options` are the plugin's own: an instance of its `Options`, or None where it has none.
+    `options` are the plugin's own: an instance of its `Options`, or None where it has none. `api` answers chats as the server's own routes
+    do, for routes that translate to them.
 
     Caller: `create_router`, once, for the plugins that the option `routes` names, and the one whose model is served. Process: the
     server's. Thread: the one that makes the app. Return: None, or the lifespan of what the routes need, a function that makes an async

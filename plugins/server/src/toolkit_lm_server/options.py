@@ -31,7 +31,10 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         option("Hosts that requests may name in their Host header, beside those of this machine. Checked on loopback without an API key."),
     ] = field(default_factory=list)
     api_keys_file: Annotated[str | None, option("YAML file of API keys, each with a name and limits.", none="no file")] = None
-    routes: Annotated[list[str], option("Plugins whose HTTP routes are served, by name.")] = field(default_factory=list)
+    routes: Annotated[
+        list[str] | None,
+        option("Plugins whose HTTP routes are served, by name.", none="those of anthropic, cohere, ollama that are installed"),
+    ] = None
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
     max_request_cost: Annotated[

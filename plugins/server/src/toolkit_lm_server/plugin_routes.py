@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -14,28 +15,43 @@ from toolkit_lm.plugin import PluginInfo, Plugins
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
 
+    from toolkit_lm_server.chat import Chat
+    from toolkit_lm_server.options import ServerOptions
+
 HOOK = "toolkit_register_routes"
+
+SHIPPED = ("anthropic", "cohere", "ollama")
+"""Plugins whose routes are served where they are loaded, unless the option `routes` says which."""
 
 Lifespan = Callable[[], AbstractAsyncContextManager[object]]
 """What a plugin's routes need while they are served."""
 
 
-def check_names(plugins: Plugins, names: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class OpenAIApi:
+    """The server's own API, for routes that translate another to it."""
+
+    chat: Chat
+    options: ServerOptions
+
+
+def check_names(plugins: Plugins, names: Sequence[str] | None) -> None:
     """Raises ConfigError for a name that no loaded plugin with routes has."""
     known = {info.name for info, _ in plugins.implementations(HOOK)}
-    for name in names:
+    for name in names or ():
         if name not in known:
             raise ConfigError(f"option 'routes': no loaded plugin {name!r} has HTTP routes. {nearest(name, known)}")
 
 
-def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str], kind: type[APIRoute]) -> None:
-    """Adds the routes of the named plugins, and of the one whose model is served, to `router`, as routes of class `kind`, and their
-    lifespans to its own.
+def add_plugin_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi, kind: type[APIRoute]) -> None:
+    """Adds the routes of the plugins that the options name, and of the one whose model is served, to `router`, as routes of class `kind`,
+    and their lifespans to its own.
 
     Raises ConfigError or PluginError.
     """
+    names = api.options.routes
     check_names(engine.plugins, names)
-    wanted = {*names, _of_model(engine)}
+    wanted = {*(SHIPPED if names is None else names), _of_model(engine)}
     lifespans: list[tuple[PluginInfo, Lifespan]] = []
     for info, register in engine.plugins.implementations(HOOK):
         if info.name not in wanted:
@@ -43,7 +59,7 @@ def add_plugin_routes(router: APIRouter, engine: AsyncLLM, names: Sequence[str],
         own = APIRouter(route_class=kind)
         options = engine.plugins.options(info.name)
         with info.boundary(HOOK, passes=()):
-            lifespan = register(router=own, engine=engine, options=options)
+            lifespan = register(router=own, engine=engine, options=options, api=api)
         if lifespan is not None:
             if not callable(lifespan):
                 raise PluginError(f"{info}: {HOOK} must return a function that makes an async context manager, or None, not {lifespan!r}.")

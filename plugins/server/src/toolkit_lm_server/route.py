@@ -16,6 +16,7 @@ import numpy as np
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
@@ -207,6 +208,8 @@ class ServerRoute(APIRoute):
     bodies: Bodies
     readiness: Readiness | None
     metrics: Metrics | None
+    error_body: type[BaseModel] = ErrorBody
+    """What `refusal` gives, for the description of the API."""
 
     def __init__(
         self, path: str, endpoint: Callable[..., Any], *, responses: dict[int | str, dict[str, Any]] | None = None, **options: Any
@@ -218,16 +221,21 @@ class ServerRoute(APIRoute):
     def _described(cls) -> dict[int | str, dict[str, Any]]:
         key, engine = (401,) if cls.keys is not None else (), (503,) if cls.readiness is not None else ()
         # Without a default, FastAPI would add one of its own, 422.
-        other = {"default": {"model": ErrorBody, "description": "Any other error."}}
+        other = {"default": {"model": cls.error_body, "description": "Any other error."}}
         limits = (429,) if engine and cls.keys is not None and cls.keys.limited else ()
-        return described(400, *key, 413, 415, *limits, 500, *engine) | other
+        return described(400, *key, 413, 415, *limits, 500, *engine, kind=cls.error_body) | other
+
+    @staticmethod
+    def refusal(error: ApiError) -> Response:
+        """How an error is worded: other vendors' APIs have shapes of their own."""
+        return error.response()
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def respond(request: Request) -> Response:
             try:
-                account = None if self.keys is None else self.keys.find(request.headers.get("authorization", ""))
+                account = None if self.keys is None else self.keys.find(_authorization(request))
                 request.scope[_ACCOUNT] = account
                 WHOSE.set(client_of(request))
                 if self.readiness is not None:
@@ -241,7 +249,7 @@ class ServerRoute(APIRoute):
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:
-                response = as_api_error(error).response()
+                response = self.refusal(as_api_error(error))
                 if self.metrics is not None:
                     self.metrics.refused(response.status_code)
             response.headers[REQUEST_ID] = request_id(request)
@@ -270,6 +278,12 @@ def with_body(handler: Callable[[Any, Request], Awaitable[Response]], kind: type
     handle.__name__, handle.__doc__ = handler.__name__, handler.__doc__
     handle.__annotations__ = {"body": kind, "request": Request, "return": Response}
     return handle
+
+
+def _authorization(request: Request) -> str:
+    """With the key of the header that Anthropic's clients send, where it is the only one."""
+    key = request.headers.get("x-api-key")
+    return request.headers.get("authorization", "" if key is None else f"Bearer {key}")
 
 
 def request_id(request: Request) -> str:
