@@ -53,6 +53,8 @@ class LoadEvent(Struct, frozen=True, kw_only=True, tag="load"):
     """Requests without a place in the batch."""
     num_used_blocks: int
     num_total_blocks: int
+    num_cached_blocks: int = 0
+    """Free blocks whose contents a prompt with the same prefix would find."""
     num_used_host_blocks: int = 0
     """Of the pool that preempted requests are swapped to."""
     num_total_host_blocks: int = 0

@@ -336,6 +336,7 @@ def check_blocks(blocks: BlockManager) -> None:
         for one, owners in ((pool, device), (host_pool, host)):
             assert all(one.ref_counts[b] == owners.get(b, 0) for b in range(one.num_blocks)), "reference counts differ from owners"
             assert one.num_free + len(owners) == one.num_blocks, "free + owned blocks differ from the total"
+            assert one.num_cached == sum(one.ref_counts[block] == 0 for block in one._keys), "the count of cached blocks is wrong"
         for table in tables:
             held = [entry for entry in table if entry != NO_BLOCK]
             assert len(set(held)) == len(held), "a table names a block twice"

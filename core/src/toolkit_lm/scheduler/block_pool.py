@@ -26,6 +26,8 @@ class BlockPool:
         """By key."""
         self._keys: dict[int, Hashable] = {}
         """By block."""
+        self.num_cached = 0
+        """Free blocks whose contents can be found."""
 
     @property
     def num_free(self) -> int:
@@ -48,6 +50,7 @@ class BlockPool:
         if self.ref_counts[block] == 0:
             assert block in self._keys, f"block {block} is free, and nobody knows what it holds"
             del self._free[block]
+            self.num_cached -= 1
         self.ref_counts[block] += 1
 
     def release(self, block: int) -> None:
@@ -56,7 +59,9 @@ class BlockPool:
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
             self._free[block] = None
-            if block not in self._keys:
+            if block in self._keys:
+                self.num_cached += 1
+            else:
                 self._free.move_to_end(block, last=False)
 
     # Contents
@@ -76,7 +81,9 @@ class BlockPool:
         """Its contents are found no more."""
         if (key := self._keys.pop(block, None)) is not None:
             del self._blocks[key]
+            self.num_cached -= self.ref_counts[block] == 0
 
     def forget_all(self) -> None:
         self._blocks.clear()
         self._keys.clear()
+        self.num_cached = 0

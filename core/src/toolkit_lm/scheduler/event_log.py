@@ -59,6 +59,7 @@ def load_event(roster: Roster, blocks: BlockManager) -> LoadEvent:
         num_waiting=len(roster.waiting),
         num_used_blocks=blocks.num_used,
         num_total_blocks=sum(pool.num_blocks for pool in blocks.pools),
+        num_cached_blocks=sum(pool.num_cached for pool in blocks.pools),
         num_used_host_blocks=blocks.num_used_on_host,
         num_total_host_blocks=sum(pool.num_blocks for pool in blocks.host_pools),
     )
