@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 from toolkit_lm.errors import RequestError
-from toolkit_lm_renderer_remote.media import count_media, plain
+from toolkit_lm_renderer_remote.media import count_media, plain, plain_data, plain_messages
 
 
 def decoded(url: str) -> np.ndarray:
@@ -55,3 +55,35 @@ def test_parts_of_unknown_types_may_be_items():
 def test_what_cannot_be_sent_is_refused(given):
     with pytest.raises(RequestError):
         plain({"image": given})
+
+
+FRAMES = np.zeros((2, 4, 4, 3), np.uint8)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [FRAMES, torch.from_numpy(FRAMES), list(FRAMES), [Image.fromarray(one) for one in FRAMES], (FRAMES, {"fps": 2})],
+    ids=["array", "tensor", "arrays", "images", "with fps"],
+)
+def test_frames_are_refused_by_their_number(frames):
+    with pytest.raises(RequestError, match=r"^video 2: frames are not sent to a render server"):
+        plain_messages(
+            [{"content": [{"type": "video", "video": b"a"}, {"type": "image", "image": b"a"}, {"type": "video", "video": frames}]}]
+        )
+    with pytest.raises(RequestError, match=r"^video 1: frames"):
+        plain_data({"video": frames})
+
+
+def test_what_cannot_be_sent_is_named():
+    with pytest.raises(RequestError, match=r"^image 2: an array must be uint8"):
+        plain_data({"image": [b"a", FRAMES]})
+    with pytest.raises(RequestError, match=r"^image 2: a object cannot be sent"):
+        plain_messages([{"content": [{"type": "image", "image": b"a"}]}, {"content": ["b", {"type": "image", "image": object()}]}])
+
+
+def test_files_are_sent_as_they_are():
+    assert plain_data({"video": [b"a", "data:,"], "image": b"a"}) == {"video": [plain(b"a"), "data:,"], "image": plain(b"a")}
+    messages = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "file", "file": {"file_data": "b"}}]}
+    ]
+    assert plain_messages(messages) == messages

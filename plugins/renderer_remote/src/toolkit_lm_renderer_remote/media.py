@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,59 @@ def count_media(messages: Conversation) -> tuple[int, int]:
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content if isinstance(part, Mapping))
     kinds = [kind for part in parts if (kind := part.get("type", "text")) not in _TEXTS]
     return sum(kind in _MEDIA for kind in kinds), len(kinds)
+
+
+def plain_messages(messages: Conversation) -> list[Any]:
+    """A conversation as `plain` has it. Raises RequestError, naming the item."""
+    counts: Counter[str] = Counter()
+    return [_plain_message(message, counts) for message in messages]
+
+
+def plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`multi_modal_data` as `plain` has it. Raises RequestError, naming the item."""
+    made: dict[str, Any] = {}
+    for modality, given in data.items():
+        if not isinstance(given, list | tuple) or (modality == "video" and _is_frames(given)):
+            made[modality] = _plain_item(modality, 1, given)
+        else:
+            made[modality] = [_plain_item(modality, number, one) for number, one in enumerate(given, 1)]
+    return made
+
+
+def _plain_message(message: Any, counts: Counter[str]) -> Any:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list | tuple):
+        return plain(message)
+    parts = [_plain_part(part, counts) for part in content]
+    return {name: parts if name == "content" else plain(value) for name, value in message.items()}
+
+
+def _plain_part(part: Any, counts: Counter[str]) -> Any:
+    """`counts`: items of each modality so far."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind not in _MEDIA:
+        return plain(part)
+    modality = "audio" if kind == "input_audio" else kind.partition("_")[0]
+    counts[modality] += 1
+    holds = (kind, modality)
+    return {name: _plain_item(modality, counts[modality], one) if name in holds else plain(one) for name, one in part.items()}
+
+
+def _plain_item(modality: str, number: int, source: Any) -> Any:
+    if modality == "video" and _is_frames(source):
+        raise RequestError(f"video {number}: frames are not sent to a render server: give the bytes of a file, or its URL.", "prompt")
+    try:
+        return plain(source)
+    except RequestError as error:
+        raise RequestError(f"{modality} {number}: {error}", error.param) from None
+
+
+def _is_frames(source: Any) -> bool:
+    """Whether it is a video that somebody has decoded."""
+    if not isinstance(source, list | tuple):
+        return getattr(source, "ndim", 0) == 4
+    with_fps = isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], Mapping)
+    return with_fps or (bool(source) and all(hasattr(one, "convert") or getattr(one, "ndim", 0) == 3 for one in source))
 
 
 def plain(value: Any) -> Any:

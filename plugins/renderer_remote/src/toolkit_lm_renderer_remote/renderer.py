@@ -150,6 +150,10 @@ class RemoteRenderer(Renderer):
         return self._local.vocabulary_texts(token_ids)
 
     @property
+    def chat_template_source(self) -> str:
+        return self._local.chat_template_source
+
+    @property
     def has_text(self) -> bool:
         return self._local.has_text
 
