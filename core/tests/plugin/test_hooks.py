@@ -15,7 +15,7 @@ from toolkit_lm.events import RequestEvent, StepEvent
 from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, RMSNorm, UnquantizedMethod, construction
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.pooling import PoolingInputs
-from toolkit_lm.renderer import RenderedText
+from toolkit_lm.renderer import AnswerDelta, RenderedText
 
 PAGES = Path(__file__).parents[3] / "docs" / "hooks"
 
@@ -122,6 +122,17 @@ def test_toolkit_register_logits_processors(example):
     assert (entry.target, entry.plugin) == ("toolkit_lm_mine.no_echo:NoEcho", example.__name__)
     assert processors.parse({"no_echo_penalty": 2})["no_echo"].prepare(None) == {"penalty": 2}
     assert processors.parse({"no_echo_penalty": 0})["no_echo"].prepare(None) is None
+
+
+def test_toolkit_register_parsers(example):
+    parsers = load(example).parsers
+    assert parsers.get("mine").finds == ("reasoning",)
+    shown = types.ModuleType("toolkit_lm_mine.formats")
+    exec(page_example(PAGES / "toolkit_register_parsers.md", block=3), shown.__dict__)
+    assert shown.MyFormat.refuses("Think on the first line.") is None
+    assert shown.MyFormat.refuses("Think not.") is not None
+    parser = shown.MyFormat("").parser("", [])
+    assert [parser.push(text) for text in ("a", "b\nc", "d\n")] == [AnswerDelta("", "a"), AnswerDelta("c", "b"), AnswerDelta("d\n", "")]
 
 
 def test_toolkit_register_scheduling_policies(example):

@@ -20,6 +20,8 @@ from .registries import (
     LogitsProcessorRegistry as LogitsProcessorRegistry,
     ModelEntry as ModelEntry,
     ModelRegistry as ModelRegistry,
+    ParserEntry as ParserEntry,
+    ParserRegistry as ParserRegistry,
     PoolingInputsRegistry as PoolingInputsRegistry,
     PoolingProfileRegistry as PoolingProfileRegistry,
     QuantizationRegistry as QuantizationRegistry,

@@ -24,6 +24,7 @@ from toolkit_lm.plugin.registries import (
     LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
+    ParserRegistry,
     PoolingInputsRegistry,
     PoolingProfileRegistry,
     QuantizationRegistry,
@@ -87,6 +88,15 @@ def toolkit_register_renderers(renderers: RendererRegistry) -> None:
     """Registers renderers.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_parsers(parsers: ParserRegistry) -> None:
+    """Registers answer formats, whose parsers tell reasoning and tool calls from content.
+
+    Caller: the loader. Process: every one, though only a front parses answers. Thread: main. Return: nothing; all implementations are
+    called.
     """
 
 

@@ -63,6 +63,14 @@ class RendererEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParserEntry(Entry):
+    """An answer format."""
+
+    finds: tuple[str, ...]
+    """"reasoning", "tool_calls", or both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderEntry(Entry):
     """A class that loads checkpoints."""
 
@@ -194,6 +202,21 @@ class RendererRegistry(Registry[RendererEntry]):
         `reads`: file names, any of which a folder must hold for the class to be asked.
         """
         self.add_entry(RendererEntry, name, target, "module:Class", reads=tuple(reads), priority=priority, override=override)
+
+
+class ParserRegistry(Registry[ParserEntry]):
+    """Answer formats, by the names that the server's options tool_call_parser and reasoning_parser give."""
+
+    noun = "answer parser"
+    base = "toolkit_lm.renderer:AnswerFormat"
+
+    def add(self, name: str, target: str, *, finds: tuple[str, ...], priority: int = 0, override: bool = False) -> None:
+        """Registers a subclass of toolkit_lm.renderer.AnswerFormat. Of those that do not refuse a chat template, the one of the highest
+        priority is chosen.
+
+        `finds`: "reasoning", "tool_calls", or both.
+        """
+        self.add_entry(ParserEntry, name, target, "module:Class", finds=tuple(finds), priority=priority, override=override)
 
 
 class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
@@ -353,6 +376,7 @@ class Registries:
     kv_kinds: KVKindRegistry = field(default_factory=KVKindRegistry)
     executors: ExecutorRegistry = field(default_factory=ExecutorRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)
+    parsers: ParserRegistry = field(default_factory=ParserRegistry)
     logits_processors: LogitsProcessorRegistry = field(default_factory=LogitsProcessorRegistry)
     scheduling_policies: SchedulingPolicyRegistry = field(default_factory=SchedulingPolicyRegistry)
     drafters: DrafterRegistry = field(default_factory=DrafterRegistry)

@@ -39,7 +39,7 @@ class DecodeStream(ABC):
     """Turns one sequence's tokens into text, as they come.
 
     All of it: the marks of reasoning and of tool calls too. Stop texts, and the places of tokens, are places in this text. What tells the
-    parts of an answer from each other does so beside it, and nothing is held back for that.
+    parts of an answer from each other, an AnswerParser, reads it, and nothing is held back here for that.
     """
 
     @abstractmethod
@@ -100,6 +100,11 @@ class Renderer(ABC):
     def has_chat_template(self) -> bool:
         """It can render conversations."""
         return True
+
+    @property
+    def chat_template_source(self) -> str:
+        """The source of the chat template; where there is none, the marks that answers may have. Answer formats are chosen by it."""
+        return ""
 
     @abstractmethod
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:

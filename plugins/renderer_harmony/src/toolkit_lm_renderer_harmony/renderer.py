@@ -73,6 +73,10 @@ class HarmonyRenderer(Renderer):
         # The last token ends the message.
         return Rendered(token_ids[:-1] if goes_on else token_ids)
 
+    @property
+    def chat_template_source(self) -> str:
+        return "<|start|>assistant<|channel|>analysis<|message|>"
+
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         """Text is text: the names of special tokens in it are none. There are no special tokens to add."""
         parsed = parse_prompt(prompt)

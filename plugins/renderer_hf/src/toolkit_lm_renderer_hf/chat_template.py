@@ -33,6 +33,8 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: type[Exception] = CheckpointError) -> None:
         environment = _environment()
+        self.source = "\n".join(sources[name] for name in ("default", "tool_use") if name in sources)
+        """Of the templates that conversations are rendered by."""
         self._special_tokens = special_tokens
         self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
         self._takes_parts = {name: self._probe(name) for name in sources}

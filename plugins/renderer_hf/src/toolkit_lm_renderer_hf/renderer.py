@@ -95,6 +95,10 @@ class HfRenderer(Renderer):
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
 
+    @property
+    def chat_template_source(self) -> str:
+        return "" if self._chat_template is None else self._chat_template.source
+
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         if isinstance(prompt, str):
             return Rendered(self._encode(prompt, "prompt", add_special_tokens=add_special_tokens))

@@ -57,6 +57,10 @@ class MistralRenderer(Renderer):
                 raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, _CHAT_OPTIONS)}", name)
         return Rendered(self._chat.encode(messages, **kwargs))
 
+    @property
+    def chat_template_source(self) -> str:
+        return self.decode(range(self._tekken.num_special_tokens))
+
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         parsed = parse_prompt(prompt)
         token_ids = parsed.get("prompt_token_ids")

@@ -1,0 +1,81 @@
+"""Answer formats: what in an answer is reasoning, what are tool calls, and what is content. Needs no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+
+class ToolCallDelta(NamedTuple):
+    """What is new of one tool call."""
+
+    index: int
+    """Of the call: 0 for the answer's first."""
+    name: str | None
+    """Of the function, with what comes first of the call; None: it came before."""
+    arguments: str
+    """Of the JSON text of an object."""
+
+
+class AnswerDelta(NamedTuple):
+    """What is new in an answer."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+class AnswerParser(ABC):
+    """Tells the parts of one answer from each other, as its text comes.
+
+    What it gives depends on the text, and not on how it is cut: the parts of all deltas together are equal for a whole answer and for any
+    stream of it. It holds back only what may begin a mark. It raises nothing, whatever a model writes: what is no call is content.
+    """
+
+    @abstractmethod
+    def push(self, text: str) -> AnswerDelta:
+        """What the text adds, of what came before too."""
+
+    @abstractmethod
+    def finish(self, *, cut: bool) -> AnswerDelta:
+        """What was held back. Ends the answer.
+
+        `cut`: the model did not end it. Of an open call, what there is of its arguments is given.
+        """
+
+    @property
+    @abstractmethod
+    def calls_tools(self) -> bool:
+        """After `finish`: there are tool calls, and all of them are whole."""
+
+
+class AnswerFormat(ABC):
+    """One way of writing reasoning, tool calls, or both. An engine has one instance, whose methods are called from several threads."""
+
+    keeps_special_tokens: ClassVar[bool] = False
+    """Its marks are special tokens: they must be in the text."""
+
+    def __init__(self, template: str) -> None:
+        """`template`: the renderer's `chat_template_source`."""
+        self.template = template
+
+    @classmethod
+    @abstractmethod
+    def refuses(cls, template: str) -> str | None:
+        """Why answers to prompts of this template are not of this format; None when they are. For a choice by the template."""
+
+    @abstractmethod
+    def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        """For one answer. `tools`: those of the request, as OpenAI has them. None: it calls none.
+
+        `prompt_end`: the last characters before the answer, which may begin it.
+        """
+
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any] | None:
+        """An answer that calls one of `tools`, several where `parallel`: a `format` of structural tags. None: that cannot be stated."""
+        return None
+
+    def after_reasoning(self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The structure of an answer in which reasoning, where there is some, comes before `structure`."""
+        return structure
