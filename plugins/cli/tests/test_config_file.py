@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 import pytest
-from toolkit_lm.config import option, options_of
+from toolkit_lm.config import VllmConfig, option, options_of
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_cli.config_file import merge_options, read_file
 
@@ -64,3 +64,15 @@ def test_a_file_may_be_empty_and_its_keys_may_have_dashes(tmp_path):
     assert read_file(file) == {"max_num_seqs": 3}
     with pytest.raises(ConfigError, match=r"absent"):
         read_file(tmp_path / "absent.yaml")
+
+
+def test_names_of_the_model_are_one_or_several(tmp_path):
+    """As a text or a list of the file, in an environment variable, and as flags that are given several times."""
+    file = tmp_path / "options.yaml"
+    names = "served_model_name"
+    for text, expected in (("one", ["one"]), ("[one, two/2]", ["one", "two/2"]), ("\n- one\n", ["one"])):
+        file.write_text(f"{names}: {text}")
+        assert merge_options(VllmConfig.options(), {}, environ={}, file=file) == {names: expected}
+    assert merge_options(VllmConfig.options(), {}, environ={"TOOLKIT_LM_SERVED_MODEL_NAME": "a,b"}, file=None) == {names: ["a", "b"]}
+    config = VllmConfig.make(**merge_options(VllmConfig.options(), {names: ["c", "d"]}, environ={}, file=None))
+    assert (config.served_model_name, config.served_model_names) == ("c", ["c", "d"])

@@ -198,9 +198,21 @@ async def test_sampling_parameters_go_by_name(client, engine):
 async def test_models_and_version(client):
     [card] = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"]) == ("fake", 64)
+    assert (card["root"], card["parent"], card["permission"][0]["allow_sampling"]) == ("fake", None, True)
     assert (await client.get("/v1/models/fake")).json() == card
     assert (await client.get("/v1/models/some/other")).status_code == 404
     assert set((await client.get("/version")).json()) == {"version"}
+
+
+async def test_each_name_of_the_model_is_served(make_engine, client_of):
+    """Answers tell the first."""
+    async with client_of(create_app(make_engine(served_model_name=["one", "two/2"]))) as client:
+        assert [card["id"] for card in (await client.get("/v1/models")).json()["data"]] == ["one", "two/2"]
+        assert (await client.get("/v1/models/two/2")).json()["id"] == "two/2"
+        for name in ("one", "two/2"):
+            assert (await client.post(COMPLETE, json={"prompt": "a", "model": name})).json()["model"] == "one"
+        wrong = await client.post(COMPLETE, json={"prompt": "a", "model": "fake"})
+        assert (wrong.status_code, wrong.json()["error"]["message"][-26:]) == (404, "server has 'one', 'two/2'.")
 
 
 async def test_tokenize_and_detokenize(client):

@@ -18,7 +18,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
 
     model: Annotated[str, option("Model folder in Hugging Face layout, hub id, or file or name that a plugin knows ('tiny').")] = "tiny"
     revision: Annotated[str | None, option("Branch, tag or commit of a hub id.")] = None
-    served_model_name: Annotated[str | None, option("Model name in the HTTP API.", none="MODEL as given")] = None
+    served_model_name: Annotated[
+        list[str] | None, option("Model name in the HTTP API. Answers tell the first of several.", none="MODEL as given")
+    ] = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
     ] = "auto"
@@ -371,8 +373,13 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         return int(parse_memory(self.cache.encoder_cache_memory)) // (hidden * (4 if self.model.dtype == "float32" else 2))
 
     @property
+    def served_model_names(self) -> list[str]:
+        return self.model.served_model_name or [self.model.model]
+
+    @property
     def served_model_name(self) -> str:
-        return self.model.served_model_name or self.model.model
+        """The first of them: what answers tell."""
+        return self.served_model_names[0]
 
     @staticmethod
     def _sections() -> dict[str, type[Struct]]:

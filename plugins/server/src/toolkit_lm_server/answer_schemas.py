@@ -218,12 +218,31 @@ class CohereEmbeddings(BaseModel):
     meta: CohereMeta
 
 
+class ModelPermission(BaseModel):
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: str | None
+    is_blocking: bool
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    """MODEL as the operator gave it."""
+    parent: str | None
     max_model_len: int
+    permission: list[ModelPermission]
 
 
 class ModelList(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +52,21 @@ if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
 
 
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+"""Of a model, as OpenAI's older clients read it."""
+
+
 class About:
     """What the server says of itself."""
 
@@ -75,6 +91,7 @@ class Served:
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
         self._created = int(time.time())
+        self._permission = _PERMISSION | {"id": f"modelperm-{uuid.uuid4().hex}", "created": self._created}
 
     async def reset_prefix_cache(self) -> dict[str, str]:
         """Forgets what is cached of prompts that were seen before. Requests under way go on."""
@@ -83,21 +100,24 @@ class Served:
 
     async def models(self) -> dict[str, Any]:
         """The models that are served."""
-        return {"object": "list", "data": [self._card()]}
+        return {"object": "list", "data": [self._card(name) for name in self._engine.config.served_model_names]}
 
     async def model(self, model: str) -> dict[str, Any]:
         """One model."""
         check_model(self._engine, model)
-        return self._card()
+        return self._card(model)
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         config = self._engine.config
         return {
-            "id": config.served_model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "toolkit-lm",
+            "root": config.model.model,
+            "parent": None,
             "max_model_len": config.max_model_len,
+            "permission": [self._permission],
         }
 
 
