@@ -56,10 +56,10 @@ def _cause(runner: ModelRunner) -> str:
 
 
 def profile(runner: ModelRunner) -> int:
-    """Bytes that the largest step takes beside weights and cache, where the cache gets a share of the memory; else 0.
+    """Bytes that the largest step and the encoder cache take beside weights and KV cache, where that gets a share of the memory; else 0.
 
     All ranks of an engine run it at the same time, before the cache is made. The allocator of a GPU keeps what the step took, so that it
-    is no longer free there, and 0 is returned. Where the system does not tell a process' peak, nothing is known.
+    is no longer free there, and does not count. Where the system does not tell a process' peak, nothing is known of the step.
     """
     cache, scheduler, on_gpu = runner.config.cache, runner.config.scheduler, runner.device.type == "cuda"
     shares = on_gpu if cache.kv_cache_memory == "auto" else isinstance(parse_memory(cache.kv_cache_memory), float)
@@ -80,7 +80,8 @@ def profile(runner: ModelRunner) -> int:
     runner.execute(plan)
     peak = _resident("VmHWM")
     runner.execute(_drop(plan))
-    return 0 if on_gpu else max(0, peak - before)
+    encoded = int(parse_memory(cache.encoder_cache_memory)) if isinstance(runner.model, MultiModalModel) else 0
+    return encoded + (0 if on_gpu else max(0, peak - before))
 
 
 def _resident(name: str) -> int:
