@@ -96,6 +96,7 @@ def test_answers_are_the_same(folder, prompts, expected, process, memory):
         assert answer(llm, prompts[0]) == expected[0]
         if not process:
             assert set(llm.engine.client._features._data) == set(mirror.held_keys(9))
+    assert process or not llm.engine.client._features._data, "a shut down engine keeps no memory"
 
 
 def test_data_is_sent_once(folder, prompts, expected, carried):

@@ -16,6 +16,9 @@ from toolkit_lm.messages import EngineOutputs, EngineRequest
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 
+_FRONT = 0
+"""There is one."""
+
 
 class InProcessClient(EngineClient):
     """Calls EngineCore. It sets neither thread counts nor CPU affinity nor signal handlers of its host app."""
@@ -40,7 +43,7 @@ class InProcessClient(EngineClient):
         self.check_process()
         if any(one.features for one in requests):
             with self.features.sending(requests) as (requests, evicted):
-                missing = self._features.take_in(0, requests, evicted)
+                missing = self._features.take_in(_FRONT, requests, evicted)
                 assert not missing, "nothing comes between both sides"
         added = []
         try:
@@ -86,3 +89,4 @@ class InProcessClient(EngineClient):
 
     def shutdown(self) -> None:
         self.core.shutdown()
+        self._features.leave(_FRONT)
