@@ -71,6 +71,7 @@ async def test_chat_stream(client):
         {},
     ]
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
+    assert [chunk["choices"][0].get("stop_reason", "") for chunk in chunks] == [""] * 4 + [None]
     assert {chunk["usage"] for chunk in chunks} == {None}
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1

@@ -92,6 +92,8 @@ class ChatDelta(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    """In the last one of a choice."""
 
 
 class ChatCompletionChunk(Head):

@@ -114,7 +114,7 @@ class ChatAnswer:
                     logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
                     chunks.append(chunk(delta.index, {"content": delta.text}, logprobs, **wanted))
                 if delta.finish_reason is not None:
-                    chunks.append(chunk(delta.index, {}, finish_reason=delta.finish_reason))
+                    chunks.append(chunk(delta.index, {}, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason))
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]
