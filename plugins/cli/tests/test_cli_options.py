@@ -183,13 +183,6 @@ def test_options_of_other_commands_are_known_and_typos_are_not(invoke, tmp_path,
         invoke("probe", "--config", file.as_posix())
 
 
-def test_the_help_shows_every_option(toolkit):
-    shown = toolkit("explain", "--help").out
-    for o in VllmConfig.options():
-        assert o.name == "model" or o.flag in shown
-    assert "MODEL" in shown and "Default: 16." in shown and "--no-trust-remote-code" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "environ", "wanted"),
     [

@@ -17,11 +17,28 @@ from toolkit_lm.plugin import Plugins
 from typer.core import TyperCommand, TyperGroup
 
 from toolkit_lm_cli import hookspecs
+from toolkit_lm_cli.help_page import Row, asked_section, help_page, section_page
 from toolkit_lm_cli.prescan import plugins_config
 from toolkit_lm_cli.registry import CommandRegistry
 
 _NAME = "cli"
 """Of this plugin."""
+_COMPLETING = "_TOOLKIT_COMPLETE"
+"""Variable by which a shell asks for completions."""
+
+
+class SectionedCommand(TyperCommand):
+    """A command with `--help=SECTION`."""
+
+    folded: Sequence[str] = ()
+    """Sections of which `--help` shows the flags' names alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _show_section(self, ctx, args)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(help_page(self, ctx, self.folded))
 
 
 class LazyGroup(TyperGroup):
@@ -34,6 +51,17 @@ class LazyGroup(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         return list(_commands(ctx).children(self.path))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _show_section(self, ctx, args[:1])
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            ctx.exit(2)
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        commands = [Row(word, text) for word, text in _commands(ctx).children(self.path).items()]
+        formatter.write(help_page(self, ctx, commands=commands))
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A stand-in with the command's name and help, for listings."""
         children = _commands(ctx).children(self.path)
@@ -43,6 +71,9 @@ class LazyGroup(TyperGroup):
         commands, word = _commands(ctx), args[0]
         children = commands.children(self.path)
         if word not in children:
+            if ctx.resilient_parsing:
+                # A shell asks for completions of it: there are none.
+                return None, None, []
             ctx.fail(f"No such command {word!r}. {nearest(word, children)}")
         name = f"{self.path} {word}".strip()
         if name in commands:
@@ -50,10 +81,10 @@ class LazyGroup(TyperGroup):
             if with_processors := getattr(target, "with_processors", None):
                 target = with_processors(ctx.find_object(Plugins).logits_processors)
             return word, _as_command(word, target), args[1:]
-        return word, LazyGroup(path=name, name=word, no_args_is_help=True), args[1:]
+        return word, LazyGroup(path=name, name=word), args[1:]
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(cls=LazyGroup, pretty_exceptions_enable=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,7 +102,7 @@ def toolkit(
     disable_plugins: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Plugins not to load.")] = None,
     plugin_option: Annotated[list[str] | None, typer.Option(metavar="NAME.KEY=VALUE", help="An option of a plugin.")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show the traceback of an error. May stand anywhere on the line.")] = False,
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """LLM inference and serving. Options of engine, server and client may also come from TOOLKIT_LM_... variables or --config's file."""
 
@@ -90,13 +121,19 @@ def run(arguments: Sequence[str]) -> int:
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     arguments = [argument for argument in own if argument != "--traceback"] + list(arguments[len(own) :])
     with warnings.catch_warnings():
+        is_completing = _COMPLETING in os.environ
         warnings.showwarning = _show_warning
+        if is_completing:
+            # What a shell asks for while somebody types gets no words between.
+            warnings.simplefilter("ignore")
         try:
             plugins = _load(plugins_config(arguments, os.environ))
             typer.main.get_command(app).main(arguments, prog_name="toolkit", obj=plugins)
         except SystemExit as done:
             return done.code if isinstance(done.code, int) else 0
         except ToolkitError as error:
+            if is_completing:
+                return 1
             if "--traceback" in own:
                 traceback.print_exception(error)
             else:
@@ -126,8 +163,18 @@ def _as_command(name: str, target: Any) -> Any:
         command.name = name
         return command
     one = typer.Typer(add_completion=False)
-    one.command(name)(target)
-    return typer.main.get_command(one)
+    one.command(name, cls=SectionedCommand)(target)
+    command = typer.main.get_command(one)
+    if isinstance(command, SectionedCommand):
+        command.folded = getattr(target, "folded_sections", ())
+    return command
+
+
+def _show_section(command: Any, ctx: Any, arguments: Sequence[str]) -> None:
+    """Prints what `--help=SECTION` among the arguments asks for, and ends."""
+    if not ctx.resilient_parsing and (asked := asked_section(arguments)) is not None:
+        typer.echo(section_page(command, ctx, asked), nl=False)
+        ctx.exit()
 
 
 def _show_warning(

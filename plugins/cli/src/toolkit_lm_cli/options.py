@@ -15,6 +15,7 @@ from toolkit_lm.config import ENV_PREFIX, Option, VllmConfig, options_of
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 
+from toolkit_lm_cli.completion import models, values_of
 from toolkit_lm_cli.config_file import merge_options, read_file
 from toolkit_lm_cli.prescan import flag_value
 from toolkit_lm_cli.registry import CommandRegistry
@@ -72,6 +73,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                 return function(**{name: made[kind] if kind in made else values[name] for name, kind in wanted.items()})
 
             _disguise(command, function, list(_parameters(function, wanted, sections, flags)), [o.name for o in options])
+            vars(command)["folded_sections"] = ("Sampling", *map(_title, _core_sections()))
             vars(command)["with_processors"] = with_processors
             return command
 
@@ -86,7 +88,8 @@ def _parameters(
     yield command_parameter("ctx", typer.Context, inspect.Parameter.empty)
     if VllmConfig in wanted.values():
         model, *_ = options_of(_core_sections()[0])
-        yield command_parameter("model", Annotated[str | None, typer.Argument(metavar="MODEL", help=flag_help(model))])
+        argument = typer.Argument(metavar="MODEL", help=flag_help(model), autocompletion=models)
+        yield command_parameter("model", Annotated[str | None, argument])
         sections = [*sections, *_core_sections()]
     own = inspect.signature(function).parameters.values()
     made = {VllmConfig, Plugins, typer.Context, *flags, *sections}
@@ -108,7 +111,7 @@ def _flag(o: Option, panel: str) -> inspect.Parameter:
     if o.is_flag:
         flag = typer.Option(f"{o.flag}/--no-{o.flag[2:]}", help=flag_help(o), rich_help_panel=panel)
         return command_parameter(o.name, Annotated[bool | None, flag])
-    flag = typer.Option(o.flag, metavar=_metavar(o), help=flag_help(o), rich_help_panel=panel)
+    flag = typer.Option(o.flag, metavar=_metavar(o), help=flag_help(o), rich_help_panel=panel, autocompletion=values_of(o))
     return command_parameter(o.name, Annotated[list[str] | None if o.is_list or o.is_mapping else str | None, flag])
 
 

@@ -20,6 +20,7 @@ from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import PluginInfo, Plugins, Registry
 from toolkit_lm.plugin.registries import by_hook
 
+from toolkit_lm_cli.completion import plugin_names
 from toolkit_lm_cli.options import engine_command
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -42,7 +43,7 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
 
 @engine_command(PluginsConfig)
 def show_plugin(
-    name: Annotated[str, typer.Argument(help="Name of the plugin, or of its distribution.")],
+    name: Annotated[str, typer.Argument(help="Name of the plugin, or of its distribution.", autocompletion=plugin_names)],
     config: PluginsConfig,
     plugins: Plugins,
     json_output: AsJson = False,
