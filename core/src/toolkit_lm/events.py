@@ -41,6 +41,10 @@ class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
     """Seconds from planning to results."""
     num_tokens: int
     """Tokens computed in the step."""
+    num_output_tokens: int = 0
+    """Tokens that sequences got of it."""
+    num_output_sequences: int = 0
+    """Those that got some."""
 
 
 class LoadEvent(Struct, frozen=True, kw_only=True, tag="load"):

@@ -158,14 +158,19 @@ class EngineCore:
         if not self.scheduler.roster.requests_in(step.plan):
             # All that it computed has ended meanwhile, perhaps long ago.
             return
-        self._outputs += self.scheduler.update(step.plan, result)
+        outputs = self.scheduler.update(step.plan, result)
+        self._outputs += outputs
         now = time.monotonic()
         # It began when the one before had ended.
         duration = now - max(step.start, self.progress_time)
         num_tokens = step.plan.num_tokens
         self.scheduler.preemption.observe(num_tokens, duration)
         if self.listening:
-            self._events.append(StepEvent(time=now, duration=duration, num_tokens=num_tokens))
+            given = [len(one.token_ids) for one in outputs if one.token_ids]
+            event = StepEvent(
+                time=now, duration=duration, num_tokens=num_tokens, num_output_tokens=sum(given), num_output_sequences=len(given)
+            )
+            self._events.append(event)
         self.scheduler.policy.observe(step.plan, duration)
         self._failures = 0
 
