@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -75,9 +76,9 @@ class ServerProcess:
         return total
 
     async def figures(self) -> dict[str, float]:
-        """/metrics, by name, labels included."""
-        lines = (await fetch(self.port, "GET", "/metrics")).body.decode().splitlines()
-        rows = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        """/metrics, by name, with the labels but for the model's."""
+        text = re.sub(r'\{model_name="[^"]*"\}|(?<=\{)model_name="[^"]*",', "", (await fetch(self.port, "GET", "/metrics")).body.decode())
+        rows = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("toolkit_lm_"): float(value) for name, value in rows}
 
     def stop(self) -> int:

@@ -147,7 +147,7 @@ def report(soak: Soak, load: Load, seconds: float) -> None:
     print(f"output tokens                {tokens} in complete answers, {tokens / seconds:.0f} a second")
     swapped = max(sample.figures["kv_cache_host_usage_ratio"] for sample in soak.samples)
     print(f"preemptions                  {figures['preemptions_total']:.0f}; up to {swapped:.0%} of the swap memory in use")
-    print(f"cached prompt tokens         {figures['cached_prompt_tokens_total']:.0f} of {figures['prompt_tokens_total']:.0f}")
+    print(f"cached prompt tokens         {figures['prefix_cache_hits_total']:.0f} of {figures['prompt_tokens_total']:.0f}")
     print(f"resident memory              start {start:.0f}, warm {warm:.0f}, end {last:.0f} MiB: {last / warm - 1:+.1%} after warm-up")
     if soak.attacked is not None:
         soak.attacked.report()

@@ -156,7 +156,9 @@ class Server:
         return httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60)
 
     def figures(self) -> dict[str, float]:
-        lines = (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))
+        """By name, with the labels but for the model's."""
+        text = self.get("/metrics").text.replace('model_name="tiny",', "").replace('{model_name="tiny"}', "")
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name.removeprefix("toolkit_lm_"): float(value) for name, value in lines}
 
     def is_idle(self) -> bool:

@@ -106,7 +106,8 @@ FOREVER = {"ignore_eos": True}
 
 def gauges(url) -> tuple[float, float, float]:
     """Running, waiting, cache usage."""
-    figures = dict(line.rsplit(" ", 1) for line in httpx.get(f"{url}/metrics").text.splitlines() if not line.startswith("#"))
+    text = httpx.get(f"{url}/metrics").text.replace('{model_name="random"}', "")
+    figures = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     names = ("num_sequences_running", "num_requests_waiting", "kv_cache_usage_ratio")
     return tuple(float(figures[f"toolkit_lm_{name}"]) for name in names)
 
@@ -394,7 +395,7 @@ def test_answers_while_plugins_configure(gated):
     assert (ready.status_code, ready.json()["status"], "retry-after" in ready.headers) == (503, "starting", True)
     for early in (httpx.post(f"{url}/v1/completions", json=LONG), httpx.get(f"{url}/gated")):
         assert (early.status_code, early.json()["error"]["code"], "retry-after" in early.headers) == (503, "engine_starting", True)
-    assert 'toolkit_lm_engine_status{status="starting"} 1.0' in httpx.get(f"{url}/metrics").text
+    assert 'toolkit_lm_engine_status{model_name="random",status="starting"} 1.0' in httpx.get(f"{url}/metrics").text
     gate.touch()
     assert server.url() == url
     assert (httpx.get(f"{url}/health").json(), httpx.get(f"{url}/gated").json()) == ({"status": "ready"}, ["random"])
@@ -648,7 +649,7 @@ def test_a_broken_plugin_is_warned_of_once(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     server = Server(str(checkpoint), *FLAGS, "--port", "0", "--log-level", "warning")
     try:
-        assert 'toolkit_lm_engine_status{status="ready"} 1.0' in httpx.get(f"{server.url()}/metrics").text
+        assert 'toolkit_lm_engine_status{model_name="random",status="ready"} 1.0' in httpx.get(f"{server.url()}/metrics").text
         server.process.send_signal(signal.SIGTERM)
         code, errors = server.end()
     finally:

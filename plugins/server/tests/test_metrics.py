@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
-from toolkit_lm import LLM
+from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import QueueFullError
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
+from toolkit_lm.frontend.health import Health
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.metric_names import VLLM_NAMES
 from toolkit_lm_server.metrics import Metrics
 
 pytestmark = pytest.mark.anyio
@@ -29,7 +36,13 @@ async def client(engine, metrics, client_of):
 async def figures(client) -> dict[str, float]:
     response = await client.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
-    lines = (line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
+    return parsed(response.text)
+
+
+def parsed(text: str) -> dict[str, float]:
+    """By name, with the labels but for the model's."""
+    bare = text.replace('model_name="fake",', "").replace('{model_name="fake"}', "")
+    lines = (line.rsplit(" ", 1) for line in bare.splitlines() if not line.startswith("#"))
     return {name.removeprefix("toolkit_lm_"): float(value) for name, value in lines}
 
 
@@ -38,20 +51,25 @@ async def test_a_requests_life(client, metrics):
     for kind, time in (("queued", 10.0), ("scheduled", 11.0), ("preempted", 11.5)):
         metrics.toolkit_event(RequestEvent(kind=kind, time=time, **REQUEST))
     metrics.toolkit_event(RequestEvent(kind="first_token", time=12.0, num_cached_tokens=4, **REQUEST))
-    end = {"num_output_tokens": 5, "first_token_time": 12.0, "finish_reason": "length"}
+    end = {"num_output_tokens": 5, "scheduled_time": 11.0, "first_token_time": 12.0, "finish_reason": "length"}
     metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, **REQUEST, **end))
-    metrics.toolkit_event(StepEvent(time=14.0, duration=0.5, num_tokens=8))
+    metrics.toolkit_event(StepEvent(time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5, num_output_sequences=5))
     expected = {
         "preemptions_total": 1,
         "prompt_tokens_total": 7,
-        "cached_prompt_tokens_total": 4,
-        "prefix_cache_hits_total": 1,
+        "prefix_cache_queries_total": 7,
+        "prefix_cache_hits_total": 4,
         "generation_tokens_total": 5,
         'requests_finished_total{reason="length"}': 1,
         "request_queue_time_seconds_sum": 1,
         "time_to_first_token_seconds_sum": 2,
         "time_per_output_token_seconds_sum": 0.5,
         "e2e_request_latency_seconds_sum": 4,
+        "request_prefill_time_seconds_sum": 1,
+        "request_decode_time_seconds_sum": 2,
+        "request_inference_time_seconds_sum": 3,
+        "request_prompt_tokens_sum": 7,
+        "request_generation_tokens_sum": 5,
         "step_duration_seconds_sum": 0.5,
         "step_tokens_sum": 8,
     }
@@ -67,8 +85,8 @@ async def test_pooled_prompts_count(client, metrics):
     assert cached[2] >= 16 and cached[0] == 0
     expected = {
         "prompt_tokens_total": sum(len(output.prompt_token_ids) for output in outputs),
-        "cached_prompt_tokens_total": sum(cached),
-        "prefix_cache_hits_total": sum(count > 0 for count in cached),
+        "prefix_cache_queries_total": sum(len(output.prompt_token_ids) for output in outputs),
+        "prefix_cache_hits_total": sum(cached),
         'requests_finished_total{reason="stop"}': 4,
         "time_to_first_token_seconds_count": 0,
     }
@@ -88,7 +106,7 @@ async def test_requests_that_are_ended_from_outside(client, metrics):
     found = await figures(client)
     assert found['requests_aborted_total{reason="abort"}'] == 1
     assert found['requests_aborted_total{reason="timeout"}'] == 2
-    assert (found["generation_tokens_total"], found["e2e_request_latency_seconds_count"]) == (6, 0)
+    assert found["e2e_request_latency_seconds_count"] == 0
 
 
 async def test_load(client, metrics):
@@ -115,6 +133,101 @@ async def test_refusals_and_the_engines_status(client, engine):
     assert refused == {'requests_refused_total{status="429"}': 1, 'requests_refused_total{status="503"}': 1}
     assert (found['engine_status{status="restarting"}'], found['engine_status{status="ready"}']) == (1, 0)
     assert (found["engine_restarts"], found["num_prompt_tokens_waiting"]) == (2, 9)
+
+
+def test_the_time_between_tokens(metrics):
+    """First tokens follow none, and of accepted drafts several come at a time."""
+    load = LoadEvent(time=0, num_running=1, num_waiting=0, num_used_blocks=0, num_total_blocks=1)
+    first = RequestEvent(kind="first_token", time=5.0, num_sequences=2, **REQUEST)
+    for step, *others in (
+        ((5.0, 2, 2), first),
+        ((5.5, 3, 3), RequestEvent(kind="first_token", time=5.5, **REQUEST)),
+        ((5.6, 0, 0),),
+        ((6.6, 8, 4),),
+    ):
+        time, tokens, sequences = step
+        event = StepEvent(time=time, duration=0.1, num_tokens=9, num_output_tokens=tokens, num_output_sequences=sequences)
+        for one in (event, *others, load):
+            metrics.toolkit_event(one)
+    found = parsed(metrics.text().decode().replace('{model_name=""}', ""))
+    assert found["inter_token_latency_seconds_count"] == 2 + 8
+    assert found["inter_token_latency_seconds_sum"] == pytest.approx(2 * 0.5 + 8 * 0.5)
+    assert found["generation_tokens_total"] == 13
+
+
+def test_the_time_between_an_engines_tokens(metrics):
+    with LLM("tiny", plugins=[metrics]) as llm:
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        llm.generate(["Once upon", "a time"], params, use_tqdm=False)
+    found = parsed(metrics.text().decode().replace('{model_name=""}', ""))
+    assert (found["generation_tokens_total"], found["inter_token_latency_seconds_count"]) == (12, 10)
+    lengths = [found[f"request_{side}_tokens_count"] for side in ("prompt", "generation")]
+    assert (lengths, found["request_generation_tokens_sum"]) == ([2, 2], 12)
+
+
+def names(metrics: Metrics) -> dict[str, str]:
+    return dict(re.findall(r"^# TYPE (\S+) (\S+)$", metrics.text().decode(), re.MULTILINE))
+
+
+def test_the_names_of_vllm(metrics):
+    """All that it has and we can tell; the others keep ours, and no figure is told twice."""
+    own, others = names(metrics), names(Metrics(names="vllm"))
+    assert sorted(own.values()) == sorted(others.values())
+    assert {name for name in others if name.startswith("vllm:")} == {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+        "vllm:request_prompt_tokens",
+        "vllm:request_generation_tokens",
+        "vllm:iteration_tokens_total",
+        "vllm:time_to_first_token_seconds",
+        "vllm:inter_token_latency_seconds",
+        "vllm:request_time_per_output_token_seconds",
+        "vllm:e2e_request_latency_seconds",
+        "vllm:request_queue_time_seconds",
+        "vllm:request_prefill_time_seconds",
+        "vllm:request_decode_time_seconds",
+        "vllm:request_inference_time_seconds",
+    }
+    assert len(VLLM_NAMES) == 20
+
+
+async def test_the_labels_of_vllm(engine, client_of):
+    metrics = Metrics(names="vllm")
+    metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, finish_reason="stop", **REQUEST))
+    async with client_of(create_app(engine, metrics=metrics)) as client:
+        text = (await client.get("/metrics")).text
+    assert 'vllm:request_success_total{engine="0",finished_reason="stop",model_name="fake"} 1.0' in text
+    assert 'vllm:num_requests_running{engine="0",model_name="fake"} 0.0' in text
+    assert 'vllm:e2e_request_latency_seconds_bucket{engine="0",le="5.0",model_name="fake"} 1.0' in text
+    assert 'toolkit_lm_engine_status{model_name="fake",status="ready"} 1.0' in text
+
+
+def test_the_page_names_what_vllm_has():
+    text = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
+    rows = dict(re.findall(r"^\| `toolkit_lm_(\w+)` \| `(vllm:\w+)` \|$", text, re.MULTILINE))
+    own, others = names(Metrics()), names(Metrics(names="vllm"))
+    assert rows == {
+        ours.removeprefix("toolkit_lm_"): theirs for ours, theirs in zip(own, others, strict=True) if theirs.startswith("vllm:")
+    }
+
+
+def test_processes(metrics):
+    metrics.observe(SimpleNamespace(health=lambda: Health("ready"), num_restarts=0, num_queued_tokens=0, engine=engine_of(os.getpid())))
+    found = parsed(metrics.text().decode())
+    assert found["process_resident_memory_bytes"] == found["engine_process_resident_memory_bytes"] > 0
+    metrics.observe(SimpleNamespace(health=lambda: Health("dead"), num_restarts=0, num_queued_tokens=0, engine=engine_of(None)))
+    assert not [name for name in parsed(metrics.text().decode()) if name.startswith("engine_process")]
+
+
+def engine_of(pid: int | None) -> SimpleNamespace:
+    return SimpleNamespace(client=SimpleNamespace(process=SimpleNamespace(pid=pid)))
 
 
 async def test_two_metrics_do_not_meet(metrics):

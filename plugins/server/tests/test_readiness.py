@@ -76,7 +76,7 @@ async def test_an_engine_that_is_being_made(engine, client_of):
                     else:
                         assert first.text == second.text, path
                     assert (first.status_code, first.headers) == (second.status_code, second.headers), path
-        assert (await one.get("/metrics", headers=key)).text.count('toolkit_lm_engine_status{status="starting"} 1.0') == 1
+        assert (await one.get("/metrics", headers=key)).text.count('toolkit_lm_engine_status{model_name="",status="starting"} 1.0') == 1
         # Whether there will be such a route is not known yet.
         assert (await one.get("/of-a-plugin", headers=key)).status_code == 503
 

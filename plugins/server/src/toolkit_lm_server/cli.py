@@ -39,7 +39,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     """Serve a model over HTTP, with OpenAI's API."""
     if config.scheduler.scheduling_policy is None:
         config = config.replace(scheduling_policy="fair")
-    metrics = Metrics()
+    metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
     plugins.add_listener(metrics.name, metrics.toolkit_event)
     # What can fail at once does so before the engine starts.
     check_names(plugins, options.routes)
@@ -75,7 +75,7 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
 
         return create_render_app(rendering, options, metrics=metrics, readiness=readiness)
 
-    _run(make, make_app, options, Metrics())
+    _run(make, make_app, options, Metrics(model_name=config.served_model_name, names=options.metrics_names))
 
 
 def _run(

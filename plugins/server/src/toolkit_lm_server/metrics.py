@@ -1,18 +1,29 @@
-"""Figures of the engine for Prometheus."""
+"""Figures of the engine, of HTTP requests and of processes, for Prometheus."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.plugin import hookimpl
+
+from toolkit_lm_server.metric_names import named
+from toolkit_lm_server.options import MetricNames
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend.health import Health
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_LENGTHS = (*_TOKENS, 32768, 65536, 131072, 262144)
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 _STATUSES = ("starting", "ready", "stalled", "restarting", "dead", "closed")
 
@@ -29,6 +40,35 @@ class Watched(Protocol):
     def num_queued_tokens(self) -> int: ...
 
 
+@dataclass(slots=True)
+class Totals:
+    """Tokens since the start."""
+
+    prompt: int = 0
+    cached: int = 0
+    output: int = 0
+
+
+class Intervals(Collector):
+    """A histogram of seconds that takes as many equal values at once as one likes."""
+
+    def __init__(self, name: str, help: str, registry: CollectorRegistry) -> None:
+        self._name, self._help = name, help
+        self._counts = [0] * (len(_LATENCY) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, seconds: float, count: int) -> None:
+        """So many times."""
+        self._counts[bisect_left(_LATENCY, seconds)] += count
+        self._sum += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*(str(float(bound)) for bound in _LATENCY), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._help, buckets=buckets, sum_value=self._sum)
+
+
 class Metrics:
     """A plugin that watches the engine's events: give it to `AsyncLLM(config, plugins=[metrics])`, then to `create_app`.
 
@@ -37,7 +77,17 @@ class Metrics:
 
     name = "server-metrics"
 
-    def __init__(self) -> None:
+    def __init__(self, *, model_name: str = "", names: MetricNames = "toolkit-lm") -> None:
+        """`model_name`: the label of all figures of the engine. `names`: whose names they have."""
+        self.model_name = model_name
+        self.totals = Totals()
+        self.load: LoadEvent | None = None
+        """The latest."""
+        self._names = names
+        self._step_end = 0.0
+        self._gap, self._num_later = 0.0, 0
+        """Seconds to the last step's tokens from those before them, and how many there are that were no sequence's first."""
+        self._engine_pid: int | None = None
         self.registry = CollectorRegistry()
         self._running = self._gauge("num_sequences_running", "Sequences of the requests that have a place in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
@@ -48,9 +98,9 @@ class Metrics:
         self._status = Gauge("toolkit_lm_engine_status", "1 for the engine's status, 0 for others.", ["status"], registry=self.registry)
         self._preemptions = self._counter("preemptions", "Requests that lost their place in the batch for want of blocks.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that got a first token, or were pooled.")
-        self._cached_tokens = self._counter("cached_prompt_tokens", "Of these, tokens whose keys and values were in the cache.")
-        self._hits = self._counter("prefix_cache_hits", "Requests of which a part of the prompt was in the cache.")
-        self._generation_tokens = self._counter("generation_tokens", "Output tokens of ended requests.")
+        self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+        self._hits = self._counter("prefix_cache_hits", "Of these, tokens whose keys and values were in the cache.")
+        self._generation_tokens = self._counter("generation_tokens", "Output tokens, as they come.")
         self._finished = Counter(
             "toolkit_lm_requests_finished",
             "Ended requests of the engine, by reason: each input of an HTTP request is one.",
@@ -63,12 +113,32 @@ class Metrics:
         self._refused = Counter("toolkit_lm_requests_refused", "Requests not taken, by HTTP status.", ["status"], registry=self.registry)
         self._queue_time = self._seconds("request_queue_time_seconds", "From arrival to a place in the batch.")
         self._first_token = self._seconds("time_to_first_token_seconds", "From arrival to the first output token.")
+        self._between = Intervals(
+            "toolkit_lm_inter_token_latency_seconds", "Seconds: From one token of a sequence to the next.", self.registry
+        )
         self._per_token = self._seconds("time_per_output_token_seconds", "Mean time of a request's output tokens after the first.")
+        self._prefill = self._seconds("request_prefill_time_seconds", "From a place in the batch to the first output token.")
+        self._decode = self._seconds("request_decode_time_seconds", "From the first output token to the end.")
+        self._inference = self._seconds("request_inference_time_seconds", "From a place in the batch to the end.")
         self._latency = self._seconds("e2e_request_latency_seconds", "From arrival to the end.")
+        self._prompt_length = self._lengths("request_prompt_tokens", "Prompt tokens of an ended request.")
+        self._output_length = self._lengths("request_generation_tokens", "Output tokens of an ended request, over its sequences.")
         self._step_time = self._seconds("step_duration_seconds", "Of one step of the engine.")
         self._step_tokens = Histogram(
             "toolkit_lm_step_tokens", "Tokens computed in one step of the engine.", buckets=_TOKENS, registry=self.registry
         )
+        self._http_requests = Counter(
+            "http_requests", "HTTP requests, by route, method and class of status.", ["handler", "method", "status"], registry=self.registry
+        )
+        self._http_time = Histogram(
+            "http_request_duration_seconds",
+            "Seconds: From a request's headers to its answer's end.",
+            ["handler", "method"],
+            buckets=_LATENCY,
+            registry=self.registry,
+        )
+        ProcessCollector(registry=self.registry)
+        ProcessCollector("toolkit_lm_engine", pid=lambda: self._engine_pid or 0, registry=self.registry)
 
     @hookimpl
     def toolkit_event(self, event: Event) -> None:
@@ -76,9 +146,13 @@ class Metrics:
             case RequestEvent():
                 self._request(event)
             case StepEvent():
-                self._step_time.observe(event.duration)
-                self._step_tokens.observe(event.num_tokens)
+                self._step(event)
             case LoadEvent():
+                # It comes last, after the first tokens.
+                if self._num_later > 0:
+                    self._between.observe(self._gap, self._num_later)
+                    self._num_later = 0
+                self.load = event
                 self._running.set(event.num_running)
                 self._waiting.set(event.num_waiting)
                 self._cache_usage.set(event.num_used_blocks / max(event.num_total_blocks, 1))
@@ -89,8 +163,17 @@ class Metrics:
         if status in (429, 503):
             self._refused.labels(str(status)).inc()
 
+    def answered(self, handler: str, method: str, status: int, seconds: float) -> None:
+        """An HTTP request is over. `handler`: its route's template, of which there are few."""
+        method = method if method in _METHODS else "other"
+        self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
+        self._http_time.labels(handler, method).observe(seconds)
+
     def observe(self, engine: Watched) -> None:
         """Takes in what no event tells."""
+        self.model_name = getattr(engine, "served_model_name", self.model_name)
+        client = getattr(getattr(engine, "engine", None), "client", None)
+        self._engine_pid = getattr(getattr(client, "process", None), "pid", None)
         status = engine.health().status
         for one in _STATUSES:
             self._status.labels(one).set(one == status)
@@ -99,7 +182,18 @@ class Metrics:
 
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(named(self.registry, self._names, self.model_name))
+
+    def _step(self, event: StepEvent) -> None:
+        self._step_time.observe(event.duration)
+        self._step_tokens.observe(event.num_tokens)
+        self._generation_tokens.inc(event.num_output_tokens)
+        self.totals.output += event.num_output_tokens
+        self._step_end, before = event.time, self._step_end
+        if event.num_output_tokens:
+            # A sequence that runs gets tokens in each step, several where drafts are accepted.
+            self._gap = (event.time - before) * event.num_output_sequences / event.num_output_tokens
+            self._num_later = event.num_output_tokens
 
     def _request(self, event: RequestEvent) -> None:
         since_arrival = event.time - event.arrival_time
@@ -109,26 +203,40 @@ class Metrics:
             case "preempted":
                 self._preemptions.inc()
             case "first_token":
+                self._num_later -= event.num_sequences
                 self._first_token.observe(since_arrival)
                 self._prompt(event)
             case "aborted":
-                self._generation_tokens.inc(event.num_output_tokens)
                 self._aborted.labels(event.finish_reason).inc()
             case "finished":
-                self._latency.observe(since_arrival)
-                self._generation_tokens.inc(event.num_output_tokens)
                 self._finished.labels(event.finish_reason).inc()
                 if event.first_token_time is None and event.finish_reason != "error":
                     # Only what is pooled ends well without a token.
                     self._prompt(event)
-                each = event.num_output_tokens / event.num_sequences
-                if event.first_token_time is not None and each > 1:
-                    self._per_token.observe((event.time - event.first_token_time) / (each - 1))
+                self._times(event)
+
+    def _times(self, event: RequestEvent) -> None:
+        """Of a request that has ended by itself."""
+        self._latency.observe(event.time - event.arrival_time)
+        self._prompt_length.observe(event.num_prompt_tokens)
+        self._output_length.observe(event.num_output_tokens)
+        if event.scheduled_time is not None:
+            self._inference.observe(event.time - event.scheduled_time)
+        if event.first_token_time is None:
+            return
+        if event.scheduled_time is not None:
+            self._prefill.observe(event.first_token_time - event.scheduled_time)
+        decode, each = event.time - event.first_token_time, event.num_output_tokens / event.num_sequences
+        self._decode.observe(decode)
+        if each > 1:
+            self._per_token.observe(decode / (each - 1))
 
     def _prompt(self, event: RequestEvent) -> None:
         self._prompt_tokens.inc(event.num_prompt_tokens)
-        self._cached_tokens.inc(event.num_cached_tokens)
-        self._hits.inc(event.num_cached_tokens > 0)
+        self._queries.inc(event.num_prompt_tokens)
+        self._hits.inc(event.num_cached_tokens)
+        self.totals.prompt += event.num_prompt_tokens
+        self.totals.cached += event.num_cached_tokens
 
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"toolkit_lm_{name}", help, registry=self.registry)
@@ -138,3 +246,6 @@ class Metrics:
 
     def _seconds(self, name: str, help: str) -> Histogram:
         return Histogram(f"toolkit_lm_{name}", f"Seconds: {help}", buckets=_LATENCY, registry=self.registry)
+
+    def _lengths(self, name: str, help: str) -> Histogram:
+        return Histogram(f"toolkit_lm_{name}", help, buckets=_LENGTHS, registry=self.registry)

@@ -10,6 +10,8 @@ from msgspec import Struct, field
 from toolkit_lm.config import option, parse_memory
 from toolkit_lm.errors import ConfigError
 
+MetricNames = Literal["toolkit-lm", "vllm"]
+
 CLIENT = "client"
 """The key of a request's context that says whose it is."""
 _MOST_CONNECTIONS = 10_000
@@ -57,6 +59,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("Log level of the HTTP server.")] = "info"
     access_log: Annotated[bool, option("Log each HTTP request.")] = True
+    metrics_names: Annotated[
+        MetricNames, option("Names of the metrics: this project's, or vLLM's for those that it has, for dashboards that know them.")
+    ] = "toolkit-lm"
     shutdown_timeout: Annotated[int, option("Seconds that running requests get to finish when the server stops.", ge=0)] = 10
 
     def __post_init__(self) -> None:

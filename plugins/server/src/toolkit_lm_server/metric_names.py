@@ -1,0 +1,85 @@
+"""The names of metrics: our own, or vLLM's for those that it has, so that its dashboards work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from toolkit_lm_server.options import MetricNames
+
+_PREFIX = "toolkit_lm_"
+
+
+class VllmName(NamedTuple):
+    """What vLLM calls a metric."""
+
+    name: str
+    labels: Mapping[str, str] = {}
+    """By our label, its own."""
+
+
+VLLM_NAMES = {
+    "num_sequences_running": VllmName("num_requests_running"),
+    "num_requests_waiting": VllmName("num_requests_waiting"),
+    "kv_cache_usage_ratio": VllmName("kv_cache_usage_perc"),
+    "prefix_cache_queries": VllmName("prefix_cache_queries"),
+    "prefix_cache_hits": VllmName("prefix_cache_hits"),
+    "preemptions": VllmName("num_preemptions"),
+    "prompt_tokens": VllmName("prompt_tokens"),
+    "generation_tokens": VllmName("generation_tokens"),
+    "requests_finished": VllmName("request_success", {"reason": "finished_reason"}),
+    "request_prompt_tokens": VllmName("request_prompt_tokens"),
+    "request_generation_tokens": VllmName("request_generation_tokens"),
+    "step_tokens": VllmName("iteration_tokens_total"),
+    "time_to_first_token_seconds": VllmName("time_to_first_token_seconds"),
+    "inter_token_latency_seconds": VllmName("inter_token_latency_seconds"),
+    "time_per_output_token_seconds": VllmName("request_time_per_output_token_seconds"),
+    "e2e_request_latency_seconds": VllmName("e2e_request_latency_seconds"),
+    "request_queue_time_seconds": VllmName("request_queue_time_seconds"),
+    "request_prefill_time_seconds": VllmName("request_prefill_time_seconds"),
+    "request_decode_time_seconds": VllmName("request_decode_time_seconds"),
+    "request_inference_time_seconds": VllmName("request_inference_time_seconds"),
+}
+"""By our name, without its prefix."""
+
+
+class _Named(Collector):
+    """A registry's metrics under other names, those of the engine with labels that say which it is."""
+
+    def __init__(self, registry: CollectorRegistry, names: MetricNames, model_name: str) -> None:
+        self._registry = registry
+        self._names = names
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            short = family.name.removeprefix(_PREFIX)
+            if short == family.name or short.startswith("engine_process_"):
+                yield _renamed(family, family.name, {}, {})
+            elif self._names == "vllm" and (other := VLLM_NAMES.get(short)) is not None:
+                yield _renamed(family, f"vllm:{other.name}", {"engine": "0", "model_name": self._model_name}, other.labels)
+            else:
+                yield _renamed(family, family.name, {"model_name": self._model_name}, {})
+
+
+def named(registry: CollectorRegistry, names: MetricNames, model_name: str) -> Collector:
+    """What there is in a registry, as it is told."""
+    return _Named(registry, names, model_name)
+
+
+def _renamed(family: Metric, name: str, labels: dict[str, str], others: Mapping[str, str]) -> Metric:
+    made = Metric(name, family.documentation, family.type)
+    made.samples = [
+        sample._replace(
+            name=name + sample.name.removeprefix(family.name),
+            labels=labels | {others.get(label, label): value for label, value in sample.labels.items()},
+        )
+        for sample in family.samples
+        # When each series began is told by process_start_time_seconds well enough.
+        if not sample.name.endswith("_created")
+    ]
+    return made
