@@ -222,6 +222,48 @@ def test_what_cannot_be_cut_saves_up(encodes):
     assert granted == [0] * 19 + [100, 0]
 
 
+@pytest.mark.parametrize("num_decodes", [10, 60])
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_needs_nearly_a_whole_step_does_not_starve(num_decodes, waits):
+    """An image of 60 tokens, which cannot be cut, beside rows that decode for ever: where they leave too little, they leave room once."""
+    policy = FairPolicy(SchedulerConfig(max_num_seqs=80))
+    decodes, whole = [request("a", 1) for _ in range(num_decodes)], request("b", 60)
+    for one in (*decodes, whole):
+        one.sort_key = (0.0,)
+    whole.chunkable, whole.leader.num_computed_tokens = False, int(not waits)
+    granted, waited = [], 0
+    while not granted or granted[-1] < 60:
+        policy.begin_step(decodes if waits else [*decodes, whole], [whole] if waits else [])
+        budget, computed = 64, 0
+        for one in decodes:
+            tokens = min(policy.grant(one, budget), 1)
+            budget -= tokens
+            computed += tokens
+        granted.append(min(policy.grant(whole, budget), 60) if budget else 0)
+        granted[-1] *= granted[-1] == 60
+        waited += 1
+        assert waited < 40
+        assert granted[-1] or computed, "somebody gets on"
+    assert computed == 4, "the room beside it is used"
+    policy.begin_step(decodes, [])
+    assert sum(min(policy.grant(one, 64), 1) for one in decodes) == num_decodes
+
+
+def test_steps_that_are_left_room_in_are_rare():
+    """One that has no blocks, though it has room, does not slow the others much."""
+    policy = FairPolicy(SchedulerConfig(max_num_seqs=80))
+    decodes, whole = [request("a", 1) for _ in range(60)], request("b", 60)
+    for one in (*decodes, whole):
+        one.sort_key = (0.0,)
+    whole.chunkable, computed = False, []
+    for _ in range(80):
+        policy.begin_step(decodes, [whole])
+        computed.append(sum(min(policy.grant(one, 64 - index), 1) for index, one in enumerate(decodes)))
+        policy.grant(whole, 64 - computed[-1])
+    assert 5 <= computed.count(4) <= 10
+    assert set(computed) == {4, 60}
+
+
 def test_a_client_leaves_places_free():
     policy = FairPolicy(SchedulerConfig(max_num_seqs=64))
     flood, late = [request("a", 1) for _ in range(100)], request("b", 1)

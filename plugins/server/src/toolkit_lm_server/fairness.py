@@ -29,6 +29,9 @@ _LOOKED_AT = 16
 _KEPT_FREE = 32
 """One place of so many is for clients who run nothing yet."""
 
+_BETWEEN = 8
+"""Steps from one that others leave room in to the next."""
+
 
 class FairPolicy(SchedulingPolicy):
     """One client's flood delays its own requests first.
@@ -39,7 +42,8 @@ class FairPolicy(SchedulingPolicy):
     - **Places**: a client leaves some free. Where there is none, or no block, the client that runs most sequences has its last request
       preempted, once in its life, for one that would run fewer.
     - **A step** is shared by max-min fairness. It takes at most about 1.25 times as long as if all clients wanted as little as the one
-      that wants least. A prompt that cannot be cut is computed once its client's shares have come to its length.
+      that wants least. A prompt that cannot be cut is computed once its client's shares have come to its length. Where those before it
+      leave too little of the step, they leave room for it in the next one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -56,6 +60,12 @@ class FairPolicy(SchedulingPolicy):
         """Tokens that clients may still compute in the step that is planned. None: as many as they want."""
         self._saved: dict[str, int] = {}
         """Tokens that clients could not use in the step before, since what they wanted cannot be cut."""
+        self._owed: int | None = None
+        """Number of the request that the next step, or the one that is planned, leaves room for."""
+        self._reserved = 0
+        """Tokens of that room, in the step that is planned."""
+        self._rest = 0
+        """Steps until one may leave room again."""
         self._computes = True
         """The step that is planned, or was planned last, computes something."""
         self._cost = StepCost()
@@ -76,11 +86,21 @@ class FairPolicy(SchedulingPolicy):
         self._running = {request.number for request in running}
         saved, self._left, self._saved = self._saved, None, {}
         waiting = self._with_places(waiting)
+        self._reserve(running, waiting)
         # Where a step has computed nothing, the next one is not shared: somebody must get on.
         idle, self._computes = not self._computes, False
         if not idle and len({*self._held, *map(_client, waiting)}) > 1:
             self._share(running, waiting, saved)
         return waiting
+
+    def _reserve(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+        """Of a step, for the request that is owed it."""
+        self._reserved, self._rest = 0, max(0, self._rest - 1)
+        if self._owed is not None and self._rest == 0:
+            self._reserved = next((one.least_tokens for one in (*running, *waiting) if one.number == self._owed), 0)
+            self._rest = _BETWEEN
+        if not self._reserved:
+            self._owed = None
 
     def _with_places(self, waiting: Sequence[Request]) -> list[Request]:
         """Those that their clients have places for. Only the first ones of each client are looked at: there may be thousands."""
@@ -117,19 +137,34 @@ class FairPolicy(SchedulingPolicy):
         waits = request.number not in self._running
         if waits and not self._has_place(request, client):
             return 0
-        granted = budget if self._left is None else self._take(request, client, budget)
+        granted = self._granted(request, client, budget)
         self._computes = self._computes or granted > 0
         if waits and granted:
             self._held[client] += request.num_rows
         return granted
+
+    def _granted(self, request: Request, client: str, budget: int) -> int:
+        if self._reserved and request.number == self._owed:
+            # Its shares have come to so much already.
+            self._owed, self._reserved = None, 0
+            if self._left is not None:
+                self._left[client] = 0
+            return budget
+        budget = max(0, budget - self._reserved)
+        if self._owed is None and self._left_of(client) >= request.least_tokens > budget:
+            self._owed = request.number
+        return budget if self._left is None else self._take(request, client, budget)
+
+    def _left_of(self, client: str) -> float:
+        return math.inf if self._left is None else self._left.get(client, 0)
 
     def _take(self, request: Request, client: str, budget: int) -> int:
         assert self._left is not None, "the step is shared"
         left = self._left.get(client, 0)
         granted = min(left, request.num_wanted_tokens, budget)
         if granted < (least := request.least_tokens):
-            if left < least:
-                self._saved[client], self._left[client] = left, 0
+            self._saved[client] = min(left, least)
+            self._left[client] = left - self._saved[client]
             return 0
         self._left[client] = left - granted
         return granted
