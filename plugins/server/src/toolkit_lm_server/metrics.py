@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -83,6 +83,8 @@ class Metrics:
         self.totals = Totals()
         self.load: LoadEvent | None = None
         """The latest."""
+        self.tap: Callable[[Event], object] | None = None
+        """Called with each event, in the thread that it comes in. It must not fail."""
         self._names = names
         self._step_end = 0.0
         self._gap, self._num_later = 0.0, 0
@@ -142,6 +144,8 @@ class Metrics:
 
     @hookimpl
     def toolkit_event(self, event: Event) -> None:
+        if self.tap is not None:
+            self.tap(event)
         match event:
             case RequestEvent():
                 self._request(event)

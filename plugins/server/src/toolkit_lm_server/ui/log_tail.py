@@ -1,0 +1,63 @@
+"""The last lines of the server's log."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+_LINES = 200
+_MOST_CHARACTERS = 500
+_OWN = ("toolkit_lm", "uvicorn.error")
+"""Loggers whose records are kept, with those below them. The access log is none of them: paths may say anything."""
+
+
+class Line(NamedTuple):
+    """A record of the log, without its traceback."""
+
+    number: int
+    time: float
+    level: str
+    text: str
+
+
+class LogTail(logging.Handler):
+    """Keeps the last lines of the toolkit's own loggers, and nothing of other libraries'. A line is cut, has no control characters, and
+    none of `secrets`."""
+
+    def __init__(self, secrets: Iterable[str] = ()) -> None:
+        super().__init__(logging.INFO)
+        self._secrets = [secret for secret in secrets if secret]
+        self._lines: deque[Line] = deque(maxlen=_LINES)
+        self._count = 0
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """While the handlers of other loggers stay as they are."""
+        loggers = [logging.getLogger(name) for name in _OWN]
+        for one in loggers:
+            one.addHandler(self)
+        try:
+            yield
+        finally:
+            for one in loggers:
+                one.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except Exception:
+            self.handleError(record)
+            return
+        for secret in self._secrets:
+            text = text.replace(secret, "***")
+        text = "".join(one if one.isprintable() else " " for one in text[:_MOST_CHARACTERS])
+        self._count += 1
+        self._lines.append(Line(self._count, record.created, record.levelname.lower(), text))
+
+    def since(self, number: int) -> list[Line]:
+        """The lines after the one with this number."""
+        with self.lock or logging.Lock():
+            return [line for line in self._lines if line.number > number]

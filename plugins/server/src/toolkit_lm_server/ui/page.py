@@ -1,0 +1,126 @@
+"""The page, and the stream of what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+from toolkit_lm import __version__
+
+from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.metrics import Metrics
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.ui.log_tail import LogTail
+from toolkit_lm_server.ui.watch import PERIOD, Watch
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+
+    from toolkit_lm_server.route import Readiness
+
+_MOST_ONLOOKERS = 8
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# It loads what it needs from this server, and nothing from elsewhere; no text of a model becomes code.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+
+
+class Page:
+    """A page with a chat and a live view of the engine. It may be loaded by all; what it shows is behind the API key."""
+
+    def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
+        # Where clients have keys of their own, they are strangers to each other.
+        self._is_private = options.api_keys_file is None
+        self._needs_key = options.needs_key
+        self.log = LogTail([options.api_key or ""])
+        self.watch = Watch(metrics, shows_requests=self._is_private)
+        folder = files("toolkit_lm_server.ui") / "static"
+        self._files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name[file.name.rfind(".") :] in _KINDS}
+
+    def add_routes(self, router: APIRouter, kind: type[APIRoute], readiness: Readiness, engine: AsyncLLM | None) -> None:
+        """`kind`: of the route that is behind the API key. `engine`: None while it is being made."""
+        options: dict[str, Any] = {"response_model": None, "include_in_schema": False, "methods": ["GET", "HEAD"]}
+        router.add_api_route("/", self._file("index.html"), route_class_override=APIRoute, **options)
+        for name in self._files:
+            router.add_api_route(f"/ui/{name}", self._file(name), route_class_override=APIRoute, **options)
+
+        async def events() -> Response:
+            """What the page shows, as it changes."""
+            if self.watch.num_onlookers >= _MOST_ONLOOKERS:
+                raise ApiError(429, f"{_MOST_ONLOOKERS} pages are open already.", code="rate_limit_exceeded")
+            stream = self._events(readiness, engine)
+            return EventStream(stream, stream)
+
+        router.add_api_route("/ui/events", events, response_model=None, include_in_schema=False, route_class_override=kind)
+
+    async def _events(self, readiness: Readiness, engine: AsyncLLM | None) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """A description whenever it may have changed, then views. It ends when the engine is there, or the server is to end."""
+        watched, described, last_line = readiness.engine, "", 0
+        last: dict[str, Any] = {}
+        with self.watch.looking():
+            while readiness.engine is watched and not readiness.draining:
+                news = []
+                view = self.watch.view(watched)
+                if view["status"] != described:
+                    described = view["status"]
+                    head = {"type": "server", "version": __version__, "ready": described == "ready", "docs": not self._needs_key}
+                    news.append({**head, **_described(engine)})
+                lines = self.log.since(last_line) if self._is_private else []
+                if lines:
+                    last_line = lines[-1].number
+                    news.append({"type": "log", "lines": [line._asdict() for line in lines]})
+                if view is not last:
+                    news.append(view)
+                    last = view
+                yield news
+                await asyncio.sleep(PERIOD)
+
+    def _file(self, name: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        data, media_type = self._files[name], _KINDS[name[name.rfind(".") :]]
+        tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+        headers = {**_HEADERS, "ETag": tag}
+
+        async def send(request: Request) -> Response:
+            if request.headers.get("if-none-match") == tag:
+                return Response(status_code=304, headers=headers)
+            return Response(data, media_type=media_type, headers=headers)
+
+        return send
+
+
+def _described(engine: AsyncLLM | None) -> dict[str, Any]:
+    """What is served, and by which plugins."""
+    if engine is None:
+        return {"model": None, "plugins": []}
+    config, rules = engine.config, engine.renderer.rules
+    checkpoint = config.checkpoint
+    model = {
+        "name": config.served_model_name,
+        "architecture": None if checkpoint is None else checkpoint.architecture,
+        "tasks": engine.tasks,
+        "dtype": config.model.dtype,
+        "device": config.device.device,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.scheduler.max_num_seqs,
+        "block_size": config.cache.block_size,
+        "takes_images": rules is not None and "image" in rules.modalities,
+    }
+    # Why one is broken may name files: `toolkit plugins list` tells that.
+    known = engine.plugins.infos
+    plugins = [{"name": one.name, "distribution": one.distribution, "version": one.version, "status": one.status} for one in known]
+    return {"model": model, "plugins": plugins}

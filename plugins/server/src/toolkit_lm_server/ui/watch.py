@@ -1,0 +1,165 @@
+"""What the page shows of the engine."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
+
+from toolkit_lm_server.metrics import Metrics, Watched
+
+PERIOD = 0.4
+"""Seconds from one view to the next."""
+_EARLY = 0.9
+"""Of a period: one who comes so much earlier than the clock is served."""
+_FIGURES_PERIOD = 2.0
+"""Seconds from one look at the metrics to the next: it takes a millisecond."""
+_MOST_EVENTS = 20_000
+_MOST_STEPS = 120
+_MOST_REQUESTS, _SHOWN_REQUESTS = 1_000, 40
+
+_HISTOGRAMS = {
+    "first_token": "toolkit_lm_time_to_first_token_seconds",
+    "inter_token": "toolkit_lm_inter_token_latency_seconds",
+    "queue": "toolkit_lm_request_queue_time_seconds",
+    "whole": "toolkit_lm_e2e_request_latency_seconds",
+}
+_COUNTERS = {
+    "finished": "toolkit_lm_requests_finished",
+    "aborted": "toolkit_lm_requests_aborted",
+    "refused": "toolkit_lm_requests_refused",
+    "preempted": "toolkit_lm_preemptions",
+}
+
+
+class Watch:
+    """Makes views of an engine, of its events and the metrics. Without an onlooker it takes in no events.
+
+    Events come in any thread; all else is called by the event loop.
+    """
+
+    def __init__(self, metrics: Metrics, *, shows_requests: bool = True) -> None:
+        self._metrics = metrics
+        self._shows_requests = shows_requests
+        self._events: deque[Event] = deque(maxlen=_MOST_EVENTS)
+        self._requests: dict[str, dict[str, Any]] = {}
+        self._num_restarts = 0
+        self._view: dict[str, Any] = {}
+        self._figures: dict[str, Any] = {}
+        self._view_time = self._figures_time = 0.0
+        self.num_onlookers = 0
+
+    @contextmanager
+    def looking(self) -> Iterator[None]:
+        """For as long as somebody looks."""
+        self.num_onlookers += 1
+        self._metrics.tap = self._events.append
+        try:
+            yield
+        finally:
+            self.num_onlookers -= 1
+            if not self.num_onlookers:
+                self._metrics.tap = None
+                self._events.clear()
+                self._requests.clear()
+
+    def view(self, engine: Watched) -> dict[str, Any]:
+        """The engine as it is now. Onlookers who ask at about the same time get the same view."""
+        now = time.monotonic()
+        if now - self._view_time >= PERIOD * _EARLY:
+            seconds = min(now - self._view_time, 10 * PERIOD)
+            self._view, self._view_time = self._made(engine, now, seconds), now
+        return self._view
+
+    def _made(self, engine: Watched, now: float, seconds: float) -> dict[str, Any]:
+        if engine.num_restarts != self._num_restarts:
+            # They have ended with the engine, and no event says so.
+            self._requests.clear()
+            self._num_restarts = engine.num_restarts
+        steps = self._take_in()
+        if now - self._figures_time >= _FIGURES_PERIOD:
+            self._figures, self._figures_time = self._read_metrics(), now
+        health, totals = engine.health(), self._metrics.totals
+        return {
+            "type": "view",
+            "time": time.time(),
+            "seconds": seconds,
+            "status": health.status,
+            "reason": health.reason,
+            "restarts": engine.num_restarts,
+            "queued_tokens": engine.num_queued_tokens,
+            "load": _load(self._metrics.load),
+            "num_steps": len(steps),
+            "num_tokens": sum(step.num_tokens for step in steps),
+            "num_output_tokens": sum(step.num_output_tokens for step in steps),
+            "steps": [[round(step.duration * 1000, 3), step.num_tokens] for step in steps[-_MOST_STEPS:]],
+            "tokens": {"prompt": totals.prompt, "cached": totals.cached, "output": totals.output},
+            "requests": self._listed(now) if self._shows_requests else None,
+            **self._figures,
+        }
+
+    def _take_in(self) -> list[StepEvent]:
+        """The steps since the last call; requests are noted."""
+        steps = []
+        for _ in range(len(self._events)):
+            match event := self._events.popleft():
+                case StepEvent():
+                    steps.append(event)
+                case RequestEvent() if self._shows_requests:
+                    self._note(event)
+        return steps
+
+    def _note(self, event: RequestEvent) -> None:
+        if event.kind in ("finished", "aborted"):
+            self._requests.pop(event.request_id, None)
+            return
+        state = {"queued": "waiting", "preempted": "preempted"}.get(event.kind, "running")
+        first_token = None if event.first_token_time is None else event.first_token_time - event.arrival_time
+        self._requests[event.request_id] = {
+            "state": state,
+            "arrival": event.arrival_time,
+            "num_prompt_tokens": event.num_prompt_tokens,
+            "num_cached_tokens": event.num_cached_tokens,
+            "num_sequences": event.num_sequences,
+            "first_token": first_token,
+        }
+        if len(self._requests) > _MOST_REQUESTS:
+            del self._requests[next(iter(self._requests))]
+
+    def _listed(self, now: float) -> list[dict[str, Any]]:
+        """The oldest first, those that run before those that wait. Nothing says whose they are."""
+        ordered = sorted(self._requests.items(), key=lambda one: (one[1]["state"] != "running", one[1]["arrival"]))
+        return [{"id": name[-12:], **one, "age": now - one["arrival"]} for name, one in ordered[:_SHOWN_REQUESTS]]
+
+    def _read_metrics(self) -> dict[str, Any]:
+        families = {family.name: family for family in self._metrics.registry.collect()}
+        histograms: dict[str, Any] = {}
+        for name, full in _HISTOGRAMS.items():
+            samples = families[full].samples
+            buckets = [(float(s.labels["le"]), s.value) for s in samples if s.name.endswith("_bucket")]
+            histograms[name] = {
+                "bounds": [bound for bound, _ in buckets if bound != float("inf")],
+                "counts": [count for _, count in buckets],
+                "sum": sum(s.value for s in samples if s.name.endswith("_sum")),
+            }
+        counts = {name: sum(s.value for s in families[full].samples if s.name.endswith("_total")) for name, full in _COUNTERS.items()}
+        return {"histograms": histograms, "counts": counts}
+
+
+def _load(load: LoadEvent | None) -> dict[str, int] | None:
+    """None before the first step."""
+    if load is None:
+        return None
+    return {
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "used": load.num_used_blocks,
+        "cached": load.num_cached_blocks,
+        "total": load.num_total_blocks,
+        "host_used": load.num_used_host_blocks,
+        "host_total": load.num_total_host_blocks,
+    }
