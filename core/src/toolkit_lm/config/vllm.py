@@ -28,6 +28,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
     max_encoder_len: Annotated[
         int | None, option("Maximum tokens of an encoder prompt, of an encoder-decoder model.", none="the checkpoint's", ge=1)
     ] = None
+    generation_config: Annotated[str, option("Sampling defaults: checkpoint, none, or a folder of generation_config.json.")] = "checkpoint"
     seed: Annotated[int | None, option("Seed of requests that have none.", none="a fresh one for each request", ge=0, le=2**63 - 1)] = None
     trust_remote_code: Annotated[bool, option("Run Python code that comes with the checkpoint.")] = False
     runner: Annotated[
@@ -282,6 +283,8 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     """What the files beside it say of pooling; None: there are none that do."""
 
 
+_STATED = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")} | {"max_new_tokens": "max_tokens"}
+"""Sampling parameters of generation_config.json that are taken, as vLLM does, and our names of them."""
 _USUAL_HIDDEN_SIZE = 4096
 """That of a Llama whose config.json states none."""
 
@@ -307,7 +310,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     @classmethod
     def options(cls) -> list[Option]:
         """Every option of every section, in order."""
-        return [o for section in cls._sections().values() for o in options_of(section)]
+        return [o for section in _SECTIONS.values() for o in options_of(section)]
 
     @classmethod
     def make(cls, **options: Any) -> VllmConfig:
@@ -325,7 +328,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
 
     def replace(self, **options: Any) -> VllmConfig:
         """A copy with some options changed, by flat option name and checked. Raises ConfigError."""
-        known = {o.name: (name, o) for name, section in self._sections().items() for o in options_of(section)}
+        known = {o.name: (name, o) for name, section in _SECTIONS.items() for o in options_of(section)}
         changed: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             if name not in known:
@@ -373,6 +376,12 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         return int(parse_memory(self.cache.encoder_cache_memory)) // (hidden * (4 if self.model.dtype == "float32" else 2))
 
     @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What generation_config.json states of sampling: for requests that say nothing else."""
+        stated = {} if self.checkpoint is None or self.model.generation_config == "none" else self.checkpoint.generation_config
+        return {ours: value for name, ours in _STATED.items() if (value := stated.get(name)) is not None}
+
+    @property
     def served_model_names(self) -> list[str]:
         return self.model.served_model_name or [self.model.model]
 
@@ -380,10 +389,6 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     def served_model_name(self) -> str:
         """The first of them: what answers tell."""
         return self.served_model_names[0]
-
-    @staticmethod
-    def _sections() -> dict[str, type[Struct]]:
-        return _SECTIONS
 
 
 _SECTIONS: dict[str, type[Struct]] = {

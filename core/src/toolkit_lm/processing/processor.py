@@ -12,7 +12,7 @@ from msgspec import structs
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
-from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.errors import CheckpointError, ConfigError, RequestError
 from toolkit_lm.messages import CacheKey, EngineRequest, SequenceInputs
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
@@ -55,6 +55,10 @@ class Processor:
         self._texts = self._pooling_inputs(config, renderer)
         self._encoder_decoder = self._rules(config, renderer)
         self._limits: RequestLimits | None = None
+        try:
+            self.default_params = SamplingParams(**config.sampling_defaults)
+        except RequestError as error:
+            raise CheckpointError(f"generation_config.json: {error} --generation-config none leaves it out.") from error
         self._vocab_size = config.vocab_size or renderer.vocab_size
         self._eos_token_ids = renderer.eos_token_ids
 
@@ -113,7 +117,7 @@ class Processor:
         options: RequestOptions | None = None,
     ) -> list[PreparedRequest]:
         """As `prepare`, of prompts that share parameters: these are worked on once."""
-        params = params or SamplingParams()
+        params = (params or self.default_params).replace()
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read, params=params)
             pairs = (RenderedPrompt(*self._render(read, prompt)) for prompt in prompts)
@@ -121,7 +125,10 @@ class Processor:
         given: Any = prompts
         render = self.renderer.render_prompt
         salt = (options or {}).get("cache_salt")
-        rendered = (self._rendered(render, one, one.get("prompt") if hasattr(one, "get") else one, salt) for one in given)
+        rendered = (
+            self._rendered(render, one, one.get("prompt") if hasattr(one, "get") else None if isinstance(one, list) else one, salt)
+            for one in given
+        )
         return self._generation(request_ids, rendered, params, options or {})
 
     def prepare_chat(
@@ -145,7 +152,7 @@ class Processor:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         """As `prepare_chat`, of conversations that share parameters: these are worked on once."""
-        params = params or SamplingParams()
+        params = (params or self.default_params).replace()
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
             pairs = (RenderedPrompt(*self._render(read, one)) for one in conversations)

@@ -76,13 +76,14 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     folder = source if source.is_dir() else _unpack(source, plugins)
     hf_config = read_json(folder / "config.json")
     _check_config(hf_config, folder / "config.json")
-    generation = folder / "generation_config.json"
+    given = config.model.generation_config
+    generation = (folder if given in ("checkpoint", "none") else Path(given)) / "generation_config.json"
     checkpoint = Checkpoint(
         path=str(folder),
         source=str(source),
         architecture=_architectures(hf_config, folder)[0],
         hf_config=hf_config,
-        generation_config=read_json(generation) if generation.is_file() else {},
+        generation_config=read_json(generation) if generation.is_file() or generation.parent != folder else {},
     )
     key, _ = choose_model(config.with_checkpoint(checkpoint), plugins)
     if config.model.model_impl == "auto" and plugins.models.get(key).is_fallback:

@@ -23,12 +23,13 @@ class LocalTalker:
         self._count = 0
 
     def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
-        params = flags.params(max_tokens=None).replace(output_kind=RequestOutputKind.DELTA)
+        params = flags.params(**{"max_tokens": None} | self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
         self._engine.add_chat(self._next_id(), messages, params)
         return self._stream()
 
     def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
-        self._engine.add_request(self._next_id(), prompt, flags.params().replace(output_kind=RequestOutputKind.DELTA))
+        params = flags.params(**self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
+        self._engine.add_request(self._next_id(), prompt, params)
         return self._stream()
 
     def close(self) -> None:

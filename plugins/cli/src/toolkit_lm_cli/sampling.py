@@ -50,7 +50,10 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
 
     def params(self, overrides: Mapping[str, Any] | None = None, **defaults: Any) -> SamplingParams:
         """`overrides` over the given flags over `defaults`. Raises RequestError for an unknown name or a value out of range."""
-        merged = {**defaults, **self, **(overrides or {})}
+        given = {**self, **(overrides or {})}
+        if given.get("use_beam_search"):
+            defaults = {name: value for name, value in defaults.items() if spec_of(SAMPLING_PARAMS[name]).use != "draws"}
+        merged = {**defaults, **given}
         extra = {name: merged.pop(name) for name in list(merged) if name not in SAMPLING_PARAMS}
         self._processors.parse(extra)
         try:

@@ -43,13 +43,17 @@ from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import OpenAIApi, add_plugin_routes
-from toolkit_lm_server.protocol import ChatBody, CompletionBody, check_model, with_plugin_fields
+from toolkit_lm_server.protocol import ChatBody, CompletionBody, body_of, check_model
 from toolkit_lm_server.reranking import Reranking
+from toolkit_lm_server.responses.body import ResponsesBody
+from toolkit_lm_server.responses.routes import add_responses
 from toolkit_lm_server.route import Readiness, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
+
+    from toolkit_lm_server.ui.page import Page
 
 
 _PERMISSION = {
@@ -122,11 +126,16 @@ class Served:
 
 
 def create_router(
-    engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None, readiness: Readiness | None = None
+    engine: AsyncLLM,
+    options: ServerOptions | None = None,
+    *,
+    metrics: Metrics | None = None,
+    readiness: Readiness | None = None,
+    page: Page | None = None,
 ) -> APIRouter:
     """The server's routes, to be included in any FastAPI app. Only those of plugins may need its lifespan; the caller owns the engine.
 
-    /metrics is there when `metrics` is given. `readiness`: for a caller that wants to refuse requests before it ends. Raises ConfigError
+    /metrics is there when `metrics` is given, and / when `page` is. `readiness`: for a caller that wants to refuse requests before it ends. Raises ConfigError
     for an unknown name in `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin has a parameter with
     the name of another field.
     """
@@ -139,18 +148,20 @@ def create_router(
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
     served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
-    chat = Chat(engine, with_plugin_fields(ChatBody, engine.plugins.logits_processors))
+    with_fields = engine.plugins.logits_processors, engine.config.sampling_defaults
+    chat = Chat(engine, body_of(ChatBody, *with_fields))
     for path, handler, whole, success in (
         ("/v1/chat/completions", chat.create, chat.body, streams(ChatCompletion, ChatCompletionChunk)),
         (
             "/v1/completions",
             Completions(engine, options).create,
-            with_plugin_fields(CompletionBody, engine.plugins.logits_processors),
+            body_of(CompletionBody, *with_fields),
             streams(Completion, Completion),
         ),
     ):
         responses = success | described(404, 429, 504)
         router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=responses)
+    add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
     _add_pooling_routes(router, engine, options)
     router.add_api_route("/v1/models", served.models, response_model=None, responses=answers(ModelList))
     unknown = described(404)
@@ -160,6 +171,8 @@ def create_router(
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
     add_own_routes(router, options, keys, readiness, metrics)
+    if page is not None:
+        page.add_routes(router, route_class(options, keys), readiness, engine)
     add_plugin_routes(router, engine, OpenAIApi(chat, options), route_kind)
     return router
 
@@ -195,21 +208,28 @@ def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOpti
 
 
 def create_app(
-    engine: AsyncLLM, options: ServerOptions | None = None, *, metrics: Metrics | None = None, readiness: Readiness | None = None
+    engine: AsyncLLM,
+    options: ServerOptions | None = None,
+    *,
+    metrics: Metrics | None = None,
+    readiness: Readiness | None = None,
+    page: Page | None = None,
 ) -> FastAPI:
     """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
     options = options or ServerOptions()
     app = make_app(options)
-    app.include_router(create_router(engine, options, metrics=metrics, readiness=readiness))
+    app.include_router(create_router(engine, options, metrics=metrics, readiness=readiness, page=page))
     return app
 
 
-def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readiness) -> FastAPI:
+def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readiness, page: Page | None = None) -> FastAPI:
     """An app for as long as `readiness` refuses requests: its engine is being made. It answers as `create_app`'s would."""
     app = make_app(options)
     keys = Keys.of(options)
     router = APIRouter(route_class=route_class(options, keys, readiness, metrics))
     add_own_routes(router, options, keys, readiness, metrics)
+    if page is not None:
+        page.add_routes(router, route_class(options, keys), readiness, None)
     # Which others there will be depends on the engine.
     router.add_api_route("/{path:path}", _refused, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
     app.include_router(router)

@@ -242,7 +242,7 @@ class BudgetedLLM:
         return outputs
 
     def _pooling(self, prompts: Sequence[object], params: PoolingParams | Sequence[PoolingParams] | None, how: Mapping[str, Any]) -> Cost:
-        each = [params] if isinstance(params, PoolingParams) else params or [PoolingParams(task=how.get("task") or "embed")]
+        each = [params] if isinstance(params, PoolingParams) else params or [PoolingParams(task=how.get("pooling_task") or "embed")]
         tasks = {one.task for one in each}
         limits = self._engine.processor.limits
         return pooling_cost(
@@ -266,7 +266,7 @@ class BudgetedLLM:
         each: Callable[[Output], list[RequestOutput]],
     ) -> AsyncGenerator[Output, None]:
         """`outputs`, paid for until their end. `each`: the outputs of requests in one of them."""
-        params = params or SamplingParams()
+        params = params or SamplingParams(**self._engine.config.sampling_defaults)
         account, max_model_len = self._account(options), self._engine.config.model.max_model_len
         assert max_model_len is not None, "the config is not resolved"
         with ExitStack() as paid:

@@ -170,6 +170,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
 
     plugin_fields: ClassVar[tuple[str, ...]] = ()
     """Parameters of plugins' logits processors."""
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    """Sampling parameters where the body says nothing."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -183,6 +185,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
         given = {name: value for name in _FIELDS if name != "max_tokens" and (value := getattr(self, name)) is not None}
+        if not self.use_beam_search:
+            given = {**self.defaults, **given}
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         extra = {name: value for name in self.plugin_fields if (value := getattr(self, name)) is not None}
         if self.use_beam_search and extra:
@@ -208,13 +212,16 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
 BodyT = TypeVar("BodyT", bound=SamplingBody)
 
 
-def with_plugin_fields(body: type[BodyT], processors: LogitsProcessorRegistry) -> type[BodyT]:
-    """`body` with a field for each parameter of plugins' logits processors. Raises PluginError for one that it has already."""
+def body_of(body: type[BodyT], processors: LogitsProcessorRegistry, defaults: Mapping[str, Any]) -> type[BodyT]:
+    """`body` with a field for each parameter of plugins' logits processors, and the sampling defaults of the model.
+
+    Raises PluginError for a field that it has already.
+    """
     for entry in processors.entries():
         if taken := [name for name in entry.params.__struct_fields__ if name in body.model_fields.keys() - SAMPLING_PARAMS.keys()]:
             raise PluginError(f"{entry.owner}: logits processor {entry.key!r}: {taken[0]!r} is a field of HTTP requests already.")
     made: type[BodyT] = create_model(body.__name__, __base__=body, **_fields(processors.params))
-    made.__doc__, made.plugin_fields = body.__doc__, tuple(processors.params)
+    made.__doc__, made.plugin_fields, made.defaults = body.__doc__, tuple(processors.params), defaults
     return made
 
 
@@ -253,6 +260,8 @@ class ChatBody(SamplingBody, RenderBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is allowed only when logprobs is true.", "top_logprobs")
         max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if max_tokens is None:
+            max_tokens = self.defaults.get("max_tokens")
         return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 

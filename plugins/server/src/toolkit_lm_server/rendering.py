@@ -27,7 +27,7 @@ from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatRenderBody, CompletionRenderBody, DerenderBody, Held, check_model, with_plugin_fields
+from toolkit_lm_server.protocol import ChatRenderBody, CompletionRenderBody, DerenderBody, Held, body_of, check_model
 from toolkit_lm_server.route import Readiness, request_context, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 
@@ -172,7 +172,7 @@ def create_render_app(rendering: Rendering, options: ServerOptions, *, metrics: 
         ("/v1/chat/completions/render", render.chat, ChatRenderBody, RenderedPrompt),
         ("/v1/completions/render", render.completion, CompletionRenderBody, RenderedList),
     ):
-        whole = with_plugin_fields(body, rendering.plugins.logits_processors)
+        whole = body_of(body, rendering.plugins.logits_processors, rendering.config.sampling_defaults)
         router.add_api_route(
             path, with_body(handler, whole), methods=["POST"], response_model=None, responses=answers(whole_answer) | unknown
         )
