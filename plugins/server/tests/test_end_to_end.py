@@ -170,9 +170,9 @@ def test_openai_sampling_parameters(client):
     pair = {**FOREVER, "allowed_token_ids": [40, 41]}
     text = client.completions.create(**options, frequency_penalty=2, extra_body=pair).choices[0].text
     assert len(text) == 12 and [text.count(char) for char in set(text)] == [6, 6]
-    with pytest.raises(openai.BadRequestError) as unknown:
-        client.completions.create(**options, extra_body={"no_repeat_ngrams": 2})
-    assert unknown.value.param == "no_repeat_ngrams"
+    with pytest.raises(openai.BadRequestError) as wrong:
+        client.completions.create(**options, extra_body={"no_repeat_ngram_size": -2})
+    assert wrong.value.param == "no_repeat_ngram_size"
     letters = {**FOREVER, "allowed_token_ids": list(range(50, 70)), "no_repeat_ngram_size": 1}
     distinct = client.completions.create(**options, extra_body=letters).choices[0].text
     assert len(set(distinct)) == 12

@@ -153,7 +153,7 @@ def vectors(response) -> np.ndarray:
 
 async def alone(engine, text, task="embed", **options):
     """What the engine gives for one input."""
-    return (await engine.encode(text, PoolingParams(task=task), **options)).data
+    return (await engine.encode(text, PoolingParams(task=task), **options)).outputs.data
 
 
 async def test_the_official_client(engine_of):
@@ -243,7 +243,6 @@ async def test_bad_inputs(ask, engine_of, client_of, value, message):
         ({"prompt_name": "passage"}, "prompt_name", "Known: document, query"),
         ({"priority": 3}, "priority", "--scheduling-policy priority"),
         ({"timeout": -1}, "timeout", "above 0"),
-        ({"dimension": 3}, "dimension", "Unrecognized"),
     ],
 )
 async def test_bad_fields(ask, fields, param, message):

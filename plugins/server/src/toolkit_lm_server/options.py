@@ -37,12 +37,17 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         list[str] | None,
         option("Plugins whose HTTP routes are served, by name.", none="those of anthropic, cohere, ollama that are installed"),
     ] = None
+    ui: Annotated[bool, option("Serve the page at /: a chat, and a live view of the engine.")] = True
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
+    strict_fields: Annotated[bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")] = False
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
     max_request_cost: Annotated[
         str,
         option("Maximum memory that a request could take, told from its fields: prompts x n, logprobs, ... ('512MiB')."),
     ] = "512MiB"
+    max_stored_responses: Annotated[
+        int, option("Answers of /v1/responses that are kept in memory, so that previous_response_id can name them. 0: none.", ge=0)
+    ] = 0
     max_prompts: Annotated[int, option("Maximum number of prompts in a completion request.", ge=1)] = 256
     max_inputs: Annotated[int, option("Maximum number of inputs in a request for embeddings, classes or scores.", ge=1)] = 2048
     max_connections: Annotated[
@@ -58,7 +63,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     write_timeout: Annotated[int, option("Seconds within which a client must read on: a KiB of its answer for each of them.", ge=1)] = 30
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("Log level of the HTTP server.")] = "info"
-    access_log: Annotated[bool, option("Log each HTTP request.")] = True
+    log_format: Annotated[Literal["text", "json"], option("Form of the log's lines.")] = "text"
+    access_log: Annotated[bool, option("Log each HTTP request, but for /health, /metrics and the like. Off: those that failed.")] = True
     metrics_names: Annotated[
         MetricNames, option("Names of the metrics: this project's, or vLLM's for those that it has, for dashboards that know them.")
     ] = "toolkit-lm"

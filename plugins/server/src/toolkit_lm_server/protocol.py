@@ -1,47 +1,26 @@
-"""What clients send: OpenAI's fields, and those that vLLM adds. Unknown fields are refused, as OpenAI does."""
+"""What clients send: OpenAI's fields, and those that vLLM adds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, cast, get_origin
+from collections.abc import Mapping
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
 from toolkit_lm.config import Option
-from toolkit_lm.errors import PluginError, RequestError, nearest
+from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams, shipped_with
 from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.errors import ApiError, printable
+from toolkit_lm_server.unknown_fields import NEUTRAL, NOTES, asks_nothing, is_neutral, unknown_field, unknown_fields
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
     from toolkit_lm.processing.requests import RequestOptions
-
-_NOTES = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-"""Fields that say something to OpenAI's accounting, and nothing to a model."""
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
-"""Fields of OpenAI that only a plugin may implement, each with the values (beside null) that change nothing."""
-
 
 _NO_EFFECT = {"description": "It has no effect."}
 
@@ -65,18 +44,13 @@ Items = Annotated[list[Item], _FailFast()]
 """A list of which the first wrong item is told. A body has room for millions of them, and each error costs time and memory."""
 
 
-def unknown_field(name: str, known: Iterable[str], inside: str = "", hint: str = "") -> PydanticCustomError:
-    """The error of a field that there is not, with a hint at what may be meant."""
-    name = printable(name)
-    hint = hint or nearest(name, known, 1, otherwise="")
-    told = {"param": f"{inside}{name}", "hint": f". {hint}" if hint else ""}
-    return PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}{hint}", told)
-
-
 class Body(BaseModel):
     """A JSON object. Values are taken as they are: "1" is no number, and true is no integer."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    meant: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are kept, though others know them with values that change nothing."""
 
     model: str | None = None
     """None: the model that is served."""
@@ -84,8 +58,8 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        ignored = dict.fromkeys(sorted(_NOTES), _NO_EFFECT)
-        neutral = {name: {"enum": [None, *values], **_NO_EFFECT} for name, values in _NEUTRAL.items()}
+        ignored = dict.fromkeys(sorted(NOTES), _NO_EFFECT)
+        neutral = {name: {"enum": [None, False, *values], **_NO_EFFECT} for name, values in NEUTRAL.items()}
         schema["properties"] = {**neutral, **ignored, **schema["properties"]}
         return schema
 
@@ -94,32 +68,49 @@ class Body(BaseModel):
     def _drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept = {}
+        kept, unknown = {}, unknown_fields()
         for name, value in data.items():
-            if any(value == one and type(value) is type(one) for one in _NEUTRAL.get(name, ())):
+            if is_neutral(name, value) and name not in cls.meant:
                 continue
             if name in cls.model_fields:
-                kept[name] = value
-            elif name in _NEUTRAL and value is not None:
+                if not _stands_for_default(cls, name, value):
+                    kept[name] = value
+            elif name in NEUTRAL:
                 raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
-            elif name not in _NEUTRAL and name not in _NOTES:
-                # The first is enough, as with lists.
-                raise unknown_field(name, cls.model_fields, hint=shipped_with(name))
+            elif hint := "" if asks_nothing(value) else shipped_with(name):
+                # Without its plugin, the answer would be another one than was asked for.
+                raise unknown_field(name, (), hint=hint)
+            elif name not in NOTES and not (asks_nothing(value) and unknown.lenient):
+                unknown.add(name, cls.model_fields)
         return kept
 
 
+def _stands_for_default(cls: type[BaseModel], name: str, value: Any) -> bool:
+    """null where a value may be left out, and false where none is true."""
+    field = cls.model_fields[name]
+    return not field.is_required() and (value is None or (value is False and not _takes_bool(field.annotation)))
+
+
+def _takes_bool(kind: Any) -> bool:
+    return kind in (bool, Any) or (get_origin(kind) in (Union, UnionType, Annotated) and any(map(_takes_bool, get_args(kind))))
+
+
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """Each event has the usage so far."""
 
     @model_validator(mode="before")
     @classmethod
     def _check_names(cls, data: Any) -> Any:
-        for name in data if isinstance(data, dict) else ():
+        if not isinstance(data, dict):
+            return data
+        for name in data:
             if name not in cls.model_fields:
-                raise unknown_field(name, cls.model_fields, "stream_options.")
-        return data
+                unknown_fields().add(name, cls.model_fields, "stream_options.")
+        return {name: value for name, value in data.items() if value is not None}
 
 
 class EngineBody(Body):

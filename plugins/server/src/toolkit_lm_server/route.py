@@ -25,6 +25,7 @@ from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import CLIENT, ServerOptions
 from toolkit_lm_server.threads import WHOSE, in_shared_thread
+from toolkit_lm_server.unknown_fields import IGNORED, UNKNOWN, UnknownFields
 
 REQUEST_ID = "x-request-id"
 _KEY = "toolkit_lm.request_id"
@@ -205,6 +206,7 @@ class ServerRoute(APIRoute):
 
     keys: Keys | None
     max_body_bytes: int
+    strict_fields: bool
     bodies: Bodies
     readiness: Readiness | None
     metrics: Metrics | None
@@ -238,6 +240,7 @@ class ServerRoute(APIRoute):
                 account = None if self.keys is None else self.keys.find(_authorization(request))
                 request.scope[_ACCOUNT] = account
                 WHOSE.set(client_of(request))
+                UNKNOWN.set(unknown := UnknownFields(self.strict_fields))
                 if self.readiness is not None:
                     self.readiness.check()
                     if account is not None:
@@ -246,6 +249,8 @@ class ServerRoute(APIRoute):
                 with self.bodies.hold() as take:
                     body = await read_body(request, self.max_body_bytes, take)
                     response = await unless_disconnected(request.receive, handle(JsonRequest(request, body, self.bodies)))
+                if unknown.header:
+                    response.headers[IGNORED] = unknown.header
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:
@@ -265,7 +270,13 @@ def route_class(
 
     `keys`: of which clients need one. `readiness`: None for routes that work without an engine.
     """
-    fields = {"keys": keys, "max_body_bytes": options.max_body_bytes, "readiness": readiness, "metrics": metrics}
+    fields = {
+        "keys": keys,
+        "max_body_bytes": options.max_body_bytes,
+        "strict_fields": options.strict_fields,
+        "readiness": readiness,
+        "metrics": metrics,
+    }
     return type("ServerRoute", (ServerRoute,), {**fields, "bodies": Bodies(options.max_body_bytes)})
 
 
