@@ -20,6 +20,7 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
+from toolkit_lm_server.ui.page import Page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -41,6 +42,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
         config = config.replace(scheduling_policy="fair")
     metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
     plugins.add_listener(metrics.name, metrics.toolkit_event)
+    page = Page(options, metrics) if options.ui else None
     # What can fail at once does so before the engine starts.
     check_names(plugins, options.routes)
 
@@ -52,11 +54,11 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     def make_app(engine: AsyncLLM, metrics: Metrics, readiness: Readiness) -> FastAPI:
         from toolkit_lm_server.app import create_app
 
-        return create_app(engine, options, metrics=metrics, readiness=readiness)
+        return create_app(engine, options, metrics=metrics, readiness=readiness, page=page)
 
     # Prompts that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
-    _run(make, make_app, options, metrics, threads)
+    _run(make, make_app, options, metrics, threads, page)
 
 
 @engine_command(ServerOptions)
@@ -84,6 +86,7 @@ def _run(
     options: ServerOptions,
     metrics: Metrics,
     threads: SharedThreads | None = None,
+    page: Page | None = None,
 ) -> None:
     """Serves what is made meanwhile, until a signal ends it."""
     open_closed_streams()
@@ -95,7 +98,7 @@ def _run(
         try:
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads)
+            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, page)
             with logging_in_threads("uvicorn", "uvicorn.access"):
                 asyncio.run(lifecycle.run())
         finally:

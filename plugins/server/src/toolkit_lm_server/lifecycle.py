@@ -28,6 +28,7 @@ from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Readiness
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
+from toolkit_lm_server.ui.page import Page
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -115,6 +116,7 @@ class Lifecycle:
         metrics: Metrics,
         listener: socket.socket,
         threads: SharedThreads | None = None,
+        page: Page | None = None,
     ) -> None:
         """`threads`: for the work of requests that may not hold up the event loop."""
         self._threads = threads
@@ -124,8 +126,9 @@ class Lifecycle:
         self._metrics = metrics
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
-        self._in_flight = InFlight(create_early_app(options, metrics, self._readiness))
+        self._in_flight = InFlight(create_early_app(options, metrics, self._readiness, page))
         self._server = HttpServer(KnownClient(HostCheck(self._in_flight, host_names(options, listener))), options)
+        self._page = page
         self._stopped = False
 
     async def run(self) -> None:
@@ -139,6 +142,8 @@ class Lifecycle:
             self._making.result()
         # What plugins' routes need is left when the last request has ended.
         async with AsyncExitStack() as lifespan:
+            if self._page is not None:
+                lifespan.enter_context(self._page.log.attached())
             await self._serve(lifespan)
 
     async def _serve(self, lifespan: AsyncExitStack) -> None:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 _LINES = 200
 _MOST_CHARACTERS = 500
-_OWN = ("toolkit_lm", "uvicorn.error")
-"""Loggers whose records are kept, with those below them. The access log is none of them: paths may say anything."""
+_SERVER, _ACCESS = "uvicorn.error", ("uvicorn.access", "toolkit_lm_server.access")
+"""Loggers: of the server, whose records are kept, and of requests, whose are not: a path may say anything."""
 
 
 class Line(NamedTuple):
@@ -35,17 +35,17 @@ class LogTail(logging.Handler):
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """While the handlers of other loggers stay as they are."""
-        loggers = [logging.getLogger(name) for name in _OWN]
-        for one in loggers:
-            one.addHandler(self)
+        """For a process that is the server's own."""
+        root = logging.getLogger()
+        root.addHandler(self)
         try:
             yield
         finally:
-            for one in loggers:
-                one.removeHandler(self)
+            root.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        if not (record.name.startswith("toolkit_lm") or record.name == _SERVER) or record.name in _ACCESS:
+            return
         try:
             text = record.getMessage()
         except Exception:
