@@ -135,8 +135,9 @@ def create_router(
 ) -> APIRouter:
     """The server's routes, to be included in any FastAPI app. Only those of plugins may need its lifespan; the caller owns the engine.
 
-    /metrics is there when `metrics` is given, and / when `page` is. `readiness`: for a caller that wants to refuse requests before it ends. Raises ConfigError
-    for an unknown name in `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin has a parameter with
+    /metrics is there when `metrics` is given, and / when `page` is. `readiness`: for a caller that wants to refuse requests before it ends.
+    Raises ConfigError for an unknown name in `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin
+    has a parameter with
     the name of another field.
     """
     options = options or ServerOptions()

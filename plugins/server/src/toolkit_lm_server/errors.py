@@ -71,6 +71,15 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error as another API has it. `names`: by field, what that API calls it."""
+    told = error.body["error"]
+    if (param := names.get(told["param"])) is None:
+        return error
+    message = told["message"].replace(told["param"], param)
+    return ApiError(error.status, message, param=param, code=told["code"], headers=error.headers)
+
+
 def printable(text: str, most: int = _NAME) -> str:
     """The beginning of a client's text as it can be sent back: JSON may name lone surrogates, which UTF-8 cannot."""
     return (text if len(text) <= most else f"{text[:most]}...").encode(errors="backslashreplace").decode()

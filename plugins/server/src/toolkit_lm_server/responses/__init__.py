@@ -1,0 +1,1 @@
+"""POST /v1/responses, as OpenAI has it: made of chat completions."""

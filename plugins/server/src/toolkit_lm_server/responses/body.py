@@ -1,0 +1,125 @@
+"""What clients send to /v1/responses, and what it is as a chat completion."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from toolkit_lm.errors import RequestError
+from toolkit_lm.params import SAMPLING_PARAMS
+
+from toolkit_lm_server.protocol import Items, SamplingBody, examples
+from toolkit_lm_server.responses.items import chat_tool_choice, chat_tools, messages_of
+
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""What a chat completion's fields are called here."""
+_ALSO = ("model", "stream", "priority", "timeout", "cache_salt", "chat_template_kwargs", "parallel_tool_calls")
+_LOGPROBS = "message.output_text.logprobs"
+_ABSENT = "this server keeps no {name}: send the whole conversation as input."
+
+
+class ResponsesBody(SamplingBody):
+    """POST /v1/responses. The sampling parameters that chat completions have are fields here, too."""
+
+    model_config = examples(
+        {"input": "What is the capital of France?", "max_output_tokens": 8},
+        {"input": [{"role": "user", "content": "What is the capital of Italy?"}], "stream": True, "max_output_tokens": 8},
+    )
+
+    meant = frozenset({"parallel_tool_calls", "store", "tool_choice", "tools"})
+
+    input: str | Items[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    reasoning: dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    """{"format": ...}: as response_format of chat completions, and a JSON schema is told in it."""
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = None
+    """Of tools that run on the server: there are none."""
+    top_logprobs: int | None = None
+    include: Items[str] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    """It comes back with the answer."""
+    store: bool | None = None
+    previous_response_id: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    stream_options: dict[str, Any] | None = None  # type: ignore[assignment]
+    """It has no effect: nothing is obfuscated."""
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def own_messages(self) -> list[dict[str, Any]]:
+        """The input, as messages of a chat. Raises RequestError."""
+        return messages_of(self.input)
+
+    def chat(self, earlier: list[dict[str, Any]], own: list[dict[str, Any]]) -> dict[str, Any]:
+        """The fields of a chat completion. `earlier`: the messages before its `own`. Raises RequestError for what none can do."""
+        self._check()
+        names = (*SAMPLING_PARAMS, *self.plugin_fields, *_ALSO)
+        fields = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        fields["messages"] = _with_instructions(self.instructions, [*earlier, *own])
+        if self.max_output_tokens is not None:
+            fields["max_completion_tokens"] = self.max_output_tokens
+        if self.truncation == "auto" and "truncate_prompt_tokens" not in fields:
+            fields["truncate_prompt_tokens"] = -1
+        if self.tells_logprobs:
+            fields |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.tools:
+            choice, tools = chat_tool_choice(self.tool_choice, chat_tools(self.tools))
+            fields |= {"tools": tools} | ({} if choice is None else {"tool_choice": choice})
+        elif self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice is allowed only with tools.", "tool_choice")
+        if (effort := (self.reasoning or {}).get("effort")) is not None:
+            fields["reasoning_effort"] = effort
+        if (form := self._response_format()) is not None:
+            fields["response_format"] = form
+        return fields
+
+    @property
+    def tells_logprobs(self) -> bool:
+        """The answer has its tokens' log probabilities."""
+        return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
+
+    def _check(self) -> None:
+        for name, value in (self.metadata or {}).items():
+            if len(name) > 64 or not isinstance(value, str) or len(value) > 512:
+                raise RequestError("metadata maps names of up to 64 characters to texts of up to 512.", "metadata")
+        if self.background:
+            raise RequestError("background is not supported: the answer comes at once, or as a stream.", "background")
+        for name in ("conversation", "prompt"):
+            if getattr(self, name) is not None:
+                raise RequestError(_ABSENT.format(name=f"{name}s"), name)
+        if self.n not in (None, 1):
+            raise RequestError("n must be 1: a response is one answer.", "n")
+        if self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is for chat completions.", "prompt_logprobs")
+
+    def _response_format(self) -> dict[str, Any] | None:
+        form = (self.text or {}).get("format")
+        if form is None:
+            return None
+        kind = form.get("type") if isinstance(form, dict) else None
+        if not isinstance(kind, str):
+            raise RequestError('text.format must be {"type": "text"}, "json_object" or "json_schema".', "text.format")
+        if kind == "json_schema":
+            return {"type": kind, "json_schema": {name: value for name, value in form.items() if name != "type"}}
+        return None if kind == "text" else {"type": kind}
+
+
+def _with_instructions(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chat templates take one system message, at most, and at the beginning."""
+    if instructions is None:
+        return messages
+    if messages and messages[0].get("role") in ("system", "developer") and isinstance(messages[0].get("content"), str):
+        return [{"role": "system", "content": f"{instructions}\n\n{messages[0]['content']}"}, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]

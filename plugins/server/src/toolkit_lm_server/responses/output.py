@@ -1,0 +1,168 @@
+"""What /v1/responses answers: a response, or the events that tell how it comes about."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from toolkit_lm_server.chat import ChatAnswer
+from toolkit_lm_server.errors import ApiError, as_api_error
+from toolkit_lm_server.responses.body import ResponsesBody
+from toolkit_lm_server.segments import Segment, Segments, Step
+
+_PREFIX = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_PART = {"reasoning": "reasoning_text", "text": "output_text"}
+_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+
+
+class Output:
+    """A response on its way."""
+
+    def __init__(self, body: ResponsesBody, answer: ChatAnswer, model: str, *, is_kept: bool) -> None:
+        """`is_kept`: a later request can name it."""
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._body = body
+        self._answer = answer
+        self._model = model
+        self._is_kept = is_kept
+        self._created = int(time.time())
+        self._segments = Segments()
+        self._ids: list[str] = []
+        """Of the items, by segment."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises ApiError."""
+        async for _ in self._segments.read(self._answer, stream=False):
+            pass
+        return self._finished()
+
+    async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What happens, in the order of OpenAI's streams. The last event has the whole response."""
+        number = 0
+        async with aclosing(self._unnumbered()) as found:
+            async for events in found:
+                yield [{**event, "sequence_number": number + place} for place, event in enumerate(events)]
+                number += len(events)
+
+    async def _unnumbered(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        begun = self._response("in_progress", [])
+        yield [{"type": "response.created", "response": begun}, {"type": "response.in_progress", "response": begun}]
+        try:
+            async with aclosing(self._segments.read(self._answer, stream=True)) as found:
+                async for steps in found:
+                    yield [event for step in steps for event in self._events(step)]
+            final = self._finished()
+        except Exception as error:
+            final = self._failed(as_api_error(error))
+        yield [{"type": f"response.{final['status']}", "response": final}]
+
+    def _events(self, step: Step) -> list[dict[str, Any]]:
+        segment, text = step.segment, step.segment.text if step.what == "end" else step.text
+        item = {"output_index": segment.number}
+        if step.what == "begin":
+            self._ids.append(f"{_PREFIX[segment.kind]}_{uuid.uuid4().hex}")
+        place = {"item_id": self._ids[segment.number], **item}
+        added = {"type": "response.output_item.added", **item, "item": self._item(segment, "in_progress", begun=True)}
+        done = {"type": "response.output_item.done", **item, "item": self._item(segment, "completed")}
+        if segment.kind == "call":
+            what = "response.function_call_arguments"
+            match step.what:
+                case "begin":
+                    return [added]
+                case "more":
+                    return [{"type": f"{what}.delta", **place, "delta": text}]
+                case "end":
+                    return [{"type": f"{what}.done", **place, "name": segment.name, "arguments": text}, done]
+        what, place = f"response.{_PART[segment.kind]}", {**place, "content_index": 0}
+        tokens = segment.logprobs if step.what == "end" else step.logprobs
+        logprobs = {"logprobs": tokens if self._body.tells_logprobs else []} if segment.kind == "text" else {}
+        match step.what:
+            case "begin":
+                return [added, {"type": "response.content_part.added", **place, "part": self._part(segment, begun=True)}]
+            case "more":
+                return [{"type": f"{what}.delta", **place, "delta": text, **logprobs}]
+            case "end":
+                whole = {"type": f"{what}.done", **place, "text": text, **logprobs}
+                return [whole, {"type": "response.content_part.done", **place, "part": self._part(segment)}, done]
+
+    def _item(self, segment: Segment, status: str, *, begun: bool = False) -> dict[str, Any]:
+        """A segment as an item of the output. `begun`: nothing is in it yet."""
+        item = {"id": self._ids[segment.number], "status": status}
+        match segment.kind:
+            case "call":
+                call = {"call_id": segment.id, "name": segment.name, "arguments": "" if begun else segment.text}
+                return {"type": "function_call", **item, **call}
+            case "reasoning":
+                content = [] if begun else [self._part(segment)]
+                return {"type": "reasoning", **item, "summary": [], "content": content, "encrypted_content": None}
+            case "text":
+                return {"type": "message", **item, "role": "assistant", "content": [] if begun else [self._part(segment)]}
+
+    def _part(self, segment: Segment, *, begun: bool = False) -> dict[str, Any]:
+        part = {"type": _PART[segment.kind], "text": "" if begun else segment.text}
+        if segment.kind == "text":
+            part |= {"annotations": [], "logprobs": segment.logprobs if self._body.tells_logprobs and not begun else []}
+        return part
+
+    def _items(self, last: str) -> list[dict[str, Any]]:
+        """`last`: the last one's status."""
+        segments = self._segments.all
+        self._ids += [f"{_PREFIX[one.kind]}_{uuid.uuid4().hex}" for one in segments[len(self._ids) :]]
+        return [self._item(one, last if one is segments[-1] else "completed") for one in segments]
+
+    def _finished(self) -> dict[str, Any]:
+        reason = self._segments.finish_reason
+        if reason in ("stop", "tool_calls"):
+            return self._response("completed", self._items("completed"), usage=self._usage())
+        told = {"reason": "max_output_tokens" if reason == "length" else reason}
+        return self._response("incomplete", self._items("incomplete"), incomplete_details=told, usage=self._usage())
+
+    def _failed(self, error: ApiError) -> dict[str, Any]:
+        told = {"code": _CODES.get(error.status, "server_error"), "message": error.body["error"]["message"]}
+        return self._response("failed", self._items("incomplete"), error=told)
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._answer.usage()
+        reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": reasoning},
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(self, status: str, output: Sequence[Mapping[str, Any]], **more: Any) -> dict[str, Any]:
+        body = self._body
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None} | (body.reasoning or {}),
+            "service_tier": "default",
+            "store": self._is_kept,
+            "temperature": body.temperature,
+            "text": {"format": {"type": "text"}} | (body.text or {}),
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            **more,
+        }

@@ -1,0 +1,110 @@
+"""The routes of responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+
+from toolkit_lm_server.answer_schemas import answers, streams
+from toolkit_lm_server.answers import answer
+from toolkit_lm_server.chat import Chat
+from toolkit_lm_server.errors import ApiError, as_api_error, described, printable, renamed
+from toolkit_lm_server.event_stream import NamedEvents
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.responses.body import NAMES, ResponsesBody
+from toolkit_lm_server.responses.items import messages_of
+from toolkit_lm_server.responses.output import Output
+from toolkit_lm_server.responses.schemas import DeletedResponse, ResponseEvent, ResponseObject
+from toolkit_lm_server.responses.store import ResponseStore
+from toolkit_lm_server.route import client_of, request_context, with_body
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+
+_PATH = "/v1/responses"
+
+
+class Responses:
+    """Answers in OpenAI's newer form."""
+
+    def __init__(self, engine: AsyncLLM, chat: Chat, store: ResponseStore) -> None:
+        self._engine = engine
+        self._chat = chat
+        self._store = store
+
+    async def create(self, body: ResponsesBody, request: Request) -> Response:
+        """Answers an input: a text, or the items of a conversation."""
+        owner, own = client_of(request), body.own_messages()
+        earlier = self._earlier(body.previous_response_id, owner)
+        try:
+            reply = await self._chat.ask(body.chat(earlier, own), request_context(request))
+        except Exception as error:
+            raise renamed(as_api_error(error), NAMES) from error
+        keeps = self._store.is_on and body.store is not False
+        output = Output(body, reply, body.model or self._engine.served_model_name, is_kept=keeps)
+
+        def keep(response: dict[str, Any]) -> None:
+            if keeps and response["status"] != "failed":
+                self._store.add(response, [*earlier, *own, *(messages_of(response["output"]) if response["output"] else [])], owner)
+
+        if body.stream:
+            return NamedEvents(_kept(output, keep), reply)
+        async with aclosing(reply):
+            response = await output.whole()
+        keep(response)
+        return await answer(lambda: response, is_large=body.tells_logprobs)
+
+    async def get(self, response_id: str, request: Request) -> Response:
+        """A response that is kept."""
+        found = self._store.response(response_id, client_of(request))
+        if found is None:
+            raise _unknown(response_id, "response_id")
+        return Response(found, media_type="application/json")
+
+    async def delete(self, response_id: str, request: Request) -> dict[str, Any]:
+        """Forgets a response."""
+        if not self._store.remove(response_id, client_of(request)):
+            raise _unknown(response_id, "response_id")
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    def _earlier(self, name: str | None, owner: str) -> list[dict[str, Any]]:
+        """The conversation that goes on. Raises ApiError."""
+        if name is None:
+            return []
+        if not self._store.is_on:
+            hint = "send the whole conversation as input, or ask for a server with --max-stored-responses"
+            message = f"previous_response_id: this server keeps no responses: {hint}."
+            raise ApiError(400, message, param="previous_response_id", code="unsupported_parameter")
+        if (messages := self._store.messages(name, owner)) is None:
+            raise _unknown(name, "previous_response_id", 400)
+        return messages
+
+
+def _unknown(name: str, param: str, status: int = 404) -> ApiError:
+    message = f"There is no response {printable(name)!r}: only the latest are kept, in memory."
+    return ApiError(status, message, param=param, code=f"{param.removesuffix('_id')}_not_found")
+
+
+async def _kept(output: Output, keep: Any) -> AsyncGenerator[list[dict[str, Any]], None]:
+    async with aclosing(output.events()) as found:
+        async for events in found:
+            for event in events:
+                if event["type"] in ("response.completed", "response.incomplete"):
+                    keep(event["response"])
+            yield events
+
+
+def add_responses(router: APIRouter, engine: AsyncLLM, chat: Chat, body: type[ResponsesBody], options: ServerOptions) -> None:
+    """Adds the routes; those of kept responses where some are kept. `body`: with the fields of plugins."""
+    store = ResponseStore(options.max_stored_responses)
+    responses = Responses(engine, chat, store)
+    told = streams(ResponseObject, ResponseEvent) | described(404, 429, 504)
+    router.add_api_route(_PATH, with_body(responses.create, body), methods=["POST"], response_model=None, responses=told)
+    if store.is_on:
+        one, unknown = f"{_PATH}/{{response_id}}", described(404)
+        router.add_api_route(one, responses.get, response_model=None, responses=answers(ResponseObject) | unknown)
+        told = answers(DeletedResponse) | unknown
+        router.add_api_route(one, responses.delete, methods=["DELETE"], response_model=None, responses=told)

@@ -1,0 +1,254 @@
+"""POST /v1/responses over a fake engine: shapes, events, what is refused, what is kept."""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar
+
+import pytest
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.responses.body import ResponsesBody
+from toolkit_lm_server.responses.items import chat_tool_choice, chat_tools, messages_of
+from toolkit_lm_server.responses.output import Output
+from toolkit_lm_server.responses.store import ResponseStore
+
+pytestmark = pytest.mark.anyio
+PATH = "/v1/responses"
+
+
+def events_of(response) -> list[dict]:
+    """Checks the frames."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found = []
+    for frame in response.text.rstrip("\n").split("\n\n"):
+        name, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    assert [event["sequence_number"] for event in found] == [*range(len(found))]
+    return found
+
+
+async def test_a_whole_answer(client, engine):
+    body = {
+        "input": "hi",
+        "instructions": "short",
+        "model": "fake",
+        "temperature": 0.5,
+        "max_output_tokens": 64,
+        "metadata": {"a": "b"},
+        "top_k": 5,
+    }
+    reply = (await client.post(PATH, json=body)).json()
+    assert (reply["object"], reply["status"], reply["error"], reply["incomplete_details"]) == ("response", "completed", None, None)
+    [message] = reply["output"]
+    assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
+    assert message["content"] == [{"type": "output_text", "text": "SYSTEM:SHORT;USER:HI;", "annotations": [], "logprobs": []}]
+    assert (reply["metadata"], reply["store"], reply["instructions"], reply["temperature"]) == ({"a": "b"}, False, "short", 0.5)
+    assert reply["usage"]["input_tokens"] == reply["usage"]["output_tokens"] == 21 and reply["usage"]["total_tokens"] == 42
+    [(_, params, _)] = engine.asked
+    assert (params.max_tokens, params.temperature, params.top_k) == (64, 0.5, 5)
+
+
+async def test_events(client):
+    found = events_of(await client.post(PATH, json={"input": "hi", "stream": True, "max_output_tokens": 2}))
+    assert [event["type"].removeprefix("response.") for event in found] == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        "output_text.delta",
+        "output_text.delta",
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    assert [event["delta"] for event in found if "delta" in event] == ["U", "S"]
+    assert {event["item_id"] for event in found if "item_id" in event} == {found[2]["item"]["id"]}
+    assert found[2]["item"]["content"] == [] and found[8]["item"] == found[-1]["response"]["output"][0]
+    assert found[-1]["response"]["usage"]["output_tokens"] == 2
+    assert len({event["response"]["id"] for event in found if "response" in event}) == 1
+
+
+async def test_log_probabilities(client):
+    body = {"input": "hi", "max_output_tokens": 1, "top_logprobs": 2}
+    [message] = (await client.post(PATH, json=body)).json()["output"]
+    [token] = message["content"][0]["logprobs"]
+    assert (token["token"], len(token["top_logprobs"])) == ("U", 2)
+    found = events_of(await client.post(PATH, json={**body, "stream": True}))
+    assert [event["logprobs"] for event in found if "delta" in event["type"]] == [[token]]
+
+
+async def test_an_answer_that_is_cut_by_its_timeout(client):
+    reply = (await client.post(PATH, json={"input": "hi", "timeout": 9})).json()
+    assert (reply["status"], reply["incomplete_details"], reply["output"][0]["status"]) == (
+        "incomplete",
+        {"reason": "timeout"},
+        "incomplete",
+    )
+
+
+async def test_a_failure_in_the_middle(client, engine):
+    """A stream tells of it as an event; else it is an error."""
+    engine.failure = RuntimeError("secret")
+    final = events_of(await client.post(PATH, json={"input": "hi", "stream": True}))[-1]
+    assert (final["type"], final["response"]["status"]) == ("response.failed", "failed")
+    assert final["response"]["error"] == {"code": "server_error", "message": "The server failed on this request."}
+    assert (await client.post(PATH, json={"input": "hi"})).status_code == 500
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"input": []}, "input", "empty list"),
+        ({"input": [{"role": "user", "content": 3}]}, "input", r"input[0]: the content must be"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0]: items of type 'item_reference'"),
+        ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools", "tools[0]: this server runs no tools of type 'web_search'"),
+        ({"input": "hi", "tool_choice": "required"}, "tool_choice", "only with tools"),
+        ({"input": "hi", "background": True}, "background", "not supported"),
+        ({"input": "hi", "conversation": "conv_1"}, "conversation", "keeps no conversations"),
+        ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "--max-stored-responses"),
+        ({"input": "hi", "max_output_tokens": 0}, "max_tokens", "at least 1"),
+        ({"input": "hi", "n": 2}, "n", "one answer"),
+        ({"input": "hi", "metadata": {"a": 1}}, "metadata", "texts"),
+        ({"input": "hi", "text": {"format": {"type": 3}}}, "text.format", "json_schema"),
+        ({"input": [{"role": "bad", "content": "x"}]}, "input", "refuses this conversation"),
+    ],
+)
+async def test_what_is_refused(client, body, param, message):
+    response = await client.post(PATH, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+def test_items_are_messages():
+    call = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"}
+    items = [
+        {"role": "developer", "content": "short"},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "data:x", "detail": "low"}],
+        },
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I look", "annotations": []}]},
+        call,
+        {**call, "call_id": "call_2"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "3"},
+    ]
+    calls = [{"id": f"call_{number}", "type": "function", "function": {"name": "f", "arguments": "{}"}} for number in (1, 2)]
+    assert messages_of(items) == [
+        {"role": "developer", "content": "short"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "data:x", "detail": "low"}}],
+        },
+        {"role": "assistant", "reasoning_content": "hm", "content": "I look", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+    ]
+
+
+def test_tools_are_those_of_a_chat():
+    tools = chat_tools([{"type": "function", "name": name, "parameters": {"type": "object"}, "strict": True} for name in "fg"])
+    assert tools[0] == {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
+    assert chat_tool_choice({"type": "function", "name": "g"}, tools) == ({"type": "function", "function": {"name": "g"}}, tools)
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    assert chat_tool_choice(allowed, tools) == ("required", tools[1:])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_that_are_kept(engine, client_of, stream):
+    async with client_of(create_app(engine, ServerOptions(max_stored_responses=2))) as client:
+
+        async def ask(**body):
+            response = await client.post(PATH, json={"input": "hi", "stream": stream, "max_output_tokens": 1, **body})
+            return events_of(response)[-1]["response"] if stream and response.status_code == 200 else response.json()
+
+        first = await ask(instructions="short")
+        assert first["store"] is True
+        assert (await client.get(f"{PATH}/{first['id']}")).json() == first
+        second = await ask(previous_response_id=first["id"], input="so")
+        # Instructions are those of one response, and do not go on.
+        assert engine.renderer.decode(engine.asked[-1][0]["prompt_token_ids"]) == "user:hi;assistant:S;user:so;"
+        third = await ask()
+        gone = await client.get(f"{PATH}/{first['id']}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found"), "only the latest are kept"
+        assert (await ask(previous_response_id=first["id"]))["error"]["param"] == "previous_response_id"
+        assert (await client.delete(f"{PATH}/{second['id']}")).json() == {"id": second["id"], "object": "response", "deleted": True}
+        assert (await client.delete(f"{PATH}/{second['id']}")).status_code == 404
+        assert (await ask(store=False))["store"] is False
+        assert (await client.get(f"{PATH}/{third['id']}")).status_code == 200
+
+
+def test_what_is_kept_is_bounded_and_ones_own():
+    store = ResponseStore(10, most_bytes=150)
+    store.add({"id": "a"}, [{"role": "user", "content": "x" * 50}], "alice")
+    assert store.messages("a", "alice") == [{"role": "user", "content": "x" * 50}]
+    assert store.messages("a", "bob") is store.response("a", "bob") is None and not store.remove("a", "bob")
+    store.add({"id": "b"}, [{"role": "user", "content": "x" * 50}], "alice")
+    assert store.response("a", "alice") is None and store.response("b", "alice") == b'{"id":"b"}'
+    store.add({"id": "c"}, [{"role": "user", "content": "x" * 500}], "alice")
+    assert store.response("c", "alice") is None, "it is larger than all that is kept"
+
+
+class Said:
+    """An answer with reasoning, a text and two calls, as chunks or whole."""
+
+    CALLS = (("call_a", "f", '{"x": 1}'), ("call_b", "g", "{}"))
+    USAGE: ClassVar = {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 1}}
+
+    def usage(self):
+        return {**self.USAGE, "completion_tokens_details": {"reasoning_tokens": 2}}
+
+    async def completion(self):
+        calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": text}} for id, name, text in self.CALLS]
+        message = {"role": "assistant", "reasoning_content": "hm so", "content": "I call", "tool_calls": calls}
+        return {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
+
+    async def chunks(self):
+        def chunk(finish=None, **delta):
+            return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+        yield [chunk(role="assistant", content="")]
+        yield [chunk(reasoning_content="hm"), chunk(reasoning_content=" so")]
+        yield [chunk(content="I"), chunk(content=" call")]
+        for index, (id, name, text) in enumerate(self.CALLS):
+            yield [chunk(tool_calls=[{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}])]
+            for part in text:
+                yield [chunk(tool_calls=[{"index": index, "function": {"arguments": part}}])]
+        yield [chunk("tool_calls")]
+        yield [{"choices": [], "usage": self.usage()}]
+
+
+async def test_reasoning_and_calls_are_items():
+    """The whole answer equals what the stream ends with, and the deltas of each item make it."""
+    made = Output(ResponsesBody(input="hi"), Said(), "fake", is_kept=False)
+    whole = await made.whole()
+    assert [(item["type"], item["status"]) for item in whole["output"]] == [
+        ("reasoning", "completed"),
+        ("message", "completed"),
+        ("function_call", "completed"),
+        ("function_call", "completed"),
+    ]
+    assert [(item["call_id"], item["name"], item["arguments"]) for item in whole["output"][2:]] == [*Said.CALLS]
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
+    events = [event async for events in Output(ResponsesBody(input="hi"), Said(), "fake", is_kept=False).events() for event in events]
+    final = events[-1]["response"]
+
+    def without_ids(response):
+        return {**response, "id": "", "output": [{**item, "id": ""} for item in response["output"]]}
+
+    assert without_ids(final) == without_ids(whole)
+    kinds = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
+    for index, item in enumerate(final["output"]):
+        own = [event for event in events if event.get("output_index") == index]
+        kind = kinds[item["type"]]
+        assert [own[0]["type"], own[-1]["type"]] == ["response.output_item.added", "response.output_item.done"]
+        assert own[0]["item"]["id"] == own[-1]["item"]["id"] == item["id"]
+        deltas = "".join(event["delta"] for event in own if event["type"] == f"response.{kind}.delta")
+        [done] = [event for event in own if event["type"] == f"response.{kind}.done"]
+        assert deltas == done.get("text", done.get("arguments")) == item.get("arguments", (item.get("content") or [{}])[0].get("text"))
+    # Items go back as the input of the next turn.
+    message = messages_of(final["output"])[0]
+    assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == ("hm so", "I call", 2)
