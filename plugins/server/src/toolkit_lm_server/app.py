@@ -137,8 +137,7 @@ def create_router(
 
     /metrics is there when `metrics` is given, and / when `page` is. `readiness`: for a caller that wants to refuse requests before it ends.
     Raises ConfigError for an unknown name in `options.routes`, PluginError when a plugin's routes fail, or a logits processor of a plugin
-    has a parameter with
-    the name of another field.
+    has a parameter with the name of another field.
     """
     options = options or ServerOptions()
     readiness = readiness or Readiness(engine)

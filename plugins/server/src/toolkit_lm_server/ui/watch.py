@@ -49,7 +49,6 @@ class Watch:
         self._requests: dict[str, dict[str, Any]] = {}
         self._num_restarts = 0
         self._view: dict[str, Any] = {}
-        self._figures: dict[str, Any] = {}
         self._view_time = self._figures_time = 0.0
         self.num_onlookers = 0
 
@@ -80,9 +79,9 @@ class Watch:
             # They have ended with the engine, and no event says so.
             self._requests.clear()
             self._num_restarts = engine.num_restarts
-        steps = self._take_in()
+        steps, figures = self._take_in(), {}
         if now - self._figures_time >= _FIGURES_PERIOD:
-            self._figures, self._figures_time = self._read_metrics(), now
+            figures, self._figures_time = self._read_metrics(), now
         health, totals = engine.health(), self._metrics.totals
         return {
             "type": "view",
@@ -99,7 +98,7 @@ class Watch:
             "steps": [[round(step.duration * 1000, 3), step.num_tokens] for step in steps[-_MOST_STEPS:]],
             "tokens": {"prompt": totals.prompt, "cached": totals.cached, "output": totals.output},
             "requests": self._listed(now) if self._shows_requests else None,
-            **self._figures,
+            **figures,
         }
 
     def _take_in(self) -> list[StepEvent]:

@@ -20,6 +20,7 @@ const rates = { all: [], output: [] };
 let steps = [];
 let view = null;
 let histograms = null;
+let counts = null;
 let first = null;
 let sinceOpened = false;
 let blockSize = 0;
@@ -62,6 +63,7 @@ export function update(news) {
   if (news.histograms) {
     histograms = news.histograms;
     first ??= news.histograms;
+    counts = news.counts;
   }
   draw();
 }
@@ -139,7 +141,7 @@ function drawHistograms() {
 }
 
 function drawRequests() {
-  const { requests, counts } = view;
+  const { requests } = view;
   $("requests-panel").hidden = requests === null;
   if (counts) $("request-counts").textContent = ["finished", "aborted", "refused", "preempted"].filter((name) => counts[name] || name === "finished").map((name) => `${count(counts[name])} ${name}`).join(" · ");
   if (!requests) return;
