@@ -15,6 +15,7 @@ from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli.converse import ClientOptions
+from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
 
 DOCS = Path(__file__).parent
@@ -45,7 +46,11 @@ def with_tables(page: str, text: str) -> str:
 def tables() -> str:
     """One table for each section of options."""
     sections = [kind for kind in get_type_hints(VllmConfig).values() if isinstance(kind, type) and options_of(kind)]
-    commands = [("`toolkit serve`", ServerOptions), ("`toolkit chat` and `toolkit complete`", ClientOptions)]
+    commands = [
+        ("`toolkit serve`", ServerOptions),
+        ("`toolkit chat` and `toolkit complete`", ClientOptions),
+        ("`toolkit run-batch`", BatchOptions),
+    ]
     titled = [(section.__name__.removesuffix("Config"), section) for section in sections] + commands
     return "".join(table(title, section) for title, section in titled) + "\n"
 

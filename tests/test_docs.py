@@ -25,6 +25,7 @@ from toolkit_lm_cli import CommandRegistry
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_cli.sampling import sampling_flags
+from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
 
 ROOT = Path(__file__).parents[1]
@@ -216,12 +217,12 @@ def test_the_tables_of_options_are_current():
     for page, text in generator.pages().items():
         assert read(page) == text, f"{name(page)} is out of date: run python docs/generate_options.py"
     page = read(DOCS / "configuration.md")
-    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions)
+    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions) + options_of(BatchOptions)
     assert [o.name for o in options if f"| `{o.name}` |" not in page] == []
 
 
 def test_the_flags_in_the_guides_exist():
-    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions)
+    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions) + options_of(BatchOptions)
     known = (
         {o.flag for o in options}
         | {f"--no-{o.flag[2:]}" for o in options if o.is_flag}
@@ -229,6 +230,7 @@ def test_the_flags_in_the_guides_exist():
     )
     known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out", "--image", "--message"}
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
+    known |= {"--resume", "--overwrite", "--install-completion"}
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
     sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)
     known |= {flag for section in sections for o in options_of(section) for flag in (o.flag, f"--no-{o.flag[2:]}")}

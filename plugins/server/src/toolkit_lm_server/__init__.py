@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server: the commands `toolkit serve` and `toolkit render`, and routes for other FastAPI apps."""
+"""OpenAI-compatible HTTP server: the commands `toolkit serve`, `toolkit render` and `toolkit run-batch`, and routes for other FastAPI apps."""
 
 from types import ModuleType
 
@@ -18,6 +18,7 @@ def toolkit_register_hookspecs() -> ModuleType:
 def toolkit_register_commands(commands: CommandRegistry) -> None:
     commands.add("serve", "toolkit_lm_server.cli:serve", help="Serve a model over HTTP, with OpenAI's API.")
     commands.add("render", "toolkit_lm_server.cli:render", help="Serve a model's renderer over HTTP, without an engine.")
+    commands.add("run-batch", "toolkit_lm_server.batch.command:run_batch", help="Answer a file of requests in OpenAI's batch format.")
 
 
 @hookimpl
