@@ -31,7 +31,7 @@ import numpy as np
 from toolkit_lm import LLM
 texts, model, out = json.load(open(sys.argv[1])), sys.argv[2], sys.argv[3]
 with LLM(model, dtype="float32", device="cpu") as llm:
-    np.save(out, np.stack([output.embedding for output in llm.embed(texts, use_tqdm=False)]))
+    np.save(out, np.stack([output.outputs.data for output in llm.embed(texts, use_tqdm=False)]))
 """
 THEIRS = """
 import json, sys

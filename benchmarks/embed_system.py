@@ -35,7 +35,7 @@ def toolkit(model: str, dtype: str) -> Run:
     from toolkit_lm import LLM
 
     llm = LLM(model, dtype=dtype, max_num_batched_tokens=int(sys.argv[5]) if sys.argv[5:] else None)
-    return lambda sentences: np.stack([output.embedding for output in llm.embed(sentences, use_tqdm=False)])
+    return lambda sentences: np.stack([output.outputs.data for output in llm.embed(sentences, use_tqdm=False)])
 
 
 def sentence_transformers(model: str, dtype: str) -> Run:

@@ -170,7 +170,7 @@ POOLING: dict[str, tuple[str, dict[str, Any], dict[str, Any], list[PoolingParams
 def pooled(llm: LLM, prompts: list[dict[str, list[int]]], params: PoolingParams) -> list[Tensor]:
     outputs = llm.encode(prompts, params, use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(prompts)
-    return [torch.tensor(output.data) for output in outputs]
+    return [torch.tensor(output.outputs.data) for output in outputs]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

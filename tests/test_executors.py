@@ -71,7 +71,7 @@ def test_vectors_are_those_of_one_rank(make_llama, tensor, pipeline):
         vectors = []
         for sizes in [(1, 1), (tensor, pipeline)]:
             with threads(folder, *sizes, runner="pooling", convert="embed", **options) as llm:
-                vectors.append([list(output.embedding) for output in llm.embed(prompts, use_tqdm=False)])
+                vectors.append([list(output.outputs.embedding) for output in llm.embed(prompts, use_tqdm=False)])
         for one, other in zip(*vectors, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
 

@@ -164,7 +164,7 @@ def test_a_pooling_engine_has_a_cache_for_its_states(checkpoint):
     for options in ({}, {"enable_chunked_prefill": True, "max_num_batched_tokens": 8}):
         engine = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 8, "runner": "pooling", "convert": "embed"} | options
         with LLM(str(folder), plugins=[toolkit_lm_mamba], **engine) as llm:
-            vectors.append([list(output.embedding) for output in llm.embed(PROMPTS, use_tqdm=False)])
+            vectors.append([list(output.outputs.embedding) for output in llm.embed(PROMPTS, use_tqdm=False)])
     for one, other in zip(*vectors, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     assert len(set(map(tuple, vectors[0]))) == len(PROMPTS)

@@ -69,7 +69,7 @@ def llm_of(folder, **options):
 def same(outputs, expected, atol=2e-5):
     for output, values in zip(outputs, expected, strict=True):
         assert output.error is None
-        np.testing.assert_allclose(output.data, values, atol=atol)
+        np.testing.assert_allclose(output.outputs.data, values, atol=atol)
 
 
 def unit(vector):
@@ -82,9 +82,9 @@ class TestMethods:
     def test_whole_chunked_and_cached(self, checkpoint, states, method, options):
         expected = [METHODS[method](one) for one in states]
         with llm_of(checkpoint[0], convert="embed", pooling_type=method, normalize=False, **options) as llm:
-            together = llm.encode(GIVEN, task="embed", use_tqdm=False)
+            together = llm.encode(GIVEN, pooling_task="embed", use_tqdm=False)
             same(together, expected)
-            again = [llm.encode(one, task="embed", use_tqdm=False)[0] for one in GIVEN]
+            again = [llm.encode(one, pooling_task="embed", use_tqdm=False)[0] for one in GIVEN]
             same(again, expected)
         # Only LAST can do without the hidden states of what is cached.
         reads = options is CACHED and method == "LAST"
@@ -94,7 +94,7 @@ class TestMethods:
     def test_all_tokens(self, checkpoint, states, options):
         with llm_of(checkpoint[0], convert="embed", **options) as llm:
             for _ in range(2):
-                outputs = llm.encode(GIVEN, task="token_embed", use_tqdm=False)
+                outputs = llm.encode(GIVEN, pooling_task="token_embed", use_tqdm=False)
                 same(outputs, [unit(one) for one in states])
                 assert not any(output.num_cached_tokens for output in outputs)
 
@@ -109,8 +109,8 @@ class TestMethods:
 
     def test_what_a_token_task_leaves_in_the_cache_serves_last(self, checkpoint, states):
         with llm_of(checkpoint[0], convert="embed", **CACHED) as llm:
-            llm.encode(GIVEN[1], task="token_embed", use_tqdm=False)
-            (output,) = llm.encode(GIVEN[1], task="embed", use_tqdm=False)
+            llm.encode(GIVEN[1], pooling_task="token_embed", use_tqdm=False)
+            (output,) = llm.encode(GIVEN[1], pooling_task="embed", use_tqdm=False)
             assert output.num_cached_tokens == 68
             same([output], [unit(states[1][-1])])
 
@@ -146,14 +146,14 @@ class TestTasks:
         with llm_of(folder, **options) as llm:
             same(llm.encode(GIVEN, [PoolingParams(task=task) for task in tasks], use_tqdm=False), expected)
             for output, one in zip(llm.classify(GIVEN, use_tqdm=False), logits, strict=True):
-                np.testing.assert_allclose(output.probs, one[-1].softmax(-1), atol=2e-5)
+                np.testing.assert_allclose(output.outputs.probs, one[-1].softmax(-1), atol=2e-5)
 
     def test_what_a_model_does_not_serve_lists_what_it_does(self, checkpoint, classifier):
         with llm_of(checkpoint[0], convert="embed") as llm:
             assert llm.engine.tasks == ("embed", "token_embed")
             for call in (
                 lambda: llm.classify(GIVEN),
-                lambda: llm.encode(GIVEN, task="token_classify"),
+                lambda: llm.encode(GIVEN, pooling_task="token_classify"),
                 lambda: llm.generate(GIVEN),
                 lambda: llm.encode(GIVEN),
             ):
@@ -186,7 +186,7 @@ class TestMemory:
         with llm_of(checkpoint[0], convert="embed", max_num_batched_tokens=16) as llm:
             assert llm.config.scheduler.max_num_batched_tokens == 128
             assert not llm.config.scheduler.enable_chunked_prefill
-            same(llm.encode(GIVEN, task="embed", use_tqdm=False), [unit(one[-1]) for one in states])
+            same(llm.encode(GIVEN, pooling_task="embed", use_tqdm=False), [unit(one[-1]) for one in states])
 
     def test_prompts_too_long_for_one_step_are_cut(self, make_llama):
         folder, model = make_llama("long", max_position_embeddings=10000)
@@ -196,7 +196,7 @@ class TestMemory:
         with LLM(str(folder), device="cpu", convert="embed", pooling_type="MEAN", max_num_batched_tokens=256, num_kv_blocks=700) as llm:
             assert llm.config.max_model_len == 10000
             assert (llm.config.scheduler.enable_chunked_prefill, llm.config.scheduler.max_num_batched_tokens) == (True, 256)
-            same(llm.encode({"prompt_token_ids": prompt}, task="embed", use_tqdm=False), [unit(mean)])
+            same(llm.encode({"prompt_token_ids": prompt}, pooling_task="embed", use_tqdm=False), [unit(mean)])
 
     def test_few_blocks(self, checkpoint, states):
         """One prompt of 70 tokens takes 18 blocks of 32."""
@@ -204,7 +204,7 @@ class TestMemory:
         for method in ("LAST", "MEAN"):
             with LLM(str(checkpoint[0]), convert="embed", pooling_type=method, normalize=False, **options, **CACHED) as llm:
                 for _ in range(2):
-                    outputs = llm.encode(GIVEN * 3, task="embed", use_tqdm=False)
+                    outputs = llm.encode(GIVEN * 3, pooling_task="embed", use_tqdm=False)
                     same(outputs, [METHODS[method](one) for one in states] * 3)
 
     def test_tokens_over_the_limits(self, checkpoint):
@@ -214,7 +214,7 @@ class TestMemory:
             with pytest.raises(ContextLengthError, match=r"129 tokens; .* maximum context length is 128 tokens"):
                 llm.embed({"prompt_token_ids": [5] * 129})
             (cut,) = llm.embed({"prompt_token_ids": [*[5] * 128, 6]}, truncate_prompt_tokens=-1, use_tqdm=False)
-            np.testing.assert_array_equal(cut.embedding, longest.embedding)
+            np.testing.assert_array_equal(cut.outputs.data, longest.outputs.data)
         with pytest.raises(ConfigError, match="runner 'pooling' cannot run 'LlamaForCausalLM' as it is"):
             llm_of(checkpoint[0], runner="pooling", convert="none")
 
@@ -235,8 +235,8 @@ class TestFaults:
                 return pool(hidden_states, meta)
 
             pooler.forward = fails
-            *outputs, failed, last = llm.encode([*GIVEN, bad, GIVEN[1]], task="embed", use_tqdm=False)
+            *outputs, failed, last = llm.encode([*GIVEN, bad, GIVEN[1]], pooling_task="embed", use_tqdm=False)
             assert failed.finish_reason == "error" and "no more beads" in failed.error
             same([*outputs, last], [unit(one.mean(0)) for one in [*states, states[1]]])
-            same(llm.encode(GIVEN, task="embed", use_tqdm=False), [unit(one.mean(0)) for one in states])
+            same(llm.encode(GIVEN, pooling_task="embed", use_tqdm=False), [unit(one.mean(0)) for one in states])
         assert "a step failed" in caplog.text

@@ -95,12 +95,12 @@ class TestMany:
             random.Random(0).shuffle(jobs)
             outputs = await asyncio.gather(*(engine.encode(given(PROMPTS[number]), params) for number, params in jobs))
             for (number, params), output in zip(jobs, outputs, strict=True):
-                np.testing.assert_allclose(output.data, expected(states, params)[number], atol=2e-5)
+                np.testing.assert_allclose(output.outputs.data, expected(states, params)[number], atol=2e-5)
                 assert output.finish_reason == "stop" and output.prompt_token_ids == PROMPTS[number]
             assert await engine.encode_many([], EMBED) == []
             batch = await engine.encode_many([given(prompt) for prompt in PROMPTS] * 3, TOKENS)
             for output, values in zip(batch, expected(states, TOKENS) * 3, strict=True):
-                np.testing.assert_allclose(output.data, values, atol=2e-5)
+                np.testing.assert_allclose(output.outputs.data, values, atol=2e-5)
             await idle(engine)
 
         run(body())
@@ -109,7 +109,7 @@ class TestMany:
         results = []
 
         def one():
-            results.append(run(engine.encode(given(PROMPTS[1]), EMBED)).data)
+            results.append(run(engine.encode(given(PROMPTS[1]), EMBED)).outputs.data)
 
         threads = [threading.Thread(target=one) for _ in range(4)]
         for thread in threads:
@@ -140,7 +140,7 @@ class TestEnds:
                 task.cancel()
             (output,) = await asyncio.gather(task, return_exceptions=True)
             if not isinstance(output, asyncio.CancelledError):
-                np.testing.assert_allclose(output.data, expected(states, EMBED)[number], atol=2e-5)
+                np.testing.assert_allclose(output.outputs.data, expected(states, EMBED)[number], atol=2e-5)
 
         async def body():
             await engine.encode(given(PROMPTS[0]), EMBED)
@@ -173,8 +173,8 @@ class TestEnds:
             await asyncio.sleep(0)
             await engine.abort("mine")
             aborted, timed_out = await mine, await late
-            assert (aborted.finish_reason, aborted.data) == ("abort", None)
-            assert (timed_out.finish_reason, timed_out.data) == ("timeout", None)
+            assert (aborted.finish_reason, aborted.outputs.data) == ("abort", None)
+            assert (timed_out.finish_reason, timed_out.outputs.data) == ("timeout", None)
             assert all(output.finish_reason == "stop" for output in await asyncio.gather(*others))
             await idle(engine)
 
@@ -235,15 +235,15 @@ class TestBadRequests:
             with pytest.raises(RequestError, match=r"no task is given\. This model serves: embed, token_embed"):
                 await engine.encode_many(["abc"])
             with pytest.raises(RequestError, match="but params are for 'token_embed'"):
-                await engine.encode("abc", TOKENS, task="embed")
+                await engine.encode("abc", TOKENS, pooling_task="embed")
             for parameter in ("request_ids", "names"):
                 with pytest.raises(RequestError, match=f"{parameter} has 1 entries for 2 prompts"):
                     await engine.encode_many(["a", "b"], EMBED, **{parameter: ["x"]})
             with pytest.raises(RequestError, match="a list of these, not a int"):
                 await engine.encode_many(7, EMBED)
             # One text is one prompt, and so are a mapping and a pair.
-            text, tokens = await engine.encode_many("abc", EMBED), await engine.encode_many(given(PROMPTS[0]), task="token_embed")
-            assert [len(text), len(tokens), tokens[0].data.shape] == [1, 1, (3, 64)]
+            text, tokens = await engine.encode_many("abc", EMBED), await engine.encode_many(given(PROMPTS[0]), pooling_task="token_embed")
+            assert [len(text), len(tokens), tokens[0].outputs.data.shape] == [1, 1, (3, 64)]
             with pytest.raises(RequestError, match="prompt 1"):
                 await engine.encode_many([given([5]), given([272])], EMBED)
             assert engine.tasks == ("embed", "token_embed")
@@ -262,9 +262,9 @@ class TestBrokenWeights:
                 outputs = llm.encode([given(prompt) for prompt in prompts], wishes, use_tqdm=False)
                 assert [output.finish_reason for output in outputs] == ["stop", "stop", "error", "stop", "error"]
                 for number in (2, 4):
-                    assert outputs[number].data is None and "not finite" in outputs[number].error
+                    assert outputs[number].outputs.data is None and "not finite" in outputs[number].error
                 for number in (0, 1, 3):
-                    np.testing.assert_allclose(outputs[number].data, expected(states, wishes[number])[number], atol=2e-5)
+                    np.testing.assert_allclose(outputs[number].outputs.data, expected(states, wishes[number])[number], atol=2e-5)
 
     def test_a_document_that_cannot_be_scored_comes_last(self, broken_folder):
         with LLM(broken_folder, convert="embed", **OPTIONS) as llm:
@@ -279,7 +279,7 @@ class TestBrokenWeights:
         async def body():
             async with AsyncLLM(VllmConfig.make(model=broken_folder, convert="embed", **OPTIONS)) as engine:
                 bad, good = await engine.encode_many([given([BROKEN]), given(PROMPTS[0])], EMBED)
-                assert (bad.finish_reason, bad.data) == ("error", None) and "not finite" in bad.error
+                assert (bad.finish_reason, bad.outputs.data) == ("error", None) and "not finite" in bad.error
                 assert good.error is None
                 assert engine.health().status == "ready"
 

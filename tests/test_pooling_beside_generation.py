@@ -70,7 +70,7 @@ def check(done, states, assert_parity, model, pool):
     assert_parity(model, generated)
     for number, one in enumerate(states):
         expected = torch.nn.functional.normalize(pool(one), dim=0)
-        np.testing.assert_allclose(done[f"embed-{number}"].data, expected, atol=2e-5)
+        np.testing.assert_allclose(done[f"embed-{number}"].outputs.data, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -120,7 +120,7 @@ def test_a_preempted_embedding_begins_anew(checkpoint, watch):
     assert any(getattr(event, "kind", None) == "preempted" and event.request_id == "mean" for event in watch.events)
     with torch.inference_mode():
         expected = checkpoint[1].model(torch.tensor([PROMPTS[6][:44]])).last_hidden_state[0].mean(0)
-    np.testing.assert_allclose(done["mean"].data, expected, atol=2e-5)
+    np.testing.assert_allclose(done["mean"].outputs.data, expected, atol=2e-5)
 
 
 def test_offline(checkpoint, states):
@@ -128,8 +128,8 @@ def test_offline(checkpoint, states):
         (text,) = llm.generate(given(PROMPTS[1]), SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(text.outputs[0].token_ids) == 3
         (output,) = llm.embed(given(PROMPTS[1]), PoolingParams(normalize=False), use_tqdm=False)
-        np.testing.assert_allclose(output.embedding, states[1][-1], atol=2e-5)
-        assert llm.score("abc", ["abc", "xyz"], use_tqdm=False)[0].score == pytest.approx(1, abs=1e-5)
+        np.testing.assert_allclose(output.outputs.data, states[1][-1], atol=2e-5)
+        assert llm.score("abc", ["abc", "xyz"], use_tqdm=False)[0].outputs.score == pytest.approx(1, abs=1e-5)
         with pytest.raises(RequestError, match=r"Supported: embed, token_embed\. Start the engine with --convert classify"):
             llm.classify(given(PROMPTS[1]))
 
@@ -151,8 +151,8 @@ def test_texts_are_read_as_by_a_pooling_engine(checkpoint, tmp_path):
         for names in ({}, {"prompt_name": "query"}, {"prompt_name": "document"}):
             (one,), (other,) = (llm.embed("A Cat", use_tqdm=False, **names) for llm in (pooling, both))
             assert one.prompt_token_ids == other.prompt_token_ids
-            np.testing.assert_allclose(one.embedding, other.embedding, atol=2e-5)
-        first, second = (llm.score("A Cat", "a dog", use_tqdm=False)[0].score for llm in (pooling, both))
+            np.testing.assert_allclose(one.outputs.data, other.outputs.data, atol=2e-5)
+        first, second = (llm.score("A Cat", "a dog", use_tqdm=False)[0].outputs.score for llm in (pooling, both))
         assert first == pytest.approx(second, abs=1e-5)
         (text,) = both.generate("A Cat", SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert text.prompt_token_ids == both.engine.renderer.render_prompt("A Cat").token_ids

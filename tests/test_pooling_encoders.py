@@ -81,7 +81,7 @@ def reference(made, text, pair=None, **options):
 def same(outputs, expected, atol=2e-5):
     for output, values in zip(outputs, expected, strict=True):
         assert output.error is None
-        np.testing.assert_allclose(output.data, values, atol=atol)
+        np.testing.assert_allclose(output.outputs.data, values, atol=atol)
 
 
 def unit(vector):
@@ -98,9 +98,11 @@ class TestFamilies:
             assert (cache.pools, cache.groups) == ([], [])
             assert llm.engine.tasks == ("embed", "token_embed")
             assert llm.config.max_model_len == 64
-            together = llm.encode(TEXTS, task="embed", use_tqdm=False)
+            together = llm.encode(TEXTS, pooling_task="embed", use_tqdm=False)
             same(together, [unit(one.mean(0)) for one in states])
-            same([llm.encode(text, task="embed", use_tqdm=False)[0] for text in TEXTS], [output.data for output in together])
+            same(
+                [llm.encode(text, pooling_task="embed", use_tqdm=False)[0] for text in TEXTS], [output.outputs.data for output in together]
+            )
             wishes = [PoolingParams(task=task) for task in ("embed", "token_embed")] * 3
             mixed = [unit(one) if wish.task == "token_embed" else unit(one.mean(0)) for one, wish in zip(states, wishes, strict=True)]
             same(llm.encode(TEXTS, wishes, use_tqdm=False), mixed)
@@ -112,7 +114,7 @@ class TestFamilies:
         pool = {"CLS": lambda one: one[0], "MAX": lambda one: one.amax(0), "LAST": lambda one: one[-1]}[method]
         expected = [pool(reference(made, text).last_hidden_state[0]) for text in TEXTS]
         with LLM(made.folder, pooling_type=method, normalize=False) as llm:
-            same(llm.encode(TEXTS, task="embed", use_tqdm=False), expected)
+            same(llm.encode(TEXTS, pooling_task="embed", use_tqdm=False), expected)
 
     def test_the_heads_of_training_are_passed_over(self, make, family):
         made = make(family, "ForMaskedLM")
@@ -120,7 +122,7 @@ class TestFamilies:
         expected = [reference(body, text).last_hidden_state[0] for text in TEXTS]
         with LLM(made.folder) as llm:
             assert llm.engine.tasks == ("embed", "token_embed")
-            same(llm.encode(TEXTS, task="embed", use_tqdm=False), [unit(one.mean(0)) for one in expected])
+            same(llm.encode(TEXTS, pooling_task="embed", use_tqdm=False), [unit(one.mean(0)) for one in expected])
 
     def test_classes(self, make, family):
         made = make(family, "ForSequenceClassification", num_labels=3)
@@ -128,7 +130,7 @@ class TestFamilies:
         with LLM(made.folder) as llm:
             assert "classify" in llm.engine.tasks and "score" not in llm.engine.tasks
             for output, one in zip(llm.classify(TEXTS, use_tqdm=False), logits, strict=True):
-                np.testing.assert_allclose(output.probs, one.softmax(0), atol=2e-5)
+                np.testing.assert_allclose(output.outputs.probs, one.softmax(0), atol=2e-5)
             raw = llm.encode(TEXTS, PoolingParams(task="classify", use_activation=False), use_tqdm=False)
             same(raw, logits, atol=5e-5)
 
@@ -136,7 +138,7 @@ class TestFamilies:
         made = make(family, "ForTokenClassification", num_labels=5)
         with LLM(made.folder) as llm:
             assert llm.engine.tasks == ("token_classify",)
-            outputs = llm.encode(TEXTS, task="token_classify", use_tqdm=False)
+            outputs = llm.encode(TEXTS, pooling_task="token_classify", use_tqdm=False)
             same(outputs, [reference(made, text).logits[0].softmax(-1) for text in TEXTS])
 
     def test_pairs(self, make, family):
@@ -145,7 +147,7 @@ class TestFamilies:
         with LLM(made.folder) as llm:
             outputs = llm.score(QUERY, TEXTS[:4], use_tqdm=False)
             ranked = llm.rerank(QUERY, TEXTS[:4], top_n=2, use_tqdm=False)
-        np.testing.assert_allclose([output.score for output in outputs], expected, atol=2e-5)
+        np.testing.assert_allclose([output.outputs.score for output in outputs], expected, atol=2e-5)
         order = sorted(range(4), key=lambda i: -expected[i])[:2]
         assert [(result.index, result.document) for result in ranked] == [(i, TEXTS[i]) for i in order]
 
@@ -154,10 +156,10 @@ class TestFamilies:
         longest, too_long = " ".join(WORDS[:62]), " ".join(WORDS[:63])
         with LLM(made.folder) as llm:
             expected = unit(reference(made, longest).last_hidden_state[0].mean(0))
-            same(llm.encode(longest, task="embed", use_tqdm=False), [expected])
+            same(llm.encode(longest, pooling_task="embed", use_tqdm=False), [expected])
             with pytest.raises(ContextLengthError, match=r"65 tokens; .* maximum context length is 64 tokens"):
                 llm.embed(too_long)
-            same(llm.encode(too_long, task="embed", truncate_prompt_tokens=-1, use_tqdm=False), [expected])
+            same(llm.encode(too_long, pooling_task="embed", truncate_prompt_tokens=-1, use_tqdm=False), [expected])
         with pytest.raises(ConfigError, match="max_model_len is 65, but the checkpoint has 64 positions"):
             LLM(made.folder, max_model_len=65)
 
@@ -167,7 +169,7 @@ def test_heads_that_kernels_can_compute(make, backend):
     made = make("Bert", "Model", hidden_size=64)
     expected = [unit(reference(made, text).last_hidden_state[0].mean(0)) for text in TEXTS]
     with LLM(made.folder, attention_backend=backend) as llm:
-        same(llm.encode(TEXTS, task="embed", use_tqdm=False), expected)
+        same(llm.encode(TEXTS, pooling_task="embed", use_tqdm=False), expected)
 
 
 def test_the_types_of_tokens_count(make):
@@ -187,7 +189,7 @@ def test_a_batch_of_pairs_and_single_texts(make):
         texts = (one["prompt"],) if isinstance(one, dict) else (one,) if isinstance(one, str) else one
         expected.append(reference(made, *texts).logits[0].sigmoid())
     with LLM(made.folder) as llm:
-        same(llm.encode(given, task="score", use_tqdm=False), expected)
+        same(llm.encode(given, pooling_task="score", use_tqdm=False), expected)
 
 
 def test_a_cross_encoder_that_says_identity_scores_logits(make, tmp_path):
@@ -198,10 +200,10 @@ def test_a_cross_encoder_that_says_identity_scores_logits(make, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | said))
     logits = [float(reference(made, QUERY, text).logits) for text in TEXTS[:3]]
     with LLM(str(tmp_path)) as llm:
-        scores = [output.score for output in llm.score(QUERY, TEXTS[:3], use_tqdm=False)]
+        scores = [output.outputs.score for output in llm.score(QUERY, TEXTS[:3], use_tqdm=False)]
         asked = llm.score(QUERY, TEXTS[:3], PoolingParams(use_activation=True), use_tqdm=False)
     np.testing.assert_allclose(scores, logits, atol=5e-5)
-    np.testing.assert_allclose([output.score for output in asked], torch.tensor(logits).sigmoid(), atol=2e-5)
+    np.testing.assert_allclose([output.outputs.score for output in asked], torch.tensor(logits).sigmoid(), atol=2e-5)
 
 
 @pytest.mark.parametrize("family", ["Bert", "Roberta"])
@@ -212,13 +214,13 @@ def test_truncation_is_that_of_transformers(make, family):
     pairs = [(" ".join(WORDS[:a]), " ".join(WORDS[50 : 50 + b])) for a, b in lengths]
     with LLM(made.folder) as llm:
         for most in (6, 7, 15, 16, 21, 22, 64):
-            outputs = llm.encode([*pairs, TEXTS[1]], task="score", truncate_prompt_tokens=most, use_tqdm=False)
+            outputs = llm.encode([*pairs, TEXTS[1]], pooling_task="score", truncate_prompt_tokens=most, use_tqdm=False)
             rules = {"truncation": "longest_first", "max_length": most}
             theirs = [made.tokenizer(*pair, **rules)["input_ids"] for pair in [*pairs, (TEXTS[1],)]]
             assert [output.prompt_token_ids for output in outputs] == theirs
             same(outputs, [reference(made, *pair, **rules).logits[0].sigmoid() for pair in [*pairs, (TEXTS[1],)]])
         with pytest.raises(RequestError, match=r"3 tokens leave no room for a text beside [34] special tokens"):
-            llm.encode(pairs, task="score", truncate_prompt_tokens=3)
+            llm.encode(pairs, pooling_task="score", truncate_prompt_tokens=3)
 
 
 class TestWholePrompts:
@@ -236,7 +238,7 @@ class TestWholePrompts:
 
             monkeypatch.setattr(executor, "execute", spy)
             texts = [" ".join(WORDS[:length]) for length in (3, 40, 5, 9, 40, 3, 5, 9, 3)]
-            outputs = llm.encode(texts, task="embed", use_tqdm=False)
+            outputs = llm.encode(texts, pooling_task="embed", use_tqdm=False)
             same(outputs, [unit(reference(made, text).last_hidden_state[0].mean(0)) for text in texts])
             lengths = [length for step in steps for length in step]
             assert lengths == sorted(lengths) == [5, 5, 5, 7, 7, 11, 11, 42, 42]
@@ -254,7 +256,7 @@ class TestWholePrompts:
         with LLM(made.folder, max_num_batched_tokens=16, max_num_seqs=4) as llm:
             assert llm.config.scheduler.max_num_batched_tokens == 64
             same(
-                llm.encode(TEXTS, task="embed", use_tqdm=False),
+                llm.encode(TEXTS, pooling_task="embed", use_tqdm=False),
                 [unit(reference(made, text).last_hidden_state[0].mean(0)) for text in TEXTS],
             )
 
@@ -263,7 +265,7 @@ class TestWholePrompts:
         made = make("Bert", "Model")
         with LLM(made.folder, max_num_batched_tokens=20, max_num_seqs=4, **options) as llm:
             short = [TEXTS[0], TEXTS[2], TEXTS[3]] * 2
-            outputs = llm.encode(short, task="embed", use_tqdm=False)
+            outputs = llm.encode(short, pooling_task="embed", use_tqdm=False)
             same(outputs, [unit(reference(made, text).last_hidden_state[0].mean(0)) for text in short])
             assert not any(output.num_cached_tokens for output in outputs)
             with pytest.raises(ContextLengthError, match=r"52 tokens; embed needs them all in one step.*20 \(max_num_batched_tokens\)"):
@@ -274,6 +276,6 @@ class TestWholePrompts:
         with LLM(made.folder, enable_prefix_caching=True) as llm:
             assert llm.engine.client.core.kv_cache.pools == []
             for _ in range(2):
-                (output,) = llm.encode(TEXTS[1], task="embed", use_tqdm=False)
+                (output,) = llm.encode(TEXTS[1], pooling_task="embed", use_tqdm=False)
                 same([output], [unit(reference(made, TEXTS[1]).last_hidden_state[0].mean(0))])
                 assert output.num_cached_tokens == 0

@@ -20,7 +20,7 @@ def llm(folder):
 
 
 def test_nothing_gives_nothing(llm):
-    assert llm.embed([]) == llm.encode([], task="token_embed") == llm.score("a", []) == llm.rerank("a", []) == []
+    assert llm.embed([]) == llm.encode([], pooling_task="token_embed") == llm.score("a", []) == llm.rerank("a", []) == []
     assert llm.embed(()) == llm.score([], []) == []
 
 
@@ -32,7 +32,7 @@ def test_one_and_many(llm):
     # A tuple is a list of texts, and no pair: an embedding model reads none.
     tupled = llm.embed(("abc", "abc"), use_tqdm=False)
     for other in (mapping, ids, *listed, *tupled):
-        np.testing.assert_allclose(other.embedding, text.embedding, atol=1e-6)
+        np.testing.assert_allclose(other.outputs.data, text.outputs.data, atol=1e-6)
     assert len(tupled) == 2
 
 
@@ -153,7 +153,7 @@ class TestTask:
             assert raised.value.param == "task"
         with pytest.raises(RequestError, match="scores by the task 'embed', but params are for 'token_embed'"):
             llm.score("abc", "abc", tokens)
-        assert llm.encode("abc", tokens, task="token_embed", use_tqdm=False)[0].data.shape == (3, 64)
+        assert llm.encode("abc", tokens, pooling_task="token_embed", use_tqdm=False)[0].outputs.data.shape == (3, 64)
 
     def test_none(self, llm):
         with pytest.raises(RequestError, match=r"no task is given\. This model serves: embed, token_embed"):

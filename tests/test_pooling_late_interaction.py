@@ -131,15 +131,17 @@ def check(folder, queries, documents, score=max_sim):
     assert np.ptp(expected) > 0.05
     with LLM(str(folder)) as llm:
         for text, scores in zip(QUERIES, expected, strict=True):
-            np.testing.assert_allclose([one.score for one in llm.score(text, DOCUMENTS, use_tqdm=False)], scores, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(
+                [one.outputs.score for one in llm.score(text, DOCUMENTS, use_tqdm=False)], scores, rtol=1e-5, atol=1e-5
+            )
             ranked = [one.index for one in llm.rerank(text, DOCUMENTS, use_tqdm=False)]
             assert ranked == sorted(range(len(scores)), key=lambda i: -scores[i])
         for name, texts, roles in (("query", QUERIES, queries), ("document", DOCUMENTS, documents)):
-            outputs = llm.encode(texts, task="token_embed", prompt_name=name, use_tqdm=False)
+            outputs = llm.encode(texts, pooling_task="token_embed", prompt_name=name, use_tqdm=False)
             for output, (ids, vectors) in zip(outputs, roles, strict=True):
                 assert output.prompt_token_ids == ids
                 compared = llm.engine.processor.texts.roles[name].compared(output.prompt_token_ids)
-                np.testing.assert_allclose(output.data[compared], vectors, atol=1e-5)
+                np.testing.assert_allclose(output.outputs.data[compared], vectors, atol=1e-5)
 
 
 class TestPyLate:
@@ -169,13 +171,13 @@ class TestPyLate:
             assert llm.engine.tasks == ("token_embed",)
             with pytest.raises(RequestError, match="Supported: token_embed"):
                 llm.embed(text)
-            plain, tokens = llm.encode([text, {"prompt_token_ids": ids}], task="token_embed", use_tqdm=False)
-            [cut] = llm.encode(text, task="token_embed", prompt_name="query", truncate_prompt_tokens=6, use_tqdm=False)
+            plain, tokens = llm.encode([text, {"prompt_token_ids": ids}], pooling_task="token_embed", use_tqdm=False)
+            [cut] = llm.encode(text, pooling_task="token_embed", prompt_name="query", truncate_prompt_tokens=6, use_tqdm=False)
             with pytest.raises(RequestError, match="Known: document, query"):
-                llm.encode(text, task="token_embed", prompt_name="passage")
+                llm.encode(text, pooling_task="token_embed", prompt_name="passage")
         for output in (plain, tokens):
             assert output.prompt_token_ids == ids
-            np.testing.assert_allclose(output.data, written.vectors(ids), atol=1e-5)
+            np.testing.assert_allclose(output.outputs.data, written.vectors(ids), atol=1e-5)
         # The text is cut, and the query filled up all the same.
         assert cut.prompt_token_ids == filled(written.ids(text, ADDED["[Q] "], 6), 24)
 
@@ -185,7 +187,7 @@ class TestPyLate:
                 return await llm.encode_many([QUERIES[0]], PoolingParams(task="token_embed"), prompt_name="query")
 
         [output] = asyncio.run(encode())
-        np.testing.assert_allclose(output.data, written.vectors(self.query(written, QUERIES[0])), atol=1e-5)
+        np.testing.assert_allclose(output.outputs.data, written.vectors(self.query(written, QUERIES[0])), atol=1e-5)
 
     def test_no_expansion(self, reference):
         reference.pylate(do_query_expansion=False, query_length=9, document_length=15, skiplist_words=["i"], query_prefix="[X]")

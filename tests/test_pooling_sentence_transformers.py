@@ -75,7 +75,7 @@ def dense(vector):
 
 
 def vectors(llm, texts, params=None, **options):
-    return [output.embedding for output in llm.embed(texts, params, use_tqdm=False, **options)]
+    return [output.outputs.data for output in llm.embed(texts, params, use_tqdm=False, **options)]
 
 
 def same(ours, expected):
@@ -96,7 +96,7 @@ def test_modules_after_pooling(embedder):
         assert raised.value.param == "dimensions"
         # Each token's vector is the transformer's own.
         (tokens,) = llm.encode(TEXTS[0], PoolingParams(task="token_embed", normalize=False), use_tqdm=False)
-        same([tokens.data], [embedder.states(TEXTS[0])])
+        same([tokens.outputs.data], [embedder.states(TEXTS[0])])
 
 
 def test_several_methods_side_by_side(embedder):
@@ -144,8 +144,8 @@ class TestPrompts:
     def test_queries_and_documents_are_scored_with_their_own(self, embedder):
         queries, documents = self.expected(embedder, "Query: "), self.expected(embedder, "Doc: ")
         with LLM(str(embedder.folder)) as llm:
-            scores = [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
-            pairwise = [output.score for output in llm.score(TEXTS, TEXTS[::-1], use_tqdm=False)]
+            scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+            pairwise = [output.outputs.score for output in llm.score(TEXTS, TEXTS[::-1], use_tqdm=False)]
         np.testing.assert_allclose(scores, [float(queries[0] @ one) for one in documents], atol=2e-5)
         np.testing.assert_allclose(pairwise, [float(a @ b) for a, b in zip(queries, documents[::-1], strict=True)], atol=2e-5)
 
@@ -166,7 +166,7 @@ class TestPrompts:
         with LLM(str(embedder.folder)) as llm:
             same(vectors(llm, TEXTS), prompted)
             same(vectors(llm, TEXTS, prompt_name="document"), plain)
-            scores = [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+            scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
         np.testing.assert_allclose(scores, [float(query @ one) for one in plain], atol=2e-5)
 
 
@@ -219,7 +219,7 @@ class TestSimilarity:
         return query, documents
 
     def scores(self, llm, **options):
-        return [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False, **options)]
+        return [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False, **options)]
 
     @pytest.mark.parametrize("modules", [[], [NORMALIZE]], ids=["any length", "length 1"])
     @pytest.mark.parametrize("name", [None, *SIMILARITIES])
@@ -246,9 +246,9 @@ class TestSimilarity:
             # An embedding has length 1 where there is no modules.json.
             same(vectors(llm, TEXTS, prompt_name="document"), unit[1:])
             np.testing.assert_allclose(self.scores(llm), plain, rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(self.scores(llm, params=PoolingParams(normalize=True)), of_length_1, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(self.scores(llm, pooling_params=PoolingParams(normalize=True)), of_length_1, rtol=1e-5, atol=1e-5)
             with pytest.raises(RequestError, match="params must be PoolingParams, not a dict"):
-                self.scores(llm, params={"normalize": True})
+                self.scores(llm, pooling_params={"normalize": True})
         with LLM(str(embedder.folder), normalize=True) as llm:
             np.testing.assert_allclose(self.scores(llm), of_length_1, rtol=1e-5, atol=1e-5)
 
@@ -327,7 +327,7 @@ class TestPromptsThatAreLeftOut:
 
         with LLM(str(embedder.folder)) as llm:
             same(vectors(llm, TEXTS, prompt_name="document"), [vector("Doc: ", text) for text in TEXTS])
-            scores = [output.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
+            scores = [output.outputs.score for output in llm.score(TEXTS[0], TEXTS, use_tqdm=False)]
         np.testing.assert_allclose(scores, [vector("Query: ", TEXTS[0]) @ vector("Doc: ", text) for text in TEXTS], rtol=1e-5)
 
     def test_what_is_not_left_out(self, embedder):
@@ -339,7 +339,7 @@ class TestPromptsThatAreLeftOut:
             ids = embedder.tokenizer.encode("Query: " + TEXTS[0]).ids
             same(vectors(llm, {"prompt_token_ids": ids}), [states.mean(0)])
             (tokens,) = llm.encode(TEXTS[0], PoolingParams(task="token_embed", normalize=False), use_tqdm=False)
-            same([tokens.data], [states])
+            same([tokens.outputs.data], [states])
         with LLM(str(embedder.folder), pooling_type="MEAN") as llm:
             same(vectors(llm, TEXTS[0]), [states.mean(0)])
 
@@ -358,7 +358,7 @@ class TestPromptsThatAreLeftOut:
             llm.engine.submit(good)
             (output,) = llm.engine.step()
             document = embedder.states("Doc: x")
-            same([output.data], [document[1 + len("Doc: ") :].mean(0)])
+            same([output.outputs.data], [document[1 + len("Doc: ") :].mean(0)])
 
     @pytest.mark.parametrize("texts_end", ["</s>", None])
     @pytest.mark.parametrize("prompt", ["Instruct: find it.", "Ends with</s>"])

@@ -13,7 +13,7 @@ PROMPTS = [{"prompt_token_ids": [(7 * i + length) % VOCAB_SIZE for i in range(le
 
 def embeddings(folder, **options):
     with LLM(str(folder), device="cpu", dtype="float32", **options) as llm:
-        return [torch.tensor(output.embedding) for output in llm.embed(PROMPTS, use_tqdm=False)]
+        return [torch.tensor(output.outputs.embedding) for output in llm.embed(PROMPTS, use_tqdm=False)]
 
 
 @pytest.mark.parametrize("kind", ["T5EncoderModel", "MT5EncoderModel", "T5ForConditionalGeneration", "MT5ForConditionalGeneration"])

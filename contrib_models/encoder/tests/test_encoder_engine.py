@@ -25,7 +25,7 @@ def make(architecture, family, folder, dtype=torch.float32):
 def results(folder, task, **options):
     options = {"dtype": "float32", "max_num_batched_tokens": 100, "max_num_seqs": 4, **options}
     with LLM(str(folder), device="cpu", **options) as llm:
-        return [torch.tensor(output.data) for output in llm.encode(PROMPTS, task=task, use_tqdm=False)]
+        return [torch.tensor(output.outputs.data) for output in llm.encode(PROMPTS, pooling_task=task, use_tqdm=False)]
 
 
 def expected(model, task):

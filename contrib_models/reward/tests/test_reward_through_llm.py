@@ -44,16 +44,16 @@ def test_rewards_of_steps(checkpoint, options):
     expected = [each[np.array(ids) == TAG].softmax(1) for each, ids in zip(logits, PROMPTS, strict=True)]
     with LLM(str(folder), device="cpu", dtype="float32", num_kv_blocks=64, **options) as llm:
         assert (llm.config.model.runner, llm.config.model.convert) == ("pooling", "none")
-        for output, probabilities in zip(llm.encode(GIVEN, task="token_classify", use_tqdm=False), expected, strict=True):
-            assert output.data.shape == probabilities.shape
-            np.testing.assert_allclose(output.data, probabilities, atol=1e-5)
+        for output, probabilities in zip(llm.encode(GIVEN, pooling_task="token_classify", use_tqdm=False), expected, strict=True):
+            assert output.outputs.data.shape == probabilities.shape
+            np.testing.assert_allclose(output.outputs.data, probabilities, atol=1e-5)
         params = PoolingParams(task="token_classify", step_tag_id=41, use_activation=False, returned_token_ids=[1])
-        np.testing.assert_allclose(llm.encode(GIVEN[0], params, use_tqdm=False)[0].data, logits[0][3:4, 1:], atol=1e-5)
+        np.testing.assert_allclose(llm.encode(GIVEN[0], params, use_tqdm=False)[0].outputs.data, logits[0][3:4, 1:], atol=1e-5)
         with pytest.raises(RequestError, match=r"token id 9999 is not in the vocabulary") as raised:
             llm.encode(GIVEN[0], PoolingParams(task="token_classify", step_tag_id=9999))
         assert raised.value.param == "step_tag_id"
         with pytest.raises(RequestError, match="token_classify"):
-            llm.encode(GIVEN, task="embed", use_tqdm=False)
+            llm.encode(GIVEN, pooling_task="embed", use_tqdm=False)
 
 
 def test_reward_is_an_accepted_name_of_what_it_is(checkpoint):

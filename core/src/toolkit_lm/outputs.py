@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from msgspec import Struct
 
@@ -70,14 +70,56 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class PoolingOutput:
+    """What the model made of one prompt."""
+
+    data: np.ndarray | None
+    """float32, read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1]."""
+
+
+class EmbeddingOutput(PoolingOutput):
+    """One vector."""
+
+    __slots__ = ()
+
+    @property
+    def embedding(self) -> list[float] | None:
+        """`data`, as a list."""
+        return None if self.data is None else self.data.tolist()
+
+
+class ClassificationOutput(PoolingOutput):
+    """The probability of each label."""
+
+    __slots__ = ()
+
+    @property
+    def probs(self) -> list[float] | None:
+        """`data`, as a list."""
+        return None if self.data is None else self.data.tolist()
+
+
+class ScoringOutput(PoolingOutput):
+    """The score of one pair of texts."""
+
+    __slots__ = ()
+
+    @property
+    def score(self) -> float:
+        """NaN where there is an error."""
+        return float("nan") if self.data is None else float(self.data[0])
+
+
+@dataclass(slots=True)
 class PoolingRequestOutput:
     """A pooling request: what `encode` gives, and what the other results are made of."""
+
+    kind: ClassVar[type[PoolingOutput]] = PoolingOutput
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    data: np.ndarray | None
-    """float32, read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1]."""
+    outputs: PoolingOutput
     finish_reason: FinishReason | None
     num_cached_tokens: int = 0
     error: str | None = None
@@ -87,56 +129,38 @@ class PoolingRequestOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    @classmethod
+    def of(cls, output: PoolingRequestOutput) -> Self:
+        """The same request, with `outputs` as this class has them."""
+        its, outputs = output, cls.kind(output.outputs.data)
+        return cls(its.request_id, its.prompt, its.prompt_token_ids, outputs, its.finish_reason, its.num_cached_tokens, its.error)
 
-AnyRequestOutput = RequestOutput | PoolingRequestOutput
 
-
-@dataclass(slots=True)
-class EmbeddingRequestOutput:
+class EmbeddingRequestOutput(PoolingRequestOutput):
     """What `embed` gives for one prompt."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    embedding: np.ndarray | None
-    """[D] float32, read-only."""
-    num_cached_tokens: int = 0
-    error: str | None = None
-
-    @classmethod
-    def of(cls, output: PoolingRequestOutput) -> EmbeddingRequestOutput:
-        return cls(output.request_id, output.prompt_token_ids, output.data, output.num_cached_tokens, output.error)
+    __slots__ = ()
+    kind = EmbeddingOutput
+    outputs: EmbeddingOutput
 
 
-@dataclass(slots=True)
-class ClassificationRequestOutput:
+class ClassificationRequestOutput(PoolingRequestOutput):
     """What `classify` gives for one prompt."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    probs: np.ndarray | None
-    """[labels] float32, read-only."""
-    num_cached_tokens: int = 0
-    error: str | None = None
-
-    @classmethod
-    def of(cls, output: PoolingRequestOutput) -> ClassificationRequestOutput:
-        return cls(output.request_id, output.prompt_token_ids, output.data, output.num_cached_tokens, output.error)
+    __slots__ = ()
+    kind = ClassificationOutput
+    outputs: ClassificationOutput
 
 
-@dataclass(slots=True)
-class ScoringRequestOutput:
+class ScoringRequestOutput(PoolingRequestOutput):
     """What `score` gives for one pair of texts."""
 
-    request_id: str
-    score: float
-    """NaN where there is an error."""
-    num_cached_tokens: int = 0
-    error: str | None = None
+    __slots__ = ()
+    kind = ScoringOutput
+    outputs: ScoringOutput
 
-    @classmethod
-    def of(cls, output: PoolingRequestOutput) -> ScoringRequestOutput:
-        score = float("nan") if output.data is None else float(output.data[0])
-        return cls(output.request_id, score, output.num_cached_tokens, output.error)
+
+AnyRequestOutput = RequestOutput | PoolingRequestOutput
 
 
 @dataclass(slots=True)

@@ -83,19 +83,22 @@ class FieldCheck(NamedTuple):
     name: str
     default: Any
     check: Check
+    takes_none: bool
 
 
 @cache
 def checks_of(struct: type[msgspec.Struct]) -> tuple[FieldCheck, ...]:
     """The checks of a struct's parameters, made once and run by `check_fields`."""
-    return tuple(FieldCheck(o.name, o.default, _check_of(o)) for o in options_of(struct))
+    return tuple(FieldCheck(o.name, o.default, _check_of(o), NoneType in o.kinds) for o in options_of(struct))
 
 
 def check_fields(values: msgspec.Struct, checks: Sequence[FieldCheck]) -> None:
-    """Raises RequestError for the first parameter of `values` that has a wrong type or is out of bounds."""
-    for name, default, check in checks:
+    """Raises RequestError for the first parameter of `values` that has a wrong type or is out of bounds. None becomes the default."""
+    for name, default, check, takes_none in checks:
         value = getattr(values, name)
-        if value is not default:
+        if value is None and not takes_none:
+            msgspec.structs.force_setattr(values, name, default)
+        elif value is not default:
             check(value)
 
 

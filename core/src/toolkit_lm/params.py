@@ -40,10 +40,11 @@ class StructuredOutputsParams(TypedDict, total=False):
     disable_additional_properties: bool
 
 
-class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens are drawn and when a sequence ends. Names and meanings are vLLM's.
+class SamplingParams(Struct, kw_only=True, omit_defaults=True):
+    """How tokens are drawn and when a sequence ends. Names and meanings are vLLM's. None stands for a default.
 
-    Raises RequestError (with `param` set) when a value is out of range.
+    Raises RequestError (with `param` set) when a value is out of range; of one that is changed later, when a request is made of it. A
+    request has a copy of its own.
     """
 
     n: Annotated[int, param("Sequences per prompt, at most max_n. The prompt is computed once.", ge=1, use="both")] = 1

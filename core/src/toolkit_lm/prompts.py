@@ -33,7 +33,7 @@ class TokensPrompt(MediaPrompt):
 
 
 SingletonPrompt = str | TextPrompt | TokensPrompt
-"""One text."""
+"""One text. A bare list of token ids is taken, too."""
 
 
 class ExplicitEncoderDecoderPrompt(TypedDict):
@@ -66,6 +66,8 @@ def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensProm
     """
     if isinstance(prompt, str):
         return TextPrompt(prompt=prompt)
+    if isinstance(prompt, list) and prompt and type(prompt[0]) is int:
+        prompt = {"prompt_token_ids": prompt}
     if not isinstance(prompt, Mapping):
         raise RequestError(
             f"a prompt must be a text, {{'prompt': text}} or {{'prompt_token_ids': [ids]}}, not a {type(prompt).__name__}.", "prompt"

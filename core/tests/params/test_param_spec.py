@@ -33,7 +33,6 @@ CHECKS = checks_of(Sample)
     [
         ("share", "1", "share must be a finite number, not '1'."),
         ("share", True, "share must be a finite number, not True."),
-        ("share", None, "share must be a finite number, not None."),
         ("share", float("nan"), "share must be a finite number, not nan."),
         ("share", 0, "share must be above 0 and at most 1, not 0."),
         ("count", 1.0, "count must be an integer of at most 64 bits, not 1.0."),

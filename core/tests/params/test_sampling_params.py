@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 from toolkit_lm.errors import RequestError
-from toolkit_lm.params import SamplingParams
+from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 
 BAD = {
-    "top_p": [0, 1.1, "1", None, float("nan")],
-    "repetition_penalty": [0, 5e-324, -1, 1001, None],
+    "top_p": [0, 1.1, "1", float("nan")],
+    "repetition_penalty": [0, 5e-324, -1, 1001],
     "presence_penalty": [-2.1, 2.1, "0"],
     "frequency_penalty": [-2.1, 2.1, 10**400],
     "bad_words": ["word", [""], [" "], [5], ["a" * 257], ["a"] * 301],
@@ -18,11 +18,11 @@ BAD = {
     "prompt_logprobs": [-1, 1.5, True, 2**64],
     "extra_args": [["a"], {1: {}}, {str(i): 1 for i in range(65)}],
     "best_of": [0, 1.5, True, "2"],
-    "use_beam_search": [1, None, "true"],
+    "use_beam_search": [1, "true"],
     # These mean nothing without a search, whatever their value.
     "beam_width": [1, 4, 1.5, True],
-    "length_penalty": [10.5, -11, 2.0, None, float("nan")],
-    "early_stopping": [1, None, "always", "never", True],
+    "length_penalty": [10.5, -11, 2.0, float("nan")],
+    "early_stopping": [1, "always", "never", True],
 }
 DRAWS = {
     "temperature": 0.5,
@@ -98,3 +98,18 @@ def test_it_crosses_a_process_boundary():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
     params = SamplingParams(n=2, use_beam_search=True, early_stopping="never", length_penalty=-1)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_none_stands_for_a_default():
+    asked = SamplingParams(**dict.fromkeys(SAMPLING_PARAMS))
+    assert asked == SamplingParams(max_tokens=None)
+
+
+def test_they_can_be_changed_and_are_checked_when_they_are_copied():
+    params = SamplingParams()
+    params.temperature, params.max_tokens = 0.5, 7
+    assert params.replace() == SamplingParams(temperature=0.5, max_tokens=7)
+    params.top_p = 2
+    with pytest.raises(RequestError, match="top_p must be above 0 and at most 1") as error:
+        params.replace()
+    assert error.value.param == "top_p"

@@ -35,7 +35,7 @@ def llm(checkpoint):
 
 
 def expected(llm, texts, **options):
-    return np.stack([output.embedding for output in llm.embed(texts, use_tqdm=False, **options)])
+    return np.stack([output.outputs.data for output in llm.embed(texts, use_tqdm=False, **options)])
 
 
 def test_each_line_has_its_row(embed, llm):

@@ -55,9 +55,9 @@ def test_embeddings(architecture, options, tmp_path):
     with llm_of(folder, convert="embed", model_impl="transformers" if architecture == "GemmaForCausalLM" else "auto", **options) as llm:
         for _ in range(2):
             for output, states in zip(llm.embed(GIVEN, use_tqdm=False), expected, strict=True):
-                np.testing.assert_allclose(output.embedding, unit(states[-1]), atol=2e-5)
-        for output, states in zip(llm.encode(GIVEN, task="token_embed", use_tqdm=False), expected, strict=True):
-            np.testing.assert_allclose(output.data, torch.nn.functional.normalize(states, dim=-1), atol=2e-5)
+                np.testing.assert_allclose(output.outputs.data, unit(states[-1]), atol=2e-5)
+        for output, states in zip(llm.encode(GIVEN, pooling_task="token_embed", use_tqdm=False), expected, strict=True):
+            np.testing.assert_allclose(output.outputs.data, torch.nn.functional.normalize(states, dim=-1), atol=2e-5)
 
 
 def test_mean_pooling_over_chunks(tmp_path):
@@ -66,7 +66,7 @@ def test_mean_pooling_over_chunks(tmp_path):
     for options in ({}, CHUNKED):
         with llm_of(folder, convert="embed", pooling_type="MEAN", **options) as llm:
             for output, vector in zip(llm.embed(GIVEN, use_tqdm=False), expected, strict=True):
-                np.testing.assert_allclose(output.embedding, vector, atol=2e-5)
+                np.testing.assert_allclose(output.outputs.data, vector, atol=2e-5)
 
 
 def test_a_trained_classifier_needs_no_options(tmp_path):
@@ -75,7 +75,7 @@ def test_a_trained_classifier_needs_no_options(tmp_path):
     with llm_of(folder) as llm:
         assert (llm.config.model.runner, llm.config.model.convert) == ("pooling", "classify")
         for output, probabilities in zip(llm.classify(GIVEN, use_tqdm=False), expected, strict=True):
-            np.testing.assert_allclose(output.probs, probabilities, atol=1e-5)
+            np.testing.assert_allclose(output.outputs.probs, probabilities, atol=1e-5)
 
 
 def test_a_known_reranker_reads_its_template(tmp_path, caplog):
@@ -89,7 +89,7 @@ def test_a_known_reranker_reads_its_template(tmp_path, caplog):
     logits = [out.logits[0, -1, [17, 40]] for out in by_transformers(transformers.AutoModelForCausalLM, folder, prompts)]
     expected = [float(pair.softmax(0)[1]) for pair in logits]
     assert len({round(score, 4) for score in expected}) == 3
-    np.testing.assert_allclose([output.score for output in outputs], expected, atol=1e-5)
+    np.testing.assert_allclose([output.outputs.score for output in outputs], expected, atol=1e-5)
     assert [result.index for result in ranked] == sorted(range(3), key=lambda i: -expected[i])
 
 
@@ -109,7 +109,7 @@ def test_a_document_that_is_too_long_for_its_template(tmp_path):
             llm.score("w5", document, use_tqdm=False)
         (output,) = llm.score("w5", document, truncate_prompt_tokens=-1, use_tqdm=False)
     (logits,) = (out.logits[0, -1, [17, 40]] for out in by_transformers(transformers.AutoModelForCausalLM, folder, [tokens]))
-    assert output.score == pytest.approx(float(logits.softmax(0)[1]), abs=1e-5)
+    assert output.outputs.score == pytest.approx(float(logits.softmax(0)[1]), abs=1e-5)
 
 
 def test_a_reranker_of_sentence_transformers_needs_no_options(tmp_path):
@@ -125,9 +125,9 @@ def test_a_reranker_of_sentence_transformers_needs_no_options(tmp_path):
     logits = by_transformers(transformers.AutoModelForCausalLM, folder)
     with llm_of(folder) as llm:
         assert (llm.config.model.runner, llm.config.model.convert) == ("pooling", "classify")
-        outputs = llm.encode(GIVEN, task="score", use_tqdm=False)
+        outputs = llm.encode(GIVEN, pooling_task="score", use_tqdm=False)
     for output, out in zip(outputs, logits, strict=True):
-        np.testing.assert_allclose(output.data, out.logits[0, -1, [17, 40]].softmax(0)[1:], atol=1e-5)
+        np.testing.assert_allclose(output.outputs.data, out.logits[0, -1, [17, 40]].softmax(0)[1:], atol=1e-5)
 
 
 class FirstTokens:
@@ -159,7 +159,7 @@ def test_a_convert_type_of_a_third_party(tmp_path, monkeypatch):
     expected = [out.last_hidden_state[0, 0] for out in by_transformers(transformers.AutoModel, folder)]
     with llm_of(folder, convert="first_token", plugins=[FirstTokens()]) as llm:
         for output, vector in zip(llm.embed(GIVEN, use_tqdm=False), expected, strict=True):
-            np.testing.assert_allclose(output.embedding, vector, atol=2e-5)
+            np.testing.assert_allclose(output.outputs.data, vector, atol=2e-5)
     with pytest.raises(ConfigError, match="no convert type 'first_token'"):
         llm_of(folder, convert="first_token")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import count
 from typing import Any, TypeVar, Unpack, cast
@@ -15,7 +15,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend.engine_thread import EngineThread
 from toolkit_lm.frontend.health import Health
 from toolkit_lm.frontend.listener import Batch, Listener, Stream
-from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.frontend.llm_engine import EngineArgs, LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import Plugins
@@ -33,7 +33,7 @@ AnyListener = TypeVar("AnyListener", bound=Listener)
 class EncodeOptions(RequestOptions, TextOptions, total=False):
     """How pooling requests are read and handled."""
 
-    task: PoolingTask | None
+    pooling_task: PoolingTask | None
     """Stands in for params that say nothing else."""
 
 
@@ -69,6 +69,11 @@ class AsyncLLM:
             except BaseException:
                 self.close()
                 raise
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
+        """An engine of what was asked in vLLM's names."""
+        return cls(engine_args.create_engine_config())
 
     @property
     def config(self) -> VllmConfig:
@@ -109,31 +114,39 @@ class AsyncLLM:
         await asyncio.shield(asyncio.wrap_future(self._thread.ready))
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Unpack[RequestOptions]
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs as they come. By default each holds the whole text so far; `params.output_kind` DELTA gives what is new.
+        """Outputs as they come. By default each holds the whole text so far; the `output_kind` DELTA gives what is new.
 
         A caller that is slow gets fewer, larger outputs. Closing the iterator aborts the request. Raises RequestError before the first
         output, QueueFullError among them; EngineDeadError when the engine dies.
         """
-        return self._single(lambda rid: self.processor.prepare(rid, prompt, params, options), params, request_id)
+        return self._single(lambda rid: self.processor.prepare(rid, prompt, sampling_params, options), sampling_params, request_id)
 
     def chat(
         self,
         messages: Conversation,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         options: RequestOptions | None = None,
         **render_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation; `render_options` are Renderer.render_conversation's."""
-        return self._single(lambda rid: self.processor.prepare_chat(rid, messages, params, options, **render_options), params, request_id)
+
+        def prepare(name: str) -> PreparedRequest:
+            return self.processor.prepare_chat(name, messages, sampling_params, options, **render_options)
+
+        return self._single(prepare, sampling_params, request_id)
 
     def chat_many(
         self,
         conversations: Sequence[Conversation],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         options: RequestOptions | None = None,
         **render_options: Any,
@@ -142,12 +155,12 @@ class AsyncLLM:
         ids = [self._new_id() for _ in conversations]
 
         def prepare() -> list[PreparedRequest]:
-            return self.processor.prepare_chat_batch(ids, conversations, params, options, **render_options)
+            return self.processor.prepare_chat_batch(ids, conversations, sampling_params, options, **render_options)
 
-        return self._outputs(ids, prepare, params)
+        return self._outputs(ids, prepare, sampling_params)
 
     def generate_many(
-        self, prompts: Sequence[Prompt], params: SamplingParams | None = None, **options: Unpack[RequestOptions]
+        self, prompts: Sequence[Prompt], sampling_params: SamplingParams | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         """As `generate`, for many prompts at once, which reach the engine together. Of thousands, each step admits some.
 
@@ -157,15 +170,14 @@ class AsyncLLM:
         ids = [self._new_id() for _ in prompts]
 
         def prepare() -> list[PreparedRequest]:
-            return self.processor.prepare_batch(ids, prompts, params, options)
+            return self.processor.prepare_batch(ids, prompts, sampling_params, options)
 
-        return self._outputs(ids, prepare, params)
+        return self._outputs(ids, prepare, sampling_params)
 
     async def encode(
         self,
         prompt: Prompt | TextPair,
-        params: PoolingParams | None = None,
-        *,
+        pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
         **options: Unpack[EncodeOptions],
     ) -> PoolingRequestOutput:
@@ -173,14 +185,14 @@ class AsyncLLM:
 
         Raises RequestError, QueueFullError among them, and EngineDeadError.
         """
-        request_ids = None if request_id is None else [request_id]
-        [output] = await self.encode_many([prompt], params, request_ids=request_ids, **options)
+        request_ids = [self._new_id() if request_id is None else request_id]
+        [output] = await self.encode_many(listed(prompt), pooling_params, request_ids=request_ids, **options)
         return output
 
     async def encode_many(
         self,
         prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
-        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         request_ids: Sequence[str] | None = None,
         names: Sequence[str] | None = None,
@@ -188,7 +200,7 @@ class AsyncLLM:
     ) -> list[PoolingRequestOutput]:
         """As `encode`, for many prompts at once, which reach the engine together: cheaper than so many calls of `encode`.
 
-        `params` is for all of them, or one for each.
+        `pooling_params` are for all of them, or one for each.
 
         A bad prompt is an error for all of them, before any is computed; it is called by its name of `names`, or its number. One that
         fails later has its error in its output. In `max_queued_requests` they count as one request. Cancelling it aborts them all.
@@ -197,11 +209,11 @@ class AsyncLLM:
         ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
         called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
         rest: dict[str, Any] = {**options}
-        task = rest.pop("task", None)
+        task = rest.pop("pooling_task", None)
         of_texts = {name: rest.pop(name) for name in TextOptions.__annotations__.keys() & rest.keys()}
 
         def prepare() -> list[PreparedRequest]:
-            each = params_of_each(params, task, len(many), self.tasks)
+            each = params_of_each(pooling_params, task, len(many), self.tasks)
             prepared = self.processor.prepare_pooling_batch(ids, many, each, cast(RequestOptions, rest), **of_texts)
             # Sequences of equal length that meet in a step are computed together.
             return sorted(all_prepared(prepared, called), key=lambda one: len(one.message.prompt_token_ids))
@@ -228,12 +240,16 @@ class AsyncLLM:
         if not self._thread.put(self.engine.reset_prefix_cache):
             raise self._thread.why()
 
-    async def shutdown(self) -> None:
-        """Ends the engine and releases its memory; requests under way end with EngineDeadError. Safe to call twice."""
-        await asyncio.to_thread(self.close)
+    def shutdown(self) -> Awaitable[None]:
+        """Ends the engine and releases its memory; requests under way end with EngineDeadError. Safe to call twice.
+
+        It does not wait for that: await what it returns.
+        """
+        self._thread.stop()
+        return self._thread
 
     def close(self) -> None:
-        """As `shutdown`, for callers without an event loop."""
+        """As `shutdown`, for callers without an event loop. It waits."""
         self._thread.stop()
         self._thread.join()
 

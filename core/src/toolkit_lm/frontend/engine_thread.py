@@ -6,10 +6,12 @@ import asyncio
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.health import Health, Watchdog
@@ -88,6 +90,10 @@ class EngineThread:
     def join(self, timeout: float | None = None) -> None:
         """Waits for the thread's end."""
         self._thread.join(timeout)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """As `join`, for an event loop."""
+        return asyncio.to_thread(self.join).__await__()
 
     def why(self) -> EngineDeadError:
         """What requests are told after the end."""
@@ -198,6 +204,9 @@ class EngineThread:
         messages = [one.message for one in prepared]
         if any(self._listeners.get(message.request_id) is not listener for message in messages):
             return
+        if stale := [one for one in prepared if self.engine.client.features.lacks(one.message)]:
+            self._render_again(stale, listener, lambda: self._submit(prepared, listener))
+            return
         try:
             self.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
@@ -207,6 +216,21 @@ class EngineThread:
         else:
             for request_id in listener.aborted:
                 self._abort(request_id)
+
+    def _render_again(self, prepared: Sequence[PreparedRequest], listener: Listener, then: Callable[[], None]) -> None:
+        """Requests that were rendered for an engine before this one. It takes long: where the caller renders, not in this thread."""
+
+        def render() -> None:
+            try:
+                for one in prepared:
+                    self.engine.processor.render_again(one)
+            except Exception as error:
+                self.put(partial(self._tell, [listener], error))
+            else:
+                self.put(then)
+
+        with suppress(RuntimeError):
+            listener.loop.call_soon_threadsafe(listener.loop.run_in_executor, None, render)
 
     def _abort(self, request_id: str) -> None:
         if listener := self._listeners.get(request_id):

@@ -12,10 +12,11 @@ from typing import Any
 from toolkit_lm.config import VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.frontend.pooling_mixin import PoolingMixin
+from toolkit_lm.frontend.pooling_mixin import PoolingMixin, no_pair
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.processing.pooling_requests import listed
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt
 
@@ -59,6 +60,11 @@ class LLM(PoolingMixin):
         self._lock = threading.Lock()
 
     @property
+    def llm_engine(self) -> LLMEngine:
+        """`engine`, as vLLM calls it."""
+        return self.engine
+
+    @property
     def config(self) -> VllmConfig:
         """The resolved config."""
         return self.engine.config
@@ -66,35 +72,33 @@ class LLM(PoolingMixin):
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts: texts, {"prompt": text} or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
+        """Completes prompts: texts, {"prompt": text}, [ids] or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
 
-        `params` is one for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
+        `sampling_params` are for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
         anything is computed. Calls from several threads run one after another.
         """
-        if not isinstance(prompts, str | Mapping | Sequence):
-            raise RequestError(f"prompts must be a text, a dict or a list of these, not a {type(prompts).__name__}.", "prompt")
-        prompts = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
-        each = self._params(params, len(prompts))
-        priorities = [0] * len(prompts) if priority is None else list(priority)
-        if len(priorities) != len(prompts):
-            raise RequestError(f"{len(priorities)} priorities for {len(prompts)} prompts: give one for each.", "priority")
+        given: Any = listed(no_pair(prompts))
+        each = self._params(sampling_params, len(given))
+        priorities = [0] * len(given) if priority is None else list(priority)
+        if len(priorities) != len(given):
+            raise RequestError(f"{len(priorities)} priorities for {len(given)} prompts: give one for each.", "priority")
         prepare = self.engine.processor.prepare
         prepared = [
             prepare(self._next_id(), p, s, RequestOptions(priority=n) if n else None)
-            for p, s, n in zip(prompts, each, priorities, strict=True)
+            for p, s, n in zip(given, each, priorities, strict=True)
         ]
         return self._run(prepared, use_tqdm, progress)
 
     def chat(
         self,
         messages: Conversation | Sequence[Conversation],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         progress: Progress | None = None,
@@ -102,19 +106,23 @@ class LLM(PoolingMixin):
     ) -> list[RequestOutput]:
         """Answers a conversation, or each of several, through the chat template. `render_options` are Renderer.render_conversation's."""
         conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
-        each = self._params(params, len(conversations))
+        each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
         prepared = [prepare(self._next_id(), c, s, **render_options) for c, s in zip(conversations, each, strict=True)]
         return self._run(prepared, use_tqdm, progress)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * count
+            return [params or self.get_default_sampling_params()] * count
         if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
-            raise RequestError("params must be SamplingParams, or a list of them.", "params")
+            raise RequestError("sampling_params must be SamplingParams, or a list of them.", "sampling_params")
         if len(params) != count:
-            raise RequestError(f"{len(params)} sampling params for {count} prompts: give one, or one for each.", "params")
+            raise RequestError(f"{len(params)} sampling params for {count} prompts: give one, or one for each.", "sampling_params")
         return list(params)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of calls that give none: what generation_config.json states, by the option `generation_config`."""
+        return self.engine.processor.default_params.replace()
 
     def _next_id(self) -> str:
         return f"llm-{next(self._ids)}"

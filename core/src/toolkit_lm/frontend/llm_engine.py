@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Unpack
+from typing import Any, Protocol, Unpack
 from weakref import WeakKeyDictionary
 
 from toolkit_lm.config import VllmConfig
@@ -30,6 +30,13 @@ from toolkit_lm.scheduler import RequestLimits
 
 _GRACE = 1.0
 """Seconds that a silent engine gets to end a request whose deadline is over. Then it ends here."""
+
+
+class EngineArgs(Protocol):
+    """What an engine is made of where its options are asked for in other names, such as vLLM's."""
+
+    def create_engine_config(self) -> VllmConfig:
+        """Raises ConfigError."""
 
 
 class LLMEngine:
@@ -92,6 +99,10 @@ class LLMEngine:
     @classmethod
     def from_config(cls, config: VllmConfig, *, plugins: Plugins | Sequence[object] = ()) -> LLMEngine:
         return cls(config, plugins=plugins)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+        return cls(engine_args.create_engine_config())
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Waits until the engine has loaded and warmed up. Raises what kept it from starting.

@@ -50,12 +50,12 @@ class PoolingMixin(ABC):
     def encode(
         self,
         prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
-        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
-        task: PoolingTask | None = None,
+        pooling_task: PoolingTask | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[PoolingRequestOutput]:
-        """Any pooling task of the model, raw. `task` stands in for params that say nothing else.
+        """Any pooling task of the model, raw. `pooling_task` stands in for params that say nothing else.
 
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
@@ -64,7 +64,7 @@ class PoolingMixin(ABC):
         prepared = self.engine.processor.prepare_pooling_batch(
             [self._next_id() for _ in many],
             many,
-            params_of_each(params, task, len(many), self.engine.tasks),
+            params_of_each(pooling_params, pooling_task, len(many), self.engine.tasks),
             prompt_name=options.get("prompt_name"),
             truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
             instruction=options.get("instruction"),
@@ -79,44 +79,55 @@ class PoolingMixin(ABC):
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt."""
         _check_names("embed", options, EncodeOptions)
-        return [EmbeddingRequestOutput.of(output) for output in self.encode(_no_pair(prompts), params, task="embed", **options)]
+        return [EmbeddingRequestOutput.of(one) for one in self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)]
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: PoolingParams | Sequence[PoolingParams] | None = None,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **options: Unpack[EncodeOptions],
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the model's labels, for each prompt."""
         _check_names("classify", options, EncodeOptions)
-        return [ClassificationRequestOutput.of(output) for output in self.encode(_no_pair(prompts), params, task="classify", **options)]
+        outputs = self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
+        return [ClassificationRequestOutput.of(output) for output in outputs]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Unpack[EncodeOptions],
+    ) -> list[PoolingRequestOutput]:
+        """What a reward model gives for each prompt: a reward for each token, or for each step."""
+        _check_names("reward", options, EncodeOptions)
+        return self.encode(no_pair(prompts), pooling_params, pooling_task="token_classify", **options)
 
     def score(
         self,
-        queries: str | Sequence[str],
-        documents: str | Sequence[str],
-        params: PoolingParams | None = None,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[ScoringRequestOutput]:
-        """How well documents fit queries: one query with each document, or as many queries as documents, pair by pair.
+        """How well texts of `data_2` fit those of `data_1`: one query with each document, or as many queries as documents, pair by pair.
 
         A cross-encoder reads both texts together; of an embedding model it is the cosine, or what its files say; of a late-interaction
         model the sum of the best products of token embeddings.
         """
         _check_names("score", options, ScoreOptions)
-        return self._score(self.engine.processor.scoring(queries, documents), params, options)
+        return self._score(self.engine.processor.scoring(data_1, data_2, ("data_1", "data_2")), pooling_params, options)
 
     def rerank(
         self,
         query: str,
         documents: Sequence[str],
         top_n: int | None = None,
-        params: PoolingParams | None = None,
+        pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
     ) -> list[RerankResult]:
         """The documents by how well they fit the query, best first. Those that could not be scored come last, with their errors."""
@@ -126,10 +137,11 @@ class PoolingMixin(ABC):
         if not isinstance(query, str):
             raise RequestError(f"query must be a text, not a {type(query).__name__}.", "query")
         scoring = self.engine.processor.scoring(query, documents, ("query", "documents"))
-        scores = self._score(scoring, params, options)
+        scores = self._score(scoring, pooling_params, options)
         texts = [documents] if isinstance(documents, str) else documents
         results = [
-            RerankResult(index, output.score, text, output.error) for index, (output, text) in enumerate(zip(scores, texts, strict=True))
+            RerankResult(index, output.outputs.score, text, output.error)
+            for index, (output, text) in enumerate(zip(scores, texts, strict=True))
         ]
         return sorted(results, key=lambda result: math.inf if result.error is not None else -result.relevance_score)[:top_n]
 
@@ -156,6 +168,6 @@ def _check_names(method: str, options: Mapping[str, object], known: type[ScoreOp
         raise TypeError(f"LLM.{method}() takes no {name!r}. {way_out}")
 
 
-def _no_pair(prompts: Prompt | Sequence[Prompt]) -> Prompt | Sequence[Prompt]:
+def no_pair(prompts: Prompt | Sequence[Prompt]) -> Prompt | Sequence[Prompt]:
     """A tuple is as many prompts as it has items, and not one pair, where a pair is no prompt."""
     return list(prompts) if isinstance(prompts, tuple) else prompts

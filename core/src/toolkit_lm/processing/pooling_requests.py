@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
+from typing import Any
 
 from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.errors import RequestError
@@ -17,10 +17,12 @@ _OF_PROMPTS = ("prompt", "prompt_token_ids", "input")
 
 
 def listed(prompts: Prompt | TextPair | Sequence[Prompt | TextPair]) -> list[Prompt | TextPair]:
-    """One prompt, or a list of them, as a list. Raises RequestError for what is neither."""
+    """One prompt, or a list of them, as a list. Raises RequestError for what is neither. A list of token ids is one prompt."""
     if not isinstance(prompts, str | Mapping | Sequence):
         raise RequestError(f"prompts must be a text, a dict, a pair of texts or a list of these, not a {type(prompts).__name__}.", "prompt")
-    return [cast(Prompt, prompts)] if isinstance(prompts, str | Mapping | tuple) else list(prompts)
+    given: Any = prompts
+    is_one = isinstance(given, str | Mapping | tuple) or (len(given) > 0 and type(given[0]) is int)
+    return [given] if is_one else list(given)
 
 
 def params_of_each(

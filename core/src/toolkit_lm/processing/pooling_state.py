@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from toolkit_lm.messages import EngineOutput, EngineRequest
-from toolkit_lm.outputs import PoolingRequestOutput
+from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput
 from toolkit_lm.params import FinishReason
 from toolkit_lm.processing.request_state import RequestState
 
@@ -18,7 +18,7 @@ class PoolingState:
         self.request_id = request.request_id
         self.lock = threading.Lock()
         """Held where one thread changes it while another may take its output."""
-        self._output = PoolingRequestOutput(request.request_id, prompt, request.prompt_token_ids, None, None)
+        self._output = PoolingRequestOutput(request.request_id, prompt, request.prompt_token_ids, PoolingOutput(None), None)
 
     @property
     def finished(self) -> bool:
@@ -27,7 +27,7 @@ class PoolingState:
     def apply(self, output: EngineOutput) -> bool:
         """Takes in the result. False: the engine knows that it has ended."""
         if output.pooled is not None:
-            self._output.data = output.pooled.to_numpy()
+            self._output.outputs.data = output.pooled.to_numpy()
         self._output.num_cached_tokens = output.num_cached_tokens
         self._output.error = output.error
         self._output.finish_reason = output.finish_reason

@@ -121,7 +121,7 @@ def _run(engine: LLMEngine, lines: Iterator[Line], num_lines: int, how: How, fil
     with progress:
         for done, (line, output) in enumerate(chain([first], results), 1):
             error = str(output) if isinstance(output, RequestError) else output.error
-            file.put(line.number, line.text, None if isinstance(output, RequestError) else output.data, error)
+            file.put(line.number, line.text, None if isinstance(output, RequestError) else output.outputs.data, error)
             failed += error is not None
             if error is not None and failed <= _TOLD:
                 console.print(f"line {line.number + 1}: {error}", markup=False, highlight=False, soft_wrap=True)

@@ -69,7 +69,7 @@ def pool(folder: Path, prompts: Sequence[Sequence[int]], **options: Any) -> Pool
     with LLM(str(folder), convert="embed", **options | cacheless) as llm:
         outputs = llm.encode(given, wishes * len(prompts), use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(given)
-    found = [torch.tensor(output.data) for output in outputs]
+    found = [torch.tensor(output.outputs.data) for output in outputs]
     return Pooled(found[::2], found[1::2])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
-from toolkit_lm.outputs import PoolingRequestOutput, ScoringRequestOutput
+from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
 from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import TextPair
@@ -191,13 +192,14 @@ class TextScoring(Scoring):
     def _compared(self, output: PoolingRequestOutput, name: str | None) -> np.ndarray | None:
         """What is compared of it; None where it failed."""
         role = None if name is None else self._roles.get(name)
-        return output.data if output.data is None or role is None else output.data[role.compared(output.prompt_token_ids)]
+        data = output.outputs.data
+        return data if data is None or role is None else data[role.compared(output.prompt_token_ids)]
 
     def _score(
         self, query: PoolingRequestOutput, document: PoolingRequestOutput, first: np.ndarray | None, second: np.ndarray | None
     ) -> ScoringRequestOutput:
-        score = float("nan") if first is None or second is None else self._compare(first, second)
-        return ScoringRequestOutput(document.request_id, score, document.num_cached_tokens, query.error or document.error)
+        score = None if first is None or second is None else np.array([self._compare(first, second)])
+        return ScoringRequestOutput.of(replace(document, outputs=PoolingOutput(score), error=query.error or document.error))
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str]) -> list[TextPair]:

@@ -45,7 +45,7 @@ class Embeddings:
 
         def make() -> dict[str, Any]:
             data = (
-                {"object": "embedding", "index": index, "embedding": encoded(output.data, body.encoding_format)}
+                {"object": "embedding", "index": index, "embedding": encoded(output.outputs.data, body.encoding_format)}
                 for index, output in enumerate(outputs)
             )
             return {**head(self._engine, "embd"), "data": data, "usage": usage(outputs)}
@@ -65,8 +65,8 @@ class Embeddings:
         outputs = await self._pool(body, request, body.params())
 
         def one(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
-            shape = {"shape": output.data.shape} if body.encoding_format == "base64" and output.data is not None else {}
-            return {"object": "pooling", "index": index, "data": encoded(output.data, body.encoding_format), **shape}
+            shape = {"shape": output.outputs.data.shape} if body.encoding_format == "base64" and output.outputs.data is not None else {}
+            return {"object": "pooling", "index": index, "data": encoded(output.outputs.data, body.encoding_format), **shape}
 
         def make() -> dict[str, Any]:
             return {**head(self._engine, "pool"), "data": starmap(one, enumerate(outputs)), "usage": usage(outputs)}
@@ -81,10 +81,12 @@ class Embeddings:
         def make() -> dict[str, Any]:
             data = []
             for index, output in enumerate(outputs):
-                assert output.data is not None
-                best = int(output.data.argmax())
+                assert output.outputs.data is not None
+                best = int(output.outputs.data.argmax())
                 label = labels.get(str(best), f"LABEL_{best}")
-                data.append({"index": index, "label": label, "probs": output.data.tolist(), "num_classes": output.data.size})
+                data.append(
+                    {"index": index, "label": label, "probs": output.outputs.data.tolist(), "num_classes": output.outputs.data.size}
+                )
             return {**head(self._engine, "classify"), "data": data, "usage": usage(outputs)}
 
         return await answer(make)
@@ -109,7 +111,7 @@ class Embeddings:
         body.check_lengths(names, outputs)
 
         def make() -> dict[str, Any]:
-            embeddings = {form: [encoded(output.data, form) for output in outputs] for form in encodings(body.embedding_types)}
+            embeddings = {form: [encoded(output.outputs.data, form) for output in outputs] for form in encodings(body.embedding_types)}
             meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": usage(outputs)["total_tokens"]}}
             start = head(self._engine, "embd")
             return {"id": start["id"], "response_type": "embeddings_by_type", "embeddings": embeddings, "texts": texts, "meta": meta}

@@ -54,7 +54,7 @@ async def pool(
     for output, name in zip(outputs, names, strict=True):
         if output.finish_reason == "timeout":
             raise ApiError(504, "The request's timeout was over before all of its inputs were computed.", code="timeout")
-        if output.data is None:
+        if output.outputs.data is None:
             raise ApiError(500, f"The model failed on {name}: {output.error or output.finish_reason}.", code="model_error")
     return outputs
 

@@ -77,7 +77,7 @@ class Reranking:
             )
         except RequestError as error:
             raise await asyncio.to_thread(scoring.culprit, error) from None
-        return [one.score for one in scoring.scores(outputs)], outputs
+        return [one.outputs.score for one in scoring.scores(outputs)], outputs
 
     def _cut(self, texts: list[str], most: int) -> list[str]:
         """Their beginnings, in so many tokens, special tokens included."""
