@@ -1,5 +1,6 @@
 // Drawing on canvases, in the colours of the style sheet.
 
+const TALLEST_MAP = 132;
 const FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
 
 /** A canvas that is as sharp as the screen: its context and size in CSS pixels, cleared. */
@@ -71,17 +72,22 @@ export function lines(canvas, series, slots, label) {
   }
 }
 
-/** Bars side by side from the right: {value, weight}. A heavy one is drawn in the second colour. */
+/** Bars side by side, the last at the right: {value, heavy}. A heavy one is drawn in the second colour. */
 export function bars(canvas, values, slots, label) {
   const { context, width, height } = prepared(canvas);
-  const top = roundUp(Math.max(0.1, ...values.map((one) => one.value)));
+  // A few slow ones do not flatten the others: they are cut, and marked.
+  const sorted = values.map((one) => one.value).sort((a, b) => a - b);
+  const usual = sorted[Math.floor(sorted.length * 0.95)] ?? 0;
+  const top = roundUp(Math.max(0.1, usual * 1.3));
   frame(context, width, height, top, label);
   const step = width / slots;
+  const tones = [colour("used"), colour("second")];
   values.forEach((one, i) => {
     const x = width - (values.length - i) * step;
-    const tall = Math.max(1, (one.value / top) * (height - 14));
-    context.fillStyle = colour(one.heavy ? "second" : "used");
+    const tall = Math.max(1, Math.min(1, one.value / top) * (height - 14));
+    context.fillStyle = tones[one.heavy ? 1 : 0];
     context.fillRect(x, height - 1 - tall, Math.max(1, step - 1), tall);
+    if (one.value > top) context.fillRect(x, height - 1 - tall - 5, Math.max(1, step - 1), 3);
   });
 }
 
@@ -110,18 +116,19 @@ export function histogram(canvas, counts, labels) {
 
 /** A map of `total` blocks, of which the first are used and the next cached. Returns how many blocks a cell stands for. */
 export function blocks(canvas, { used, cached, total }) {
-  const { context, width, height } = prepared(canvas);
   let size = 14;
-  const fits = (cells) => Math.floor((width + 2) / size) * Math.floor((height + 2) / size) >= cells;
-  while (size > 7 && !fits(total)) size--;
-  const columns = Math.max(1, Math.floor((width + 2) / size));
-  const rows = Math.floor((height + 2) / size);
-  const each = Math.max(1, Math.ceil(total / (columns * rows)));
+  const columns = () => Math.max(1, Math.floor((canvas.clientWidth + 2) / size));
+  const rows = () => Math.floor((TALLEST_MAP + 2) / size);
+  while (size > 8 && columns() * rows() < total) size--;
+  const each = Math.max(1, Math.ceil(total / (columns() * rows())));
   const cells = Math.ceil(total / each);
+  const across = columns();
+  canvas.dataset.height = Math.ceil(cells / across) * size - 2;
+  const { context } = prepared(canvas);
   const tones = { used: colour("used"), cached: colour("cached"), free: colour("free") };
   for (let i = 0; i < cells; i++) {
-    const x = (i % columns) * size;
-    const y = Math.floor(i / columns) * size;
+    const x = (i % across) * size;
+    const y = Math.floor(i / across) * size;
     const part = (from, to) => Math.max(0, Math.min(to, (i + 1) * each) - Math.max(from, i * each)) / each;
     const mine = size - 2;
     context.fillStyle = tones.free;

@@ -12,7 +12,7 @@ const SETTINGS = [
   { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, middle: 1 },
   { name: "top_p", label: "Top p", min: 0.05, max: 1, step: 0.05, middle: 1 },
   { name: "min_p", label: "Min p", min: 0, max: 1, step: 0.05, middle: 0 },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.5, max: 2, step: 0.05, middle: 1 },
+  { name: "repetition_penalty", label: "Repeat penalty", min: 0.5, max: 2, step: 0.05, middle: 1 },
   { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, middle: 0 },
   { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, middle: 0 },
   { name: "top_k", label: "Top k", number: true, min: -1 },
@@ -288,7 +288,9 @@ async function answer() {
   turns.push(turn);
   const facts = [];
   if (usage) {
-    const writing = first === null ? seconds : (performance.now() - first) / 1000;
+    // Of a short answer, all tokens may come at once.
+    const after = first === null ? 0 : (performance.now() - first) / 1000;
+    const writing = after > 0.1 ? after : seconds;
     facts.push(`${count(usage.completion_tokens)} tokens`);
     if (usage.completion_tokens > 1) facts.push(`${count((usage.completion_tokens - 1) / Math.max(writing, 0.001))} tokens/s`);
   }

@@ -3,17 +3,17 @@
 import * as charts from "./charts.js";
 import { $, count, duration, element } from "./dom.js";
 
-const SLOTS = 300;
-const STEPS = 160;
+const SLOTS = 150;
+const STEPS = 120;
 const LOG_LINES = 200;
 const HISTOGRAMS = { first_token: "Time to first token", inter_token: "Between tokens", queue: "In the queue", whole: "Whole request" };
 const TILES = {
   running: "running",
   waiting: "waiting",
-  output: "output tokens / s",
-  kv: "KV cache in use",
-  hits: "prefix-cache hits",
-  generated: "tokens generated",
+  output: "output tokens/s",
+  kv: "KV cache used",
+  hits: "prefix hits",
+  generated: "tokens in all",
 };
 
 const rates = { all: [], output: [] };
@@ -91,7 +91,7 @@ export function draw() {
   const ordinary = steps.map((one) => one[1]).sort((a, b) => a - b)[Math.floor(steps.length / 2)] ?? 0;
   charts.bars($("steps"), steps.map(([value, size]) => ({ value, heavy: size > 2 * ordinary + 4 })), STEPS, (ms) => duration(ms / 1000));
   const last = steps.slice(-20).map((one) => one[0]);
-  legend("step-legend", ["", "last 20", last.length ? duration(last.reduce((a, b) => a + b) / last.length / 1000) : "–"], ["second", "with prompts", ""]);
+  legend("step-legend", ["", "mean", last.length ? duration(last.reduce((a, b) => a + b) / last.length / 1000) : "–"], ["second", "with prompts", ""]);
   drawHistograms();
   drawRequests();
 }
@@ -136,7 +136,8 @@ function drawHistograms() {
     const label = (i) => (i < 0 ? "0" : i < bounds.length ? duration(bounds[i]) : `> ${duration(bounds.at(-1))}`);
     charts.histogram($(`histogram-${name}`), shown, [label(start - 1), label(start + shown.length - 1)]);
     const quantile = (share) => label(upTo.findIndex((value) => value >= share * total));
-    $(`latency-${name}`).textContent = total ? `mean ${duration((sum - base.sum) / total)} · 95% < ${quantile(0.95)} · n ${count(total)}` : "none yet";
+    const mean = element("b", {}, duration((sum - base.sum) / total));
+    $(`latency-${name}`).replaceChildren(...(total ? [mean, ` mean of ${count(total)}`, element("br"), `95% within ${quantile(0.95)}`] : ["none yet"]));
   }
 }
 
