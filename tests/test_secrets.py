@@ -28,7 +28,7 @@ def guarded(request, serve, tmp_path) -> Server:
 def pages(server: Server, key: str | None) -> str:
     """What a client may read with this key, headers included."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    paths = ("/docs", "/redoc", "/openapi.json", "/metrics", "/version", "/health", "/ready", "/v1/models", "/nothing")
+    paths = ("/docs", "/redoc", "/openapi.json", "/metrics", "/version", "/live", "/health", "/ready", "/v1/models", "/nothing")
     bodies = ({"prompt": "a", "max_tokens": 1}, {"prompt": 5}, {"prompt": "a", "model": "x"}, {"prompt": "a", "api_key": "x"})
     with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
         found = [client.get(path) for path in paths] + [client.post("/v1/completions", json=body) for body in bodies]
@@ -48,10 +48,11 @@ def test_the_key_is_told_to_nobody(guarded):
     assert KEY not in log and "wrong-key" not in log
 
 
-def test_an_engine_process_is_not_told_the_key_by_a_flag(serve):
+def test_the_titles_of_processes_tell_the_model_and_no_key(serve):
     server = serve("--api-key", KEY).wait_ready()
-    told = [pid for pid in server.pids() if KEY in Path(f"/proc/{pid}/cmdline").read_text()]
-    assert told == [server.process.pid]
+    titles = {pid: Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0") for pid in server.pids()}
+    assert titles.pop(server.process.pid) == "toolkit-lm serve tiny"
+    assert list(titles.values()) == ["toolkit-lm engine tiny"]
 
 
 @pytest.mark.parametrize("arguments", [["explain", "tiny", "--json"], ["env"], ["serve", "tiny", "--port", "none"]])

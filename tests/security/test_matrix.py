@@ -40,7 +40,7 @@ POOLED = {
 BODIES = {**GENERATED, **POOLED}
 """Of each route that takes a body, a good one."""
 OTHERS = {("GET", path) for path in ("/v1/models", "/v1/models/{model:path}", "/version", "/metrics")} | {("POST", "/reset_prefix_cache")}
-OPEN = {("GET", "/health"), ("GET", "/ready")}
+OPEN = {("GET", "/live"), ("GET", "/health"), ("GET", "/ready")}
 """Routes that look at nothing of a request."""
 NOT_SERVED = ("/classify",)
 """What neither engine does: its good body is refused too."""

@@ -373,7 +373,7 @@ def gated(checkpoint, gate):
     server = Server(str(checkpoint), *FLAGS, "--port", str(port), "--routes", "gated", "--log-level", "warning")
     try:
         url = f"http://127.0.0.1:{port}"
-        wait_for(lambda: status(f"{url}/health") == 200)
+        wait_for(lambda: status(f"{url}/live") == 200)
         yield server, url, gate
     finally:
         server.process.kill()
@@ -389,15 +389,21 @@ def status(url) -> int | None:
 
 
 def test_answers_while_plugins_configure(gated):
+    """Requests that come early wait for the engine, with a large body too."""
     server, url, gate = gated
-    assert httpx.get(f"{url}/health").json() == {"status": "starting", "reason": "configuring"}
-    ready = httpx.get(f"{url}/ready")
+    assert httpx.get(f"{url}/live").json() == {"status": "starting", "reason": "configuring"}
+    ready = httpx.get(f"{url}/health")
     assert (ready.status_code, ready.json()["status"], "retry-after" in ready.headers) == (503, "starting", True)
-    for early in (httpx.post(f"{url}/v1/completions", json=LONG), httpx.get(f"{url}/gated")):
-        assert (early.status_code, early.json()["error"]["code"], "retry-after" in early.headers) == (503, "engine_starting", True)
+    pool = ThreadPoolExecutor(3)
+    bodies = [{"prompt": "a", "max_tokens": 2}, {"prompt": "a", "max_tokens": 2, "user": "x" * 2**20}]
+    early = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60) for body in bodies]
+    early.append(pool.submit(httpx.get, f"{url}/gated", timeout=60))
+    time.sleep(0.5)
+    assert not any(one.done() for one in early)
     assert 'toolkit_lm_engine_status{model_name="random",status="starting"} 1.0' in httpx.get(f"{url}/metrics").text
     gate.touch()
     assert server.url() == url
+    assert [one.result().status_code for one in early] == [200] * 3
     assert (httpx.get(f"{url}/health").json(), httpx.get(f"{url}/gated").json()) == ({"status": "ready"}, ["random"])
     assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     server.process.send_signal(signal.SIGTERM)

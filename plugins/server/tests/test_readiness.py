@@ -19,7 +19,7 @@ TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01
 
 
 @pytest.mark.parametrize(
-    ("status", "reason", "health", "retry"),
+    ("status", "reason", "live", "retry"),
     [
         ("starting", "", 200, True),
         ("restarting", "MemoryError: no more", 200, True),
@@ -28,13 +28,14 @@ TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01
         ("closed", "", 503, False),
     ],
 )
-async def test_an_engine_that_is_not_ready(engine, client_of, status, reason, health, retry):
+async def test_an_engine_that_is_not_ready(engine, client_of, status, reason, live, retry):
     engine.status, engine.reason = status, reason
     async with client_of(create_app(engine, metrics=Metrics())) as client:
-        found = await client.get("/health")
-        assert (found.status_code, found.json()) == (health, {"status": status} | ({"reason": reason} if reason else {}))
-        ready = await client.get("/ready")
-        assert (ready.status_code, ready.json()) == (503, found.json())
+        found = await client.get("/live")
+        assert (found.status_code, found.json()) == (live, {"status": status} | ({"reason": reason} if reason else {}))
+        for path in ("/health", "/ready"):
+            ready = await client.get(path)
+            assert (ready.status_code, ready.json()) == (503, found.json())
         for method, path in API:
             response = await client.request(method, path, json={"prompt": "a"})
             assert (response.status_code, response.json()["error"]["code"]) == (503, f"engine_{status}")
@@ -45,14 +46,14 @@ async def test_an_engine_that_is_not_ready(engine, client_of, status, reason, he
 
 
 async def test_a_ready_engine(client):
-    for path in ("/health", "/ready"):
+    for path in ("/live", "/health", "/ready"):
         response = await client.get(path)
         assert (response.status_code, response.json()) == (200, {"status": "ready"})
 
 
 async def test_health_needs_no_key(engine, client_of):
     async with client_of(create_app(engine, ServerOptions(api_key="secret"))) as client:
-        assert [(await client.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+        assert [(await client.get(path)).status_code for path in ("/live", "/health", "/ready")] == [200] * 3
         engine.status = "starting"
         assert (await client.post(COMPLETE, json={"prompt": "a"})).status_code == 401
 
@@ -66,7 +67,7 @@ async def test_an_engine_that_is_being_made(engine, client_of):
     async with client_of(early) as one, client_of(create_app(engine, options, metrics=Metrics(), readiness=readiness)) as other:
         for draining in (False, True):
             readiness.draining = draining
-            for method, path in [*API, ("GET", "/health"), ("GET", "/ready"), ("GET", "/version"), ("GET", "/metrics")]:
+            for method, path in [*API, ("GET", "/live"), ("GET", "/health"), ("GET", "/version"), ("GET", "/metrics")]:
                 for headers in ({}, key):
                     sent = {"headers": {**headers, "x-request-id": "id-1"}, "json": {"prompt": "a"}}
                     first, second = [await client.request(method, path, **sent) for client in (one, other)]
@@ -76,7 +77,7 @@ async def test_an_engine_that_is_being_made(engine, client_of):
                     else:
                         assert first.text == second.text, path
                     assert (first.status_code, first.headers) == (second.status_code, second.headers), path
-        assert (await one.get("/metrics", headers=key)).text.count('toolkit_lm_engine_status{model_name="",status="starting"} 1.0') == 1
+        assert (await one.get("/metrics", headers=key)).text.count('toolkit_lm_engine_status{model_name="fake",status="starting"} 1.0') == 1
         # Whether there will be such a route is not known yet.
         assert (await one.get("/of-a-plugin", headers=key)).status_code == 503
 
@@ -85,8 +86,8 @@ async def test_a_server_that_is_being_stopped(engine, client_of):
     readiness = Readiness(engine)
     readiness.draining = True
     async with client_of(create_app(engine, readiness=readiness)) as client:
-        assert (await client.get("/health")).status_code == 200
-        assert (await client.get("/ready")).json() == {"status": "draining"}
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.get("/health")).json() == {"status": "draining"}
         response = await client.post(COMPLETE, json={"prompt": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "server_stopping")
         assert response.headers["connection"] == "close" and int(response.headers["retry-after"]) > 0

@@ -319,7 +319,7 @@ class Status(BaseModel):
 
 
 NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Status, "description": "It is not so, with the status and its reason."}}
-"""What else /health and /ready answer."""
+"""What else /live, /health and /ready answer."""
 
 
 def answers(kind: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

@@ -183,8 +183,8 @@ def add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None,
     router.add_api_route("/version", about.version, route_class_override=always)
     if metrics is not None:
         router.add_api_route("/metrics", about.metrics, response_model=None, response_class=PlainTextResponse, route_class_override=always)
-    # These two are open to all, so they are no ServerRoutes.
-    for path, handler in (("/health", readiness.health), ("/ready", readiness.ready)):
+    # These are open to all, so they are no ServerRoutes.
+    for path, handler in (("/live", readiness.live), ("/health", readiness.health), ("/ready", readiness.health)):
         router.add_api_route(path, handler, response_model=None, route_class_override=APIRoute, responses=answers(Status) | NOT_NOW)
 
 
@@ -230,6 +230,7 @@ def create_early_app(options: ServerOptions, metrics: Metrics, readiness: Readin
     add_own_routes(router, options, keys, readiness, metrics)
     if page is not None:
         page.add_routes(router, route_class(options, keys), readiness, None)
+    app.state.early = [*app.routes, *router.routes]
     # Which others there will be depends on the engine.
     router.add_api_route("/{path:path}", _refused, methods=["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
     app.include_router(router)

@@ -27,7 +27,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
-    api_key: Annotated[str | None, option("API key that clients must send, except to /health and /ready.", none="none needed")] = None
+    api_key: Annotated[str | None, option("API key that clients must send, except to /live, /health and /ready.", none="none needed")] = (
+        None
+    )
     allowed_hosts: Annotated[
         list[str],
         option("Hosts that requests may name in their Host header, beside those of this machine. Checked on loopback without an API key."),

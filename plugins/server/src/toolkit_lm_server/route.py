@@ -48,26 +48,26 @@ _BYTES_OF_VALUE = 64
 MAX_DEPTH = 100
 """Levels that JSON may be nested. Python bounds its recursion, and what reads a value may need several calls for each level."""
 _ALIVE = ("starting", "ready", "restarting")
-"""What gets better by itself: whoever watches the server has no reason to end it."""
+"""What lives, or comes to life by itself: whoever watches the server has no reason to end it."""
 _TEMPORARY = ("starting", "restarting", "stalled")
 
 Result = TypeVar("Result")
 
 
 class Readiness:
-    """Answers /health and /ready, and refuses the requests that nobody would serve."""
+    """Answers /live, /health and /ready, and refuses the requests that nobody would serve."""
 
     def __init__(self, engine: Watched) -> None:
         self.engine = engine
         self.draining = False
         """No new request is taken: the server ends when those under way have ended."""
 
-    async def health(self) -> Response:
+    async def live(self) -> Response:
         """200 while the engine starts or makes progress; 503 with the reason when it has stalled or died."""
         health = self.engine.health()
         return JSONResponse(_body(health.status, health.reason), 200 if health.status in _ALIVE else 503)
 
-    async def ready(self) -> Response:
+    async def health(self) -> Response:
         """200 while requests are served, else 503 with the reason."""
         health = self.engine.health()
         if health.status == "ready" and not self.draining:

@@ -1,0 +1,46 @@
+"""Requests that come while the engine starts: they wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.keys import Keys
+from toolkit_lm_server.options import ServerOptions
+
+
+class StartGate:
+    """Holds requests until the engine is ready, and then hands them to whichever app serves it."""
+
+    def __init__(self, early: FastAPI, options: ServerOptions, start_timeout: float) -> None:
+        """`early`: the app that answers until then: what it has routes for is not held. `start_timeout`: seconds that a request waits."""
+        self.app: ASGIApp = early
+        self._early = early.state.early
+        self._keys = Keys.of(options)
+        self._seconds = start_timeout
+        self._opened = asyncio.Event()
+
+    def open(self) -> None:
+        """Lets all of them through: the engine is ready, or will not be."""
+        self._opened.set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self._opened.is_set() and self._waits(scope):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._opened.wait(), self._seconds)
+        await self.app(scope, receive, send)
+
+    def _waits(self, scope: Scope) -> bool:
+        """Who has no key hears of that at once."""
+        if scope["type"] != "http" or any(route.matches(scope)[0] is not Match.NONE for route in self._early):
+            return False
+        try:
+            return self._keys is None or bool(self._keys.find(Headers(scope=scope).get("authorization", "")))
+        except ApiError:
+            return False
