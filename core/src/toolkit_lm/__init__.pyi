@@ -2,18 +2,12 @@ from ._version import __version__ as __version__
 from .config import VllmConfig as VllmConfig
 from .frontend import LLM as LLM, AsyncLLM as AsyncLLM, LLMEngine as LLMEngine
 from .outputs import (
-    ClassificationOutput as ClassificationOutput,
-    ClassificationRequestOutput as ClassificationRequestOutput,
     CompletionOutput as CompletionOutput,
-    EmbeddingOutput as EmbeddingOutput,
-    EmbeddingRequestOutput as EmbeddingRequestOutput,
     Logprob as Logprob,
     PoolingOutput as PoolingOutput,
     PoolingRequestOutput as PoolingRequestOutput,
     RequestOutput as RequestOutput,
     RerankResult as RerankResult,
-    ScoringOutput as ScoringOutput,
-    ScoringRequestOutput as ScoringRequestOutput,
 )
 from .params import (
     RequestOutputKind as RequestOutputKind,

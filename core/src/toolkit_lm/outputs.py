@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -71,50 +71,30 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """What the model made of one prompt."""
+    """What the model made of one prompt, or of one pair of texts, and what it is called by its task."""
 
     data: np.ndarray | None
-    """float32, read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1]."""
-
-
-class EmbeddingOutput(PoolingOutput):
-    """One vector."""
-
-    __slots__ = ()
+    """Read-only. embed: [D]; token_embed: [tokens, D]; classify: [labels]; token_classify: [tokens, labels]; score: [1]."""
 
     @property
     def embedding(self) -> list[float] | None:
-        """`data`, as a list."""
+        """Of embed: the vector."""
         return None if self.data is None else self.data.tolist()
-
-
-class ClassificationOutput(PoolingOutput):
-    """The probability of each label."""
-
-    __slots__ = ()
 
     @property
     def probs(self) -> list[float] | None:
-        """`data`, as a list."""
-        return None if self.data is None else self.data.tolist()
-
-
-class ScoringOutput(PoolingOutput):
-    """The score of one pair of texts."""
-
-    __slots__ = ()
+        """Of classify: the probability of each label."""
+        return self.embedding
 
     @property
     def score(self) -> float:
-        """NaN where there is an error."""
+        """Of score; NaN where there is an error."""
         return float("nan") if self.data is None else float(self.data[0])
 
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """A pooling request: what `encode` gives, and what the other results are made of."""
-
-    kind: ClassVar[type[PoolingOutput]] = PoolingOutput
+    """A pooling request: what `encode`, `embed`, `classify`, `reward` and `score` give."""
 
     request_id: str
     prompt: str | None
@@ -128,36 +108,6 @@ class PoolingRequestOutput:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
-
-    @classmethod
-    def of(cls, output: PoolingRequestOutput) -> Self:
-        """The same request, with `outputs` as this class has them."""
-        its, outputs = output, cls.kind(output.outputs.data)
-        return cls(its.request_id, its.prompt, its.prompt_token_ids, outputs, its.finish_reason, its.num_cached_tokens, its.error)
-
-
-class EmbeddingRequestOutput(PoolingRequestOutput):
-    """What `embed` gives for one prompt."""
-
-    __slots__ = ()
-    kind = EmbeddingOutput
-    outputs: EmbeddingOutput
-
-
-class ClassificationRequestOutput(PoolingRequestOutput):
-    """What `classify` gives for one prompt."""
-
-    __slots__ = ()
-    kind = ClassificationOutput
-    outputs: ClassificationOutput
-
-
-class ScoringRequestOutput(PoolingRequestOutput):
-    """What `score` gives for one pair of texts."""
-
-    __slots__ = ()
-    kind = ScoringOutput
-    outputs: ScoringOutput
 
 
 AnyRequestOutput = RequestOutput | PoolingRequestOutput

@@ -10,7 +10,7 @@ from typing import Any, TypedDict, Unpack
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.errors import RequestError, nearest
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.outputs import ClassificationRequestOutput, EmbeddingRequestOutput, PoolingRequestOutput, RerankResult, ScoringRequestOutput
+from toolkit_lm.outputs import PoolingRequestOutput, RerankResult
 from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
@@ -18,6 +18,9 @@ from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.prompts import Prompt, TextPair
 
 Progress = Callable[[int, int], None]
+Prompts = Prompt | Sequence[Prompt]
+Params = PoolingParams | Sequence[PoolingParams] | None
+"""For all prompts, or one for each."""
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -50,7 +53,7 @@ class PoolingMixin(ABC):
     def encode(
         self,
         prompts: Prompt | TextPair | Sequence[Prompt | TextPair],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        pooling_params: Params = None,
         *,
         pooling_task: PoolingTask | None = None,
         **options: Unpack[EncodeOptions],
@@ -76,33 +79,17 @@ class PoolingMixin(ABC):
         by_place = dict(zip(order, outputs, strict=True))
         return [by_place[i] for i in range(len(ready))]
 
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        **options: Unpack[EncodeOptions],
-    ) -> list[EmbeddingRequestOutput]:
+    def embed(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """One vector for each prompt."""
         _check_names("embed", options, EncodeOptions)
-        return [EmbeddingRequestOutput.of(one) for one in self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)]
+        return self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)
 
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        **options: Unpack[EncodeOptions],
-    ) -> list[ClassificationRequestOutput]:
+    def classify(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """The probabilities of the model's labels, for each prompt."""
         _check_names("classify", options, EncodeOptions)
-        outputs = self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
-        return [ClassificationRequestOutput.of(output) for output in outputs]
+        return self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
 
-    def reward(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        **options: Unpack[EncodeOptions],
-    ) -> list[PoolingRequestOutput]:
+    def reward(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """What a reward model gives for each prompt: a reward for each token, or for each step."""
         _check_names("reward", options, EncodeOptions)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="token_classify", **options)
@@ -113,7 +100,7 @@ class PoolingMixin(ABC):
         data_2: str | Sequence[str],
         pooling_params: PoolingParams | None = None,
         **options: Unpack[ScoreOptions],
-    ) -> list[ScoringRequestOutput]:
+    ) -> list[PoolingRequestOutput]:
         """How well texts of `data_2` fit those of `data_1`: one query with each document, or as many queries as documents, pair by pair.
 
         A cross-encoder reads both texts together; of an embedding model it is the cosine, or what its files say; of a late-interaction
@@ -145,7 +132,7 @@ class PoolingMixin(ABC):
         ]
         return sorted(results, key=lambda result: math.inf if result.error is not None else -result.relevance_score)[:top_n]
 
-    def _score(self, scoring: Scoring, params: PoolingParams | None, options: ScoreOptions) -> list[ScoringRequestOutput]:
+    def _score(self, scoring: Scoring, params: PoolingParams | None, options: ScoreOptions) -> list[PoolingRequestOutput]:
         each = scoring.params(params)
         try:
             outputs = self.encode(scoring.prompts, each, prompt_name=scoring.prompt_names, names=scoring.names, **options)
@@ -168,6 +155,6 @@ def _check_names(method: str, options: Mapping[str, object], known: type[ScoreOp
         raise TypeError(f"LLM.{method}() takes no {name!r}. {way_out}")
 
 
-def no_pair(prompts: Prompt | Sequence[Prompt]) -> Prompt | Sequence[Prompt]:
+def no_pair(prompts: Prompts) -> Prompts:
     """A tuple is as many prompts as it has items, and not one pair, where a pair is no prompt."""
     return list(prompts) if isinstance(prompts, tuple) else prompts

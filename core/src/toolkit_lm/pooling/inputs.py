@@ -8,7 +8,7 @@ from typing import TypedDict, Unpack
 
 from toolkit_lm.config.tasks import Task
 from toolkit_lm.errors import RequestError
-from toolkit_lm.outputs import PoolingRequestOutput, ScoringRequestOutput
+from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TextPair
 from toolkit_lm.renderer import RenderedText
@@ -44,7 +44,7 @@ class Scoring(ABC):
         """What the user is to be told of `error`, which one of `prompts` gave: a pair may fail for its query alone. It takes a while."""
 
     @abstractmethod
-    def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
+    def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
         """One for each pair, of what the engine gave for `prompts`."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from toolkit_lm.config.tasks import PoolingTask, Task, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
-from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
+from toolkit_lm.outputs import PoolingOutput, PoolingRequestOutput
 from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import TextPair
@@ -182,10 +182,10 @@ class TextScoring(Scoring):
             raise RequestError(f"this model scores by the task {self.task!r}, but params are for {given.task!r}.", "task")
         return given.replace(task=self.task, normalize=self._normalize if given.normalize is None else given.normalize)
 
-    def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[ScoringRequestOutput]:
+    def scores(self, outputs: Sequence[PoolingRequestOutput]) -> list[PoolingRequestOutput]:
         """One for each pair, of what the engine gave for `prompts`."""
         if self.kind is ScoreKind.CROSS_ENCODER:
-            return [ScoringRequestOutput.of(output) for output in outputs]
+            return list(outputs)
         vectors = [self._compared(output, name) for output, name in zip(outputs, self.prompt_names, strict=True)]
         return [self._score(outputs[i], outputs[j], vectors[i], vectors[j]) for i, j in self._places]
 
@@ -197,9 +197,9 @@ class TextScoring(Scoring):
 
     def _score(
         self, query: PoolingRequestOutput, document: PoolingRequestOutput, first: np.ndarray | None, second: np.ndarray | None
-    ) -> ScoringRequestOutput:
+    ) -> PoolingRequestOutput:
         score = None if first is None or second is None else np.array([self._compare(first, second)])
-        return ScoringRequestOutput.of(replace(document, outputs=PoolingOutput(score), error=query.error or document.error))
+        return replace(document, outputs=PoolingOutput(score), error=query.error or document.error)
 
 
 def _pairs(queries: str | Sequence[str], documents: str | Sequence[str], fields: tuple[str, str]) -> list[TextPair]:
