@@ -15,11 +15,13 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli import engine_command
 
+from toolkit_lm_server.log import ACCESS, configure
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import check_names
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
+from toolkit_lm_server.title import set_title
 from toolkit_lm_server.ui.page import Page
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
 
     # Prompts that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
-    _run(make, make_app, options, metrics, threads, page)
+    _run(make, make_app, options, metrics, config.engine.start_timeout, threads, page)
 
 
 @engine_command(ServerOptions)
@@ -77,7 +79,8 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
 
         return create_render_app(rendering, options, metrics=metrics, readiness=readiness)
 
-    _run(make, make_app, options, Metrics(model_name=config.served_model_name, names=options.metrics_names))
+    metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
+    _run(make, make_app, options, metrics, config.engine.start_timeout)
 
 
 def _run(
@@ -85,12 +88,15 @@ def _run(
     make_app: MakeApp[ServableT],
     options: ServerOptions,
     metrics: Metrics,
+    start_timeout: float,
     threads: SharedThreads | None = None,
     page: Page | None = None,
 ) -> None:
     """Serves what is made meanwhile, until a signal ends it."""
     open_closed_streams()
+    configure(options)
     with bind(options.host, options.port) as listener:
+        set_title(f"toolkit-lm serve {metrics.model_name}")
         # Until the lifecycle handles it: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         # Plugins and files may keep it for long, while the server answers already.
@@ -98,8 +104,8 @@ def _run(
         try:
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, page)
-            with logging_in_threads("uvicorn", "uvicorn.access"):
+            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, page, start_timeout)
+            with logging_in_threads("", ACCESS):
                 asyncio.run(lifecycle.run())
         finally:
             wait([close(making)], CLOSING)

@@ -16,10 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.request_log import POLLS, log_answer, log_request
 from toolkit_lm_server.threads import CLOSING
 
-ALWAYS = ("/health", "/ready", "/metrics")
-"""Paths that are answered however many requests are under way."""
 _SPARE = 32
 """Connections beyond the maximum: they hear that the server is busy, or what its health is."""
 _BACKLOG = 2048
@@ -113,7 +112,7 @@ class Connections:
         if len(headers) > _MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > self._max_header_bytes:
             raise _large_head()
         num_busy = len(self._stages) - len(self._idle)
-        if num_busy > self._most and scope["path"].removeprefix(scope["root_path"]) not in ALWAYS:
+        if num_busy > self._most and scope["path"].removeprefix(scope["root_path"]) not in POLLS:
             retry = {"Retry-After": str(RETRY_AFTER)}
             raise ApiError(503, f"The server has {self._most} requests under way (max_connections).", code="server_busy", headers=retry)
 
@@ -170,7 +169,7 @@ class Connection(H11Protocol):
             # Once the app may write no more, the client alone changes what waits: then each byte less is one that it has read.
             is_still = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
             return _Stage("reader", self.num_unsent // (self.pool.least_read if is_still else 1))
-        if self.conn.their_state is h11.SEND_BODY:
+        if self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
             return _Stage("body", self.cycle)
         # Between two requests uvicorn has a timer of its own.
         if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
@@ -215,6 +214,7 @@ class Connection(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.abort()
             return
+        log_answer(":".join(map(str, self.client or ())), "-", error.status, str(error))
         answer = error.response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         body = h11.Data(data=bytes(answer.body))
@@ -226,6 +226,7 @@ class Connection(H11Protocol):
         try:
             self.pool.check(scope)
         except ApiError as error:
+            log_request(scope, error.status, None, str(error))
             answer = error.response()
             answer.headers["connection"] = "close"
             await answer(scope, receive, send)
@@ -245,8 +246,9 @@ def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) ->
         ws="none",
         # The lifecycle enters the app's.
         lifespan="off",
-        log_level=options.log_level,
-        access_log=options.access_log,
+        # Whose process it is configures its log: `toolkit serve` does, an app may.
+        log_config=None,
+        access_log=False,
         root_path=options.root_path,
         timeout_keep_alive=options.keep_alive_timeout,
         timeout_graceful_shutdown=CLOSING,

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.request_log import REASON
 from toolkit_lm_server.route import unless_disconnected
 
 
@@ -44,12 +45,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
             try:
-                await unless_disconnected(receive, self._send_all(send))
+                await unless_disconnected(receive, self._send_all(scope, send))
             except (ClientDisconnect, OSError):
                 # Nobody is left to answer.
                 return
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         end = self.end
         try:
@@ -59,7 +60,9 @@ class EventStream(Response):
         except OSError:
             raise
         except Exception as error:
-            end = self.frame(as_api_error(error).body) + self.end
+            told = as_api_error(error)
+            scope[REASON] = str(told)
+            end = self.frame(told.body) + self.end
         await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

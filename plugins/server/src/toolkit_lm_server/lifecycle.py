@@ -15,6 +15,7 @@ from concurrent.futures import Future, wait
 from contextlib import AsyncExitStack
 from typing import Any, Protocol, TypeVar
 
+import psutil
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 from toolkit_lm.errors import EngineDeadError
@@ -26,7 +27,10 @@ from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.report import Throughput, report_start
+from toolkit_lm_server.request_log import RequestLog
 from toolkit_lm_server.route import Readiness
+from toolkit_lm_server.start_gate import StartGate
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 from toolkit_lm_server.ui.page import Page
 
@@ -117,8 +121,12 @@ class Lifecycle:
         listener: socket.socket,
         threads: SharedThreads | None = None,
         page: Page | None = None,
+        start_timeout: float = 0.0,
     ) -> None:
-        """`threads`: for the work of requests that may not hold up the event loop."""
+        """`threads`: for the work of requests that may not hold up the event loop.
+
+        `start_timeout`: seconds that requests wait for the engine which starts.
+        """
         self._threads = threads
         self._making: Future[Any] = making
         self._make_app: MakeApp[Any] = make_app
@@ -126,8 +134,10 @@ class Lifecycle:
         self._metrics = metrics
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
-        self._in_flight = InFlight(create_early_app(options, metrics, self._readiness, page))
-        self._server = HttpServer(KnownClient(HostCheck(self._in_flight, host_names(options, listener))), options)
+        self._gate = StartGate(create_early_app(options, metrics, self._readiness, page), options, start_timeout)
+        self._in_flight = InFlight(self._gate)
+        checked = HostCheck(self._in_flight, host_names(options, listener))
+        self._server = HttpServer(KnownClient(RequestLog(checked, metrics, all_requests=options.access_log)), options)
         self._page = page
         self._stopped = False
 
@@ -152,6 +162,7 @@ class Lifecycle:
         try:
             await self._attend(lifespan)
         finally:
+            self._gate.open()
             self._server.should_exit = True
             await self._serving
 
@@ -161,12 +172,15 @@ class Lifecycle:
             engine = await self._unless_stopped(asyncio.wrap_future(self._making))
             await self._open(engine, lifespan)
             await self._unless_stopped(engine.wait_ready())
-            garbage = Garbage()
+            report_start(engine, time.time() - psutil.Process().create_time())
+            garbage, throughput = Garbage(), Throughput(self._metrics)
             sys.setswitchinterval(_SWITCH)
+            self._gate.open()
             print(f"Serving {engine.served_model_name} at {url_of(self._listener)}", flush=True)
             while engine.health().status != "dead":
                 self._check_stopped()
                 garbage.tend()
+                throughput.tend()
                 await asyncio.wait([self._serving], timeout=_POLL)
             await asyncio.sleep(_DEAD)
         except _StoppedError:
@@ -180,7 +194,7 @@ class Lifecycle:
         making = in_thread(lambda: self._make_app(engine, self._metrics, self._readiness))
         app = await self._unless_stopped(asyncio.wrap_future(making))
         await lifespan.enter_async_context(app.router.lifespan_context(app))
-        self._in_flight.app, self._readiness.engine = app, engine
+        self._gate.app, self._readiness.engine = app, engine
 
     async def _unless_stopped(self, work: Awaitable[Result]) -> Result:
         """What `work` gives. Raises _StoppedError when the server is to end before it does."""
@@ -201,6 +215,7 @@ class Lifecycle:
     async def _drain(self) -> None:
         """Takes no new requests, and gives those under way their time."""
         self._readiness.draining = True
+        self._gate.open()
         await self._until_idle(self._options.shutdown_timeout)
         if self._is_busy:
             # What is still under way is told that the engine has been shut down, and so comes to its end.

@@ -18,10 +18,10 @@ _MOST_BYTES = 107 if sys.platform == "linux" else 103
 """Of the path of a unix socket."""
 _GRACE = 0.5
 """Seconds that an engine process gets to end by itself, once its lifeline is cut."""
-_ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256", "GOMP_SPINCOUNT": "4000"}
+_ENVIRON = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "256", "GOMP_SPINCOUNT": "4000", "SPT_NOENV": "1"}
 """How many kernels oneDNN and torch keep, of a megabyte each: every number of tokens needs several. Their default is 1,024. And how long
 OpenMP's threads wait for each other without sleeping: by default, milliseconds, in which they keep the cores from the front and, where it
-works, from each other."""
+works, from each other. And that a title leaves the environment where others read it."""
 
 
 class EngineProcess:

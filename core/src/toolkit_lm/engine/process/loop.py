@@ -39,6 +39,10 @@ def serve(folder: str, connected: Callable[[], None]) -> None:
     try:
         start = wire.decode_command(socket.recv())
         assert isinstance(start, wire.Start)
+        with suppress(ImportError):
+            from setproctitle import setproctitle
+
+            setproctitle(f"toolkit-lm engine {start.config.served_model_name}")
         connected()
         core = _load(start, lambda name: socket.send(wire.encode(wire.Phase(name))))
         socket.send(wire.encode(wire.Ready(core.config, msgspec.Raw(wire.encode(core.kv_cache)), core.pooling)))

@@ -1,0 +1,114 @@
+"""What the log says of the engine: a summary at the start, and its throughput while there is work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolkit_lm_server.log import Clock, fields
+from toolkit_lm_server.metrics import Metrics, Totals
+
+if TYPE_CHECKING:
+    from toolkit_lm.attention import KVCacheConfig
+    from toolkit_lm.config import VllmConfig
+    from toolkit_lm.frontend import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL = 10.0
+"""Seconds from one line of throughput to the next."""
+_WEIGHTS = (".safetensors", ".gguf")
+
+
+class Throughput:
+    """Says every ten seconds what the engine does, if it does anything."""
+
+    def __init__(self, metrics: Metrics, seconds: float = _INTERVAL) -> None:
+        self._metrics = metrics
+        self._clock = Clock(seconds)
+        self._before = Totals()
+
+    def tend(self) -> None:
+        """Writes the line when it is time. Call it often."""
+        if (seconds := self._clock.elapsed()) is None:
+            return
+        now, before = self._metrics.totals, self._before
+        self._before = Totals(now.prompt, now.cached, now.output)
+        prompt, cached, output = now.prompt - before.prompt, now.cached - before.cached, now.output - before.output
+        load = self._metrics.load
+        running, waiting = (0, 0) if load is None else (load.num_running, load.num_waiting)
+        if not (prompt or output or running or waiting):
+            return
+        usage = 0.0 if load is None else load.num_used_blocks / max(load.num_total_blocks, 1)
+        hits = cached / prompt if prompt else 0.0
+        logger.info(
+            "%.1f prompt tokens/s, %.1f output tokens/s; %d sequences running, %d requests waiting; KV cache %.1f%% used, "
+            "prefix cache hits %.1f%%",
+            *(prompt / seconds, output / seconds, running, waiting, 100 * usage, 100 * hits),
+            extra=fields(
+                prompt_tokens_per_second=round(prompt / seconds, 3),
+                output_tokens_per_second=round(output / seconds, 3),
+                num_running=running,
+                num_waiting=waiting,
+                kv_cache_usage=round(usage, 6),
+                prefix_cache_hit_rate=round(hits, 6),
+            ),
+        )
+
+
+def report_start(engine: Any, seconds: float) -> None:
+    """Says what is served, and by what. `seconds`: what the start took."""
+    # What renders alone has no engine.
+    for line in summary(engine) if hasattr(engine, "processor") else ():
+        logger.info("%s", line)
+    logger.info("Ready after %.1f s", seconds, extra=fields(seconds=round(seconds, 3)))
+
+
+def summary(engine: AsyncLLM) -> Iterator[str]:
+    """Lines on an engine that is ready: model, weights, KV cache, backends, plugins."""
+    config = engine.config
+    assert config.checkpoint is not None, "the engine is ready"
+    names = ", ".join(config.served_model_names)
+    yield (
+        f"Model {names}: {config.checkpoint.architecture}, {config.model.dtype} on {config.device.device}, "
+        f"{config.max_model_len:,} tokens of context"
+    )
+    quantization = config.load.quantization
+    yield f"Weights: {as_size(weight_bytes(config))} of files ({config.load.load_format}), quantization {quantization}"
+    kv_cache = engine.processor.limits.kv_cache
+    yield f"KV cache: {_capacity(kv_cache, config)}"
+    backends = ", ".join(sorted({group.backend for group in kv_cache.groups})) or "none"
+    yield f"Attention: {backends}; scheduling: {config.scheduler.policy}"
+    yield f"Plugins: {', '.join(info.name for info in engine.plugins.infos if info.status == 'ok')}"
+
+
+def _capacity(kv_cache: KVCacheConfig, config: VllmConfig) -> str:
+    if not kv_cache.pools:
+        return "none"
+    size = as_size(sum(pool.block_bytes * pool.num_blocks for pool in kv_cache.pools))
+    needed = kv_cache.max_blocks(config.max_model_len, config.scheduler.token_budget, config.max_encoder_len)
+    fit = min((pool.num_blocks / count for pool, count in zip(kv_cache.pools, needed, strict=True) if count), default=0.0)
+    return f"{int(fit * config.max_model_len):,} tokens in {size}, {fit:.1f} requests of the longest context at a time"
+
+
+def weight_bytes(config: VllmConfig) -> int:
+    """Bytes of the files that hold a checkpoint's weights. 0 where there are none."""
+    assert config.checkpoint is not None
+    source = Path(config.checkpoint.source or config.checkpoint.path)
+    with suppress(OSError):
+        files = [source] if source.is_file() else [one for one in source.iterdir() if one.suffix in _WEIGHTS]
+        return sum(one.stat().st_size for one in files)
+    return 0
+
+
+def as_size(num_bytes: int) -> str:
+    """1536 as 1.5 KiB."""
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,135 @@
+"""A line of the log for each request, and its figures: what was asked, the answer's status, how long it took, and what was wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from urllib.parse import quote
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.log import ACCESS, fields
+from toolkit_lm_server.metrics import Metrics
+
+POLLS = ("/health", "/ready", "/live", "/ping", "/load", "/metrics")
+"""Paths that are asked all the time. Their requests have no line."""
+REASON = "toolkit_lm.reason"
+"""The key of a request's scope that says what was wrong where its answer had begun already."""
+_LEFT = 499
+"""The status of a request whose client did not wait for an answer."""
+_MOST_BODY = 2**14
+"""Bytes of an error's body that is looked at."""
+_REASON, _TARGET = 200, 500
+"""Characters of a reason, and of a path with its query, that a line shows. They may be a client's."""
+
+_logger = logging.getLogger(ACCESS)
+
+
+class _Answer:
+    """What is sent to a client, as far as a line tells of it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status = 0
+        self.body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif self.status >= 400 and len(self.body) < _MOST_BODY:
+            self.body += message.get("body", b"")[:_MOST_BODY]
+        await self._send(message)
+
+
+class RequestLog:
+    """Writes the line when an app has answered. What the app raises becomes an answer."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, *, all_requests: bool = True) -> None:
+        """`all_requests`: not only those that failed."""
+        self._app = app
+        self._metrics = metrics
+        self._all = all_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start, answer = time.perf_counter(), _Answer(send)
+        try:
+            await self._app(scope, receive, answer.send)
+        except Exception as error:
+            # A middleware's.
+            if answer.status:
+                raise
+            await as_api_error(error).response()(scope, receive, answer.send)
+        finally:
+            self._end(scope, answer, time.perf_counter() - start)
+
+    def _end(self, scope: Scope, answer: _Answer, seconds: float) -> None:
+        status = answer.status or _LEFT
+        self._metrics.answered(getattr(scope.get("route"), "path", "none"), scope["method"], status, seconds)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        reason = scope.get(REASON) or (reason_of(answer.body) if status >= 400 else "")
+        if path not in POLLS and (self._all or status >= 400 or reason):
+            log_request(scope, status, seconds, reason)
+
+
+def log_request(scope: Scope, status: int, seconds: float | None, reason: str = "") -> None:
+    """Writes a request's line. `reason`: what was wrong with it."""
+    client, account = scope.get("client"), scope.get("toolkit_lm.account")
+    address = f"{client[0]}:{client[1]}" if client else ""
+    target = quote(scope["path"]) + (f"?{scope['query_string'].decode('latin-1')}" if scope.get("query_string") else "")
+    log_answer(
+        address,
+        f"{scope['method']} {target[:_TARGET]} HTTP/{scope['http_version']}",
+        status,
+        reason,
+        key=None if account is None else account.name,
+        seconds=seconds,
+        request_id=scope.get("toolkit_lm.request_id"),
+    )
+
+
+def log_answer(
+    address: str,
+    request: str,
+    status: int,
+    reason: str,
+    *,
+    key: str | None = None,
+    seconds: float | None = None,
+    request_id: str | None = None,
+) -> None:
+    """Writes the line of a request, or of what was none. `key`: the name of the client's."""
+    # In JSON, nothing of a client's ends a quotation or a line.
+    reason = reason if len(reason) <= _REASON else f"{reason[:_REASON]}..."
+    parts = [
+        address or "-",
+        "" if key is None else json.dumps(key),
+        f'"{request}"',
+        str(status),
+        "" if seconds is None else f"{seconds:.3f} s",
+        json.dumps(reason) if reason else "",
+    ]
+    said = fields(
+        client=address or None,
+        key=key,
+        request=request,
+        status=status,
+        seconds=None if seconds is None else round(seconds, 6),
+        reason=reason or None,
+        request_id=request_id,
+    )
+    _logger.log(logging.WARNING if status >= 500 else logging.INFO, "%s", " ".join(filter(None, parts)), extra=said)
+
+
+def reason_of(body: bytes) -> str:
+    """The message of an error's body, whoever worded it; "" where there is none."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return ""
+    for _ in range(3):
+        if isinstance(found, dict):
+            found = next((found[name] for name in ("error", "message", "detail", "reason") if found.get(name)), "")
+    return found if isinstance(found, str) else ""
