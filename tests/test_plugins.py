@@ -28,6 +28,7 @@ SHIPPED = [
     "loaders",
     "moe",
     "opentelemetry",
+    "parsers",
     "pooling_adapters",
     "renderer_harmony",
     "renderer_hf",

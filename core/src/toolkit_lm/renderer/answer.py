@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 
-class ToolCallDelta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
     """What is new of one tool call."""
 
     index: int

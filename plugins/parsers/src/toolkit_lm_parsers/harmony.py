@@ -1,0 +1,110 @@
+"""Harmony: the channels of gpt-oss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from toolkit_lm.renderer import AnswerFormat, AnswerParser
+
+from toolkit_lm_parsers.json_calls import JsonCalls
+from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, sequence, tag
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
+_BREAKS = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN)
+_FUNCTIONS = "functions."
+_MOST_HEADER = 1024
+
+
+class HarmonyParser(JsonCalls):
+    """Messages, each with a header: the channel analysis is reasoning, one to a function is a call, all other is content."""
+
+    def __init__(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(tools)
+        _, has_start, header = prompt_end.rpartition(_START)
+        self._header = header if has_start else ""
+        """Of the message that the prompt has begun."""
+
+    def run(self) -> Reading[None]:
+        header = self._header
+        if _MESSAGE in header:
+            # The prompt ends in the message.
+            header, _, _ = header.partition(_MESSAGE)
+            yield from self._body(header)
+        elif not (yield from self._begins_header()):
+            yield from self._body("")
+        while not self.at_end:
+            read: list[str] = []
+            mark = yield from self.until((_MESSAGE, _END, _CALL, _RETURN), read.append)
+            if mark == _MESSAGE:
+                yield from self._body(header + "".join(read)[-_MOST_HEADER:])
+            header = ""
+
+    def _begins_header(self) -> Reading[bool]:
+        """An answer that begins without a mark is content."""
+        self.keep()
+        yield from self.spaces()
+        found = yield from self.accept_any((_CHANNEL, _START, " to=", "to="))
+        self.go_back()
+        return found is not None
+
+    def _body(self, header: str) -> Reading[None]:
+        """A message's own text, up to the mark that ends it."""
+        before, _, after = header.partition(_CHANNEL)
+        to = next((word[3:] for word in f"{before} {after}".replace("<", " <").split() if word.startswith("to=")), "")
+        channel = after.split("<")[0].split()
+        if to and (to.startswith(_FUNCTIONS) or to in self.functions):
+            yield from self._call(to.removeprefix(_FUNCTIONS))
+            return
+        self.separate()
+        # What it says to a tool of its own is no answer.
+        is_thought = (channel and channel[0] == "analysis") or to not in ("", "user", "all")
+        yield from self._end(self.think if is_thought else self.say)
+
+    def _end(self, take: Callable[[str], None]) -> Reading[None]:
+        """The rest of a message. What begins the next one is its own."""
+        mark = yield from self.until(_BREAKS, take)
+        if mark in (_START, _CHANNEL):
+            self.at -= len(mark)
+
+    def _call(self, name: str) -> Reading[None]:
+        yield from self.spaces()
+        self.begin_call(name)
+        if (yield from self.peek()) == "{":
+            whole = yield from self.json_value(self.add_arguments)
+            if whole:
+                yield from self.spaces()
+                if (yield from self.peek()) in ("", "<"):
+                    self.end_call()
+        elif (yield from self.peek()) == "<":
+            self.add_arguments("{}")
+            self.end_call()
+        if self.is_call_open and not self.at_end:
+            self.break_call()
+        yield from self._end(self.say)
+
+
+class HarmonyFormat(AnswerFormat):
+    """gpt-oss."""
+
+    keeps_special_tokens = True
+
+    @classmethod
+    def refuses(cls, template: str) -> str | None:
+        return None if _CHANNEL in template and _MESSAGE in template else f"the chat template writes no {_CHANNEL}"
+
+    def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        return HarmonyParser(prompt_end, tools)
+
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+        # A call ends the answer.
+        def begin(name: str) -> str:
+            return f"{_CHANNEL}commentary to={_FUNCTIONS}{name} {_CONSTRAIN}json{_MESSAGE}"
+
+        return calls(tools, begin, "", parallel=False)
+
+    def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
+        thought = tag(f"{_CHANNEL}analysis{_MESSAGE}", ANY_TEXT, f"{_END}{_START}assistant")
+        return choice(sequence(thought, structure), structure)

@@ -1,0 +1,65 @@
+"""Mistral's calls, after [TOOL_CALLS]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit_lm.renderer import AnswerFormat, AnswerParser
+
+from toolkit_lm_parsers.json_calls import MarkedCalls
+from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.structures import Structure, calls, functions_of, json_schema, sequence, text
+
+_CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+class MistralParser(MarkedCalls):
+    """[TOOL_CALLS] and a list of JSON objects, or, of newer models, for each call [TOOL_CALLS]name[ARGS]{...}."""
+
+    opens = (_CALLS,)
+
+    def read_calls(self, mark: str) -> Reading[bool]:
+        yield from self.spaces()
+        if (yield from self.peek()) in ("[", "{"):
+            return (yield from self.json_calls())
+        name = yield from self.word((_ARGS, _ID, "{"))
+        if name is None:
+            return False
+        if (yield from self.accept(_ID)) and (yield from self.word((_ARGS, "{"))) is None:
+            return False
+        yield from self.accept(_ARGS)
+        yield from self.spaces()
+        if not (yield from self.json_arguments(name, [])):
+            return False
+        self.end_call()
+        return True
+
+
+class MistralFormat(AnswerFormat):
+    """Mistral, by its special tokens."""
+
+    keeps_special_tokens = True
+
+    @classmethod
+    def refuses(cls, template: str) -> str | None:
+        return None if _CALLS in template else f"the chat template writes no {_CALLS}"
+
+    def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        return MistralParser(tools)
+
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+        if _ARGS in self.template:
+            return calls(tools, lambda name: f"{_CALLS}{name}{_ARGS}", "", parallel=parallel, separator="")
+        # Of an older one, all calls are one list.
+        functions = [
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": schema},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+            for name, schema in functions_of(tools)
+        ]
+        listed = {"type": "array", "items": {"anyOf": functions}, "minItems": 1, **({} if parallel else {"maxItems": 1})}
+        return sequence(text(_CALLS), json_schema(listed))

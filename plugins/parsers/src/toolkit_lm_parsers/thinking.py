@@ -1,0 +1,85 @@
+"""Reasoning between two marks, before the content."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolkit_lm.renderer import AnswerFormat, AnswerParser
+
+from toolkit_lm_parsers.scanning import Reading, ScanParser
+from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, sequence, tag
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names of templates for whether there is to be reasoning."""
+
+
+class ThinkParser(ScanParser):
+    """Reads reasoning where the answer begins with it, or the prompt has begun it."""
+
+    def __init__(self, start: str, end: str, *, is_begun: bool) -> None:
+        super().__init__()
+        self._start = start
+        self._end = end
+        self._is_begun = is_begun
+        self.content.ends = False
+
+    def run(self) -> Reading[None]:
+        self.keep()
+        yield from self.spaces()
+        # A model may write again what the prompt has.
+        if (yield from self.accept(self._start)) or self._is_begun:
+            self._kept = None
+            yield from self.until((self._end,), self.think)
+            self.end_reasoning()
+        self.go_back()
+        yield from self.rest()
+
+
+class ThinkFormat(AnswerFormat):
+    """<think> and </think>: Qwen3, DeepSeek-R1 and many others."""
+
+    start, end = "<think>", "</think>"
+
+    @classmethod
+    def refuses(cls, template: str) -> str | None:
+        return None if cls.end in template else f"the chat template writes no {cls.end}"
+
+    def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        return ThinkParser(self.start, self.end, is_begun=prompt_end.rstrip().endswith(self.start.rstrip()))
+
+    def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
+        if any(template_kwargs.get(name) is False for name in _SWITCHES):
+            return structure
+        begun = sequence(tag("", ANY_TEXT, f"{self.end}\n\n"), structure)
+        return begun if self._begins_in_prompt() else choice(sequence(tag(self.start, ANY_TEXT, f"{self.end}\n\n"), structure), structure)
+
+    def _begins_in_prompt(self) -> bool:
+        """The template's last lines, which begin an answer, begin reasoning, too, and do not end it at once."""
+        _, _, last = self.template.rpartition("add_generation_prompt")
+        parts = last.split(self.start)[1:]
+        return any(self.end not in part[:40] for part in parts)
+
+
+class MistralThinkFormat(ThinkFormat):
+    """[THINK] and [/THINK]: Magistral and Mistral's newer models."""
+
+    keeps_special_tokens = True
+    start, end = "[THINK]", "[/THINK]"
+
+
+class SeedThinkFormat(ThinkFormat):
+    """Seed-OSS."""
+
+    start, end = "<seed:think>", "</seed:think>"
+
+
+class GemmaThinkFormat(ThinkFormat):
+    """Gemma 4: its channel of thoughts."""
+
+    keeps_special_tokens = True
+    start, end = "<|channel>thought\n", "<channel|>"
+
+    @classmethod
+    def refuses(cls, template: str) -> str | None:
+        return None if "<|channel>" in template and cls.end in template else f"the chat template writes no {cls.end}"
