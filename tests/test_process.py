@@ -284,7 +284,7 @@ class TestPlugins:
         with pytest.raises(PluginError, match=r"plugin 'mine' \(given from code\) implements toolkit_register_models.*engine_process"):
             AsyncLLM(VllmConfig.make(**SMALL), plugins=[Models()])
 
-    @pytest.mark.parametrize("value", [(1, 2), {1, 2}, {1: {"a": object()}}, 2**70], ids=str)
+    @pytest.mark.parametrize("value", [(1, 2), {1, 2}, {1: {"a": object()}}, 2**70], ids=["tuple", "set", "object", "large"])
     def test_options_that_cannot_be_sent(self, slow, value):
         slow("none")
         with pytest.raises(ConfigError, match="Options of plugins must be plain values"):

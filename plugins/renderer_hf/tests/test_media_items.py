@@ -370,7 +370,7 @@ def test_what_is_held_is_neither_decoded_nor_processed(llava, monkeypatch):
         (3, "not a int"),
         (object(), "not a object"),
     ],
-    ids=lambda value: repr(value)[:30],
+    ids=lambda value: type(value).__name__ if type(value) is object else repr(value)[:30],
 )
 def test_images_that_cannot_be_read(llava, source, reason):
     with pytest.raises(RequestError, match=f"^image 2: .*{reason}") as caught:
