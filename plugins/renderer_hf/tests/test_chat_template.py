@@ -139,7 +139,7 @@ def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
         ([{"role": "assistant", "content": "hi"}], {}, "refuses this conversation: Conversation roles must alternate"),
         ([{"role": "user"}], {}, "refuses this conversation|cannot render this conversation"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "cannot set 'messages'"),
-        (CHAT, {"chat_template": "{{ 1 }}"}, "no option 'chat_template'"),
+        (CHAT, {"chat_templates": "{{ 1 }}"}, "no option 'chat_templates'"),
         (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
         ([{"role": "user", "content": ""}], {"continue_final_message": True}, "content to continue"),
     ],
@@ -184,3 +184,41 @@ def test_a_template_that_does_not_parse(make_renderer, byte_level):
         make_renderer(byte_level, chat_template="\n{% if %}")
     with pytest.raises(ConfigError, match="neither a Jinja template nor a file"):
         make_renderer(byte_level, chat_template="missing.jinja")
+
+
+DOCUMENTS = "{% for one in documents or [] %}[{{ one.title }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def texts_of(renderer, **options) -> str:
+    return renderer.decode(renderer.render_conversation([{"role": "user", "content": "hi"}], **options).token_ids)
+
+
+def test_documents(make_renderer, tokenizer):
+    renderer = make_renderer(tokenizer, {"chat_template": DOCUMENTS})
+    assert texts_of(renderer, documents=[{"title": "one"}, {"title": "two"}]) == "[one][two]hi"
+    assert texts_of(renderer) == "hi"
+    with pytest.raises(RequestError, match="documents must hold JSON values only"):
+        texts_of(renderer, documents=[object()])
+
+
+def test_a_template_of_the_request(make_renderer, tokenizer):
+    """It stands in for the checkpoint's, for this request, and is rendered in the same sandbox."""
+    renderer = make_renderer(tokenizer, {"chat_template": DOCUMENTS})
+    assert texts_of(renderer, chat_template="<{{ messages[0].content }}>") == "<hi>"
+    assert texts_of(renderer) == "hi"
+    assert texts_of(make_renderer(tokenizer, {}), chat_template="{{ messages[0].content }}") == "hi"
+    for wrong, message in (
+        ("{% if %}", "does not parse"),
+        ("x" * 10**7, "too long"),
+        ("{{ ''.__class__ }}{{ messages.__init__.__globals__ }}", "its sandbox forbids"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            texts_of(renderer, chat_template=wrong)
+
+
+def test_special_tokens_are_added_where_asked_for(make_renderer, tokenizer):
+    renderer = make_renderer(tokenizer, {"chat_template": "{{ messages[0].content }}"})
+    message = [{"role": "user", "content": "hi"}]
+    expected = renderer.render_prompt("hi").token_ids
+    assert renderer.render_conversation(message, add_special_tokens=True).token_ids == expected
+    assert renderer.render_conversation(message).token_ids == renderer.render_prompt("hi", add_special_tokens=False).token_ids

@@ -78,9 +78,9 @@ class Renderer(ABC):
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
         """A conversation in tokens, through the chat template.
 
-        `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False), `tools`, `chat_template_kwargs`
-        (a mapping of further names for the template), and of
-        renderers that take media `mm_processor_kwargs`.
+        `kwargs`: `add_generation_prompt` (default True), `continue_final_message` (default False), `tools`, `documents`,
+        `chat_template_kwargs` (a mapping of further names for the template), and of renderers that take media `mm_processor_kwargs`.
+        Those of Jinja templates take `chat_template`, one in the place of the checkpoint's, and `add_special_tokens` (default False).
         """
 
     def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:

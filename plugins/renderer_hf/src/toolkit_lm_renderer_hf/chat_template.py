@@ -28,10 +28,12 @@ _PROBE_PART = {"type": "text", "text": _PROBE}
 class ChatTemplate:
     """The chat template of a checkpoint, or several by name: "tool_use" is taken where a conversation has tools, else "default".
 
-    Raises ConfigError for a template of the operator that does not parse, CheckpointError for one of the checkpoint.
+    Raises `error` for one that does not parse: ConfigError where it is the operator's, CheckpointError where it is the checkpoint's.
     """
 
-    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: type[Exception] = CheckpointError) -> None:
+    def __init__(
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: Callable[[str], Exception] = CheckpointError
+    ) -> None:
         environment = _environment()
         self.source = "\n".join(sources[name] for name in ("default", "tool_use") if name in sources)
         """Of the templates that conversations are rendered by."""
@@ -56,6 +58,7 @@ class ChatTemplate:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         hide: Callable[[str], str] = str,
     ) -> str:
@@ -81,7 +84,7 @@ class ChatTemplate:
         names = {
             "messages": chat,
             "tools": _plain(tools, "tools", hide),
-            "documents": None,
+            "documents": _plain(documents, "documents", hide),
             "add_generation_prompt": add_generation_prompt,
             **extra,
         }
@@ -160,7 +163,7 @@ def _read(path: Path) -> str:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _compile(environment: BoundedEnvironment, source: str, error: type[Exception]) -> Template:
+def _compile(environment: BoundedEnvironment, source: str, error: Callable[[str], Exception]) -> Template:
     if len(source) > MOST_SOURCE:
         raise error(f"the chat template is too long: it may have {MOST_SOURCE} characters.")
     try:

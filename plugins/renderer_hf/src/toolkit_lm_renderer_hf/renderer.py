@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +14,7 @@ from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError,
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import DecodeStream, MultiModalRules, Rendered, RenderedText, Renderer
 
-from toolkit_lm_renderer_hf.chat_template import find_chat_template
+from toolkit_lm_renderer_hf.chat_template import ChatTemplate, find_chat_template
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
 from toolkit_lm_renderer_hf.end_tokens import end_tokens, text_config
 from toolkit_lm_renderer_hf.joining import Joiner
@@ -30,7 +31,12 @@ _MAX_CHARS = 1 << 20
 """Of one text: about a second of work. A text may have far more characters than its tokens are long: spaces that are left out, or a word
 that is one unknown token."""
 
-_CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
+_CHAT_OPTIONS = (
+    *("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs"),
+    "add_special_tokens",
+)
+_REQUESTED = 16
+"""Chat templates of requests that are kept."""
 
 
 class HfRenderer(Renderer):
@@ -52,6 +58,8 @@ class HfRenderer(Renderer):
         self._detokenizer = Detokenizer(self._tokenizer)
         self._joiner = Joiner(self._tokenizer)
         self._chat_template = find_chat_template(config.renderer.chat_template, folder, tokenizer_config, special_tokens)
+        self._special_tokens = special_tokens
+        self._requested = lru_cache(_REQUESTED)(self._compile_requested)
         vocab = self._tokenizer.get_vocab()
         tokenizer_size = max(vocab.values(), default=-1) + 1
         self._vocab_size = max(tokenizer_size, text_config(config.hf_config).get("vocab_size") or 0)
@@ -67,6 +75,12 @@ class HfRenderer(Renderer):
         if self._chat_template is not None:
             self._chat_template.take_media(self._multimodal.tokens, self._multimodal.texts)
 
+    def _compile_requested(self, source: str) -> ChatTemplate:
+        template = ChatTemplate({"default": source}, self._special_tokens, lambda message: RequestError(message, "chat_template"))
+        if self._multimodal is not None:
+            template.take_media(self._multimodal.tokens, self._multimodal.texts)
+        return template
+
     def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
         # A model that takes none refuses it.
         return self._multimodal.media_size(part, options) if self._multimodal is not None else (0, 0)
@@ -77,18 +91,20 @@ class HfRenderer(Renderer):
             if name not in _CHAT_OPTIONS:
                 known = (*_CHAT_OPTIONS, "mm_processor_kwargs")
                 raise RequestError(f"render_conversation takes no option {name!r}. {nearest(name, known)}", name)
-        if self._chat_template is None:
+        source, special = kwargs.pop("chat_template", None), kwargs.pop("add_special_tokens", False)
+        template = self._chat_template if source is None else self._requested(str(source))
+        if template is None:
             raise RequestError("the checkpoint has no chat template. Give one by --chat-template, or use plain completions.", "messages")
         if self._multimodal is None:
             if options:
                 raise RequestError("this model takes no images or other media.", "mm_processor_kwargs")
-            text = self._chat_template.render(messages, max_length=self._max_chars, **kwargs)
-            return Rendered(self._encode(text, "messages", add_special_tokens=False))
+            text = template.render(messages, max_length=self._max_chars, **kwargs)
+            return Rendered(self._encode(text, "messages", add_special_tokens=special))
         messages, items = self._multimodal.take(messages)
         typed = self._multimodal.typed()
-        text = self._chat_template.render(messages, max_length=self._max_chars, hide=typed.hide, **kwargs)
+        text = template.render(messages, max_length=self._max_chars, hide=typed.hide, **kwargs)
         text, tokenizer = self._multimodal.whole_text(text, typed)
-        token_ids = self._encode(text, "messages", add_special_tokens=False, tokenizer=tokenizer)
+        token_ids = self._encode(text, "messages", add_special_tokens=special, tokenizer=tokenizer)
         return self._multimodal.render(token_ids, items, options, self.feature_cache)
 
     @property

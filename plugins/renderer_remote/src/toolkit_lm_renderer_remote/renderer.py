@@ -20,7 +20,10 @@ from toolkit_lm_renderer_remote.reading import Answer, WrongAnswerError
 from toolkit_lm_renderer_remote.servers import RenderServers
 from toolkit_lm_renderer_remote.wire import RENDER_CHAT, RENDER_PROMPTS, TOKENIZE
 
-_CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs", "mm_processor_kwargs")
+_CHAT_OPTIONS = (
+    *("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs"),
+    *("add_special_tokens", "mm_processor_kwargs"),
+)
 _MEDIA = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 _SLACK = 2**16
 _BYTES_OF_TOKEN = 16
