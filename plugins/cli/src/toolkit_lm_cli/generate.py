@@ -50,7 +50,7 @@ def generate(
     from toolkit_lm.frontend import LLMEngine
 
     with _open(out) as file:
-        engine = LLMEngine.from_config(config, plugins=plugins)
+        engine = LLMEngine(config, plugins=plugins)
         try:
             failed = _run(engine, lines, flags, _Writer(file))
         finally:
@@ -111,8 +111,8 @@ def _add(engine: LLMEngine, request_id: str, line: str | dict[str, Any], flags: 
     is_both = not set(given).isdisjoint(BOTH_SIDES)
     if not given or ("messages" in given and len(given) > 1) or (is_both and not set(given) <= set(BOTH_SIDES)):
         raise RequestError(f"a line needs one of {', '.join(PROMPT_KEYS)}; this one has {', '.join(given) or 'none'}.", "prompt")
-    given = {key: value for key, value in parsed.items() if key not in PROMPT_KEYS}
-    params = flags.params(given, **engine.config.sampling_defaults)
+    own = {key: value for key, value in parsed.items() if key not in PROMPT_KEYS}
+    params = flags.params(own, **engine.config.sampling_defaults)
     if "messages" in parsed:
         engine.add_chat(request_id, parsed["messages"], params)
     elif is_both:
