@@ -23,11 +23,13 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 GENERATED = {
     "/v1/chat/completions": {**HI, "max_tokens": 2},
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }
 POOLED = {
     "/v1/embeddings": {"input": "a"},
+    "/v1/embed": {"texts": ["a"]},
     "/v2/embed": {"texts": ["a"]},
     "/pooling": {"input": "a", "task": "embed"},
     "/classify": {"input": "a"},
@@ -44,7 +46,7 @@ OPEN = {("GET", "/live"), ("GET", "/health"), ("GET", "/ready")}
 """Routes that look at nothing of a request."""
 NOT_SERVED = ("/classify",)
 """What neither engine does: its good body is refused too."""
-MAPPINGS = ("chat_template_kwargs", "guided_json", "logit_bias", "mm_processor_kwargs", "stream_options")
+MAPPINGS = ("chat_template_kwargs", "guided_json", "logit_bias", "mm_processor_kwargs", "reasoning", "stream_options", "text")
 JSON = {"content-type": "application/json"}
 SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "engine_process": False}
 KEY = "secret"

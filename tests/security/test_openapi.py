@@ -27,7 +27,7 @@ from toolkit_lm_server.rendering import Rendering, create_render_app
 from toolkit_lm_server.route import Readiness
 
 SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 48, "engine_process": False}
-EMBEDS = ("/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+EMBEDS = ("/v1/embeddings", "/v1/embed", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 CLASSIFIES = ("/classify",)
 ENGINES = ("generate", "embed", "classify", "render")
 RENDERS = ("/v1/chat/completions/render", "/v1/completions/render", "/derender", "/tokenize", "/detokenize", "/v1/models")

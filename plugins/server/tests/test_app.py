@@ -453,7 +453,19 @@ async def test_a_parameter_of_a_logits_processor_that_is_a_field_already(make_en
         create_app(make_engine([Processors(PromptParams)]))
 
 
-POSTED = (CHAT, COMPLETE, "/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/score", "/v2/rerank", "/tokenize", "/detokenize")
+POSTED = (
+    CHAT,
+    COMPLETE,
+    "/v1/embeddings",
+    "/v1/embed",
+    "/v2/embed",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v2/rerank",
+    "/tokenize",
+    "/detokenize",
+)
 
 
 @pytest.mark.parametrize("path", POSTED)

@@ -478,7 +478,7 @@ async def test_long_documents_are_cut(engine_of, ask, name):
         ("/v2/embed", {"texts": ["a", ""]}, "texts", "texts[1]: the text is empty"),
         ("/v2/embed", {"texts": ["a", "x" * 500], "truncate": "NONE"}, "texts", "texts[1]: "),
         ("/v2/embed", {"texts": ["a"], "truncate": "START"}, "truncate", "'NONE' or 'END'"),
-        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int8"]}, "embedding_types", "'float' or 'base64'"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types", "'float', 'int8'"),
         ("/v2/embed", {"texts": ["a"], "output_dimension": 99}, "output_dimension", "ask for 1 to 32"),
         (
             "/v2/embed",
@@ -568,3 +568,21 @@ async def test_coheres_embed(engine_of, ask):
         (2, 4),
     )
     assert reply["meta"]["billed_units"] == {"input_tokens": 4}
+
+
+async def test_coheres_types(ask):
+    kinds = ["float", "int8", "uint8", "binary", "ubinary"]
+    found = {}
+    for path, version in (("/v2/embed", "2"), ("/v1/embed", "1")):
+        reply = (await ask("embedder", path, texts=["one", "two"], embedding_types=kinds)).json()
+        assert (reply["response_type"], reply["meta"]["api_version"]["version"]) == ("embeddings_by_type", version)
+        found = {name: np.array(value) for name, value in reply["embeddings"].items()}
+        assert list(found) == kinds
+        np.testing.assert_array_equal(found["int8"], np.rint(found["float"] * 127))
+        np.testing.assert_array_equal(found["uint8"], found["int8"] + 128)
+        bits = np.unpackbits(found["ubinary"].astype(np.uint8), axis=1)
+        np.testing.assert_array_equal(bits, found["float"] > 0)
+        np.testing.assert_array_equal(found["binary"], found["ubinary"] - 128)
+    reply = (await ask("embedder", "/v1/embed", texts=["one", "two"])).json()
+    assert reply["response_type"] == "embeddings_floats"
+    np.testing.assert_array_equal(reply["embeddings"], found["float"])

@@ -10,6 +10,9 @@ from toolkit_lm.params import FinishReason
 from toolkit_lm_server.errors import ErrorBody
 
 
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
 class CachedTokens(BaseModel):
     cached_tokens: int
 
@@ -57,10 +60,41 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+    """JSON of an object, unless the answer was cut."""
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class FunctionCallDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The first one of a call has its id, type and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCallDelta
+
+
 class Message(BaseModel):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """null: there are tool calls only."""
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same as reasoning_content, by vLLM's newer name."""
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -68,7 +102,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
     message: Message
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
 
 
@@ -83,6 +117,9 @@ class ChatCompletion(Head):
 class Delta(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatDelta(BaseModel):
@@ -91,7 +128,7 @@ class ChatDelta(BaseModel):
     prompt_token_ids: list[int] | None = None
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: int | str | None = None
     """In the last one of a choice."""
 
@@ -215,9 +252,14 @@ class Ranking(BaseModel):
 class CohereEmbeddings(BaseModel):
     id: str
     response_type: Literal["embeddings_by_type"]
-    embeddings: dict[Literal["float", "base64"], list[list[float]] | list[str]]
+    embeddings: dict[Literal["float", "int8", "uint8", "binary", "ubinary", "base64"], list[list[float]] | list[str]]
     texts: list[str]
     meta: CohereMeta
+
+
+class OldCohereEmbeddings(CohereEmbeddings):
+    embeddings: Any
+    """A list of vectors; where types are asked for, by type."""
 
 
 class ModelPermission(BaseModel):

@@ -25,6 +25,7 @@ from toolkit_lm_server.answer_schemas import (
     EmbeddingList,
     ModelCard,
     ModelList,
+    OldCohereEmbeddings,
     PooledList,
     Ranking,
     Scores,
@@ -149,7 +150,7 @@ def create_router(
     router = APIRouter(route_class=route_kind)
     served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
     with_fields = engine.plugins.logits_processors, engine.config.sampling_defaults
-    chat = Chat(engine, body_of(ChatBody, *with_fields))
+    chat = Chat(engine, body_of(ChatBody, *with_fields), options)
     for path, handler, whole, success in (
         ("/v1/chat/completions", chat.create, chat.body, streams(ChatCompletion, ChatCompletionChunk)),
         (
@@ -193,6 +194,7 @@ def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOpti
     embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
     handlers: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
         "/v1/embeddings": (embeddings.embed, EmbeddingList),
+        "/v1/embed": (embeddings.old_cohere_embed, OldCohereEmbeddings),
         "/v2/embed": (embeddings.cohere_embed, CohereEmbeddings),
         "/pooling": (embeddings.pooling, PooledList),
         "/classify": (embeddings.classify, Classifications),

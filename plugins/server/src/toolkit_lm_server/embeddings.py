@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, /pooling and /classify, and Cohere's /v2/embed."""
+"""POST /v1/embeddings, /pooling and /classify, and Cohere's /v1/embed and /v2/embed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolkit_lm.pooling_params import PoolingParams
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.pooled import encoded, head, pool, usage
+from toolkit_lm_server.pooled import encoded, head, pool, quantized, usage
 from toolkit_lm_server.pooling_protocol import (
     AnyPoolingBody,
     ClassifyBody,
@@ -93,6 +93,22 @@ class Embeddings:
 
     async def cohere_embed(self, body: CohereEmbedBody, request: Request) -> Response:
         """One vector of each text, as Cohere's API has it."""
+        texts, outputs = await self._cohere(body, request)
+        return await answer(lambda: self._by_type(body, texts, outputs, "2"))
+
+    async def old_cohere_embed(self, body: CohereEmbedBody, request: Request) -> Response:
+        """One vector of each text, as the first version of Cohere's API has it."""
+        texts, outputs = await self._cohere(body, request)
+
+        def make() -> dict[str, Any]:
+            made = self._by_type(body, texts, outputs, "1")
+            if body.embedding_types is None:
+                made |= {"response_type": "embeddings_floats", "embeddings": made["embeddings"]["float"]}
+            return made
+
+        return await answer(make)
+
+    async def _cohere(self, body: CohereEmbedBody, request: Request) -> tuple[list[str], list[PoolingRequestOutput]]:
         check_model(self._engine, body.model)
         texts = read_texts(body.texts, "texts", self._options.max_inputs)
         names = [f"texts[{index}]" for index in range(len(texts))]
@@ -109,14 +125,13 @@ class Embeddings:
             truncate_prompt_tokens=body.most_tokens(self._engine.config.max_model_len),
         )
         body.check_lengths(names, outputs)
+        return texts, outputs
 
-        def make() -> dict[str, Any]:
-            embeddings = {form: [encoded(output.outputs.data, form) for output in outputs] for form in encodings(body.embedding_types)}
-            meta = {"api_version": {"version": "2"}, "billed_units": {"input_tokens": usage(outputs)["total_tokens"]}}
-            start = head(self._engine, "embd")
-            return {"id": start["id"], "response_type": "embeddings_by_type", "embeddings": embeddings, "texts": texts, "meta": meta}
-
-        return await answer(make)
+    def _by_type(self, body: CohereEmbedBody, texts: list[str], outputs: list[PoolingRequestOutput], version: str) -> dict[str, Any]:
+        embeddings = {form: [quantized(output.outputs.data, form) for output in outputs] for form in encodings(body.embedding_types)}
+        meta = {"api_version": {"version": version}, "billed_units": {"input_tokens": usage(outputs)["total_tokens"]}}
+        start = head(self._engine, "embd")
+        return {"id": start["id"], "response_type": "embeddings_by_type", "embeddings": embeddings, "texts": texts, "meta": meta}
 
     async def _pool(self, body: EmbeddingBody | ClassifyBody, request: Request, params: PoolingParams) -> list[PoolingRequestOutput]:
         check_model(self._engine, body.model)

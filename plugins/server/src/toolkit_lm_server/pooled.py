@@ -17,7 +17,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TextPair
 
 from toolkit_lm_server.errors import ApiError
-from toolkit_lm_server.pooling_protocol import EncodingFormat
+from toolkit_lm_server.pooling_protocol import CohereType, EncodingFormat
 from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
 
@@ -81,3 +81,23 @@ def encoded(data: np.ndarray | None, form: EncodingFormat) -> Any:
     if form == "float":
         return data.tolist()
     return base64.b64encode(data.astype("<f4", copy=False).tobytes()).decode()
+
+
+def quantized(data: np.ndarray | None, form: CohereType) -> Any:
+    """A vector as Cohere has it: also in whole numbers, for values from -1 to 1, or in bits, eight to a number."""
+    assert data is not None, "`pool` gives results with data"
+    match form:
+        case "float" | "base64":
+            return encoded(data, form)
+        case "int8":
+            return _steps(data).tolist()
+        case "uint8":
+            return (_steps(data) + 128).tolist()
+        case "binary":
+            return (np.packbits(data > 0).astype(np.int16) - 128).tolist()
+        case "ubinary":
+            return np.packbits(data > 0).tolist()
+
+
+def _steps(data: np.ndarray) -> np.ndarray:
+    return np.clip(np.rint(data * 127), -128, 127).astype(np.int16)

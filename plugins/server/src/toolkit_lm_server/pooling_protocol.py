@@ -15,6 +15,7 @@ from toolkit_lm.prompts import Prompt, TokensPrompt
 from toolkit_lm_server.protocol import EngineBody, Items, examples
 
 EncodingFormat = Literal["float", "base64"]
+CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
 """Checked by `read_inputs`, which names what is wrong."""
 Texts = Annotated[str | list[str | dict[str, Any]], SkipValidation]
@@ -126,13 +127,13 @@ class CohereRerankBody(RerankBody):
 
 
 class CohereEmbedBody(EngineBody):
-    """POST /v2/embed."""
+    """POST /v1/embed and /v2/embed."""
 
     model_config = examples({"texts": ["Once upon a time"]})
 
     texts: Texts
     input_type: Literal["search_query", "search_document", "classification", "clustering"] | None = None
-    embedding_types: Items[EncodingFormat] | None = None
+    embedding_types: Items[CohereType] | None = None
     output_dimension: int | None = None
     truncate: Literal["NONE", "END"] = "END"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -199,6 +200,6 @@ def _check_list(value: Any, name: str, most: int | None) -> None:
         raise RequestError(f"{name} has {len(value)} items; this server takes at most {most} in one request (max_inputs).", name)
 
 
-def encodings(types: Sequence[EncodingFormat] | None) -> list[EncodingFormat]:
+def encodings(types: Sequence[CohereType] | None) -> list[CohereType]:
     """What Cohere's `embedding_types` asks for, each once."""
     return list(dict.fromkeys(types or ["float"]))
