@@ -119,9 +119,22 @@ async def test_no_page(engine, metrics, client_of):
         assert [(await client.get(path)).status_code for path in ("/", "/ui/app.js", "/ui/events")] == [404] * 3
 
 
+@pytest.mark.parametrize("key", [None, KEY])
+async def test_the_description_of_the_api_needs_no_other_host(engine, client_of, key):
+    async with client_of(create_app(engine, ServerOptions(api_key=key))) as client:
+        found = await client.get("/docs")
+        assert found.status_code == (200 if key is None else 404)
+        assert (await client.get("/redoc")).status_code == 404
+        if key is None:
+            assert "default-src 'none'" in found.headers["content-security-policy"]
+            for name in re.findall(r'(?:src|href)="(docs/[^"]+)"', found.text):
+                assert (await client.get(f"/{name}")).status_code == 200
+            assert not [path for path in (await client.get("/openapi.json")).json()["paths"] if "docs" in path or path == "/"]
+
+
 def test_the_files_are_small_and_name_no_other_host():
     texts = {file.name: file.read_text() for file in STATIC.iterdir()}
-    assert sum(map(len, texts.values())) < 62_000
+    assert sum(len(text) for name, text in texts.items() if not name.startswith("docs")) < 62_000
     for name, text in texts.items():
         assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg"}, name
         # They would make code or markup of text.

@@ -50,6 +50,7 @@ from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses
 from toolkit_lm_server.route import Readiness, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
+from toolkit_lm_server.ui.files import add_api_page
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -247,14 +248,19 @@ def make_app(options: ServerOptions) -> FastAPI:
     """Without routes."""
     # The generated pages describe the API to anyone, so they are on only where anyone may use it.
     openapi_url = None if options.needs_key else "/openapi.json"
-    return FastAPI(
+    app = FastAPI(
         title="toolkit-lm",
         version=__version__,
         openapi_url=openapi_url,
+        docs_url=None,
+        redoc_url=None,
         exception_handlers={HTTPException: _answer_error},
         # A redirect would send clients, with their keys, to whatever the Host header names.
         redirect_slashes=False,
     )
+    if openapi_url is not None:
+        add_api_page(app)
+    return app
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from importlib.resources import files
+from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from fastapi.routing import APIRoute
 from toolkit_lm import __version__
 
@@ -16,6 +14,7 @@ from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.ui.files import PAGE, add_files
 from toolkit_lm_server.ui.log_tail import LogTail
 from toolkit_lm_server.ui.watch import PERIOD, Watch
 
@@ -25,19 +24,6 @@ if TYPE_CHECKING:
     from toolkit_lm_server.route import Readiness
 
 _MOST_ONLOOKERS = 8
-_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# It loads what it needs from this server, and nothing from elsewhere; no text of a model becomes code.
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_HEADERS = {
-    "Content-Security-Policy": _POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
 
 
 class Page:
@@ -49,15 +35,10 @@ class Page:
         self._needs_key = options.needs_key
         self.log = LogTail([options.api_key or ""])
         self.watch = Watch(metrics, shows_requests=self._is_private)
-        folder = files("toolkit_lm_server.ui") / "static"
-        self._files = {file.name: file.read_bytes() for file in folder.iterdir() if file.name[file.name.rfind(".") :] in _KINDS}
 
     def add_routes(self, router: APIRouter, kind: type[APIRoute], readiness: Readiness, engine: AsyncLLM | None) -> None:
         """`kind`: of the route that is behind the API key. `engine`: None while it is being made."""
-        options: dict[str, Any] = {"response_model": None, "include_in_schema": False, "methods": ["GET", "HEAD"]}
-        router.add_api_route("/", self._file("index.html"), route_class_override=APIRoute, **options)
-        for name in self._files:
-            router.add_api_route(f"/ui/{name}", self._file(name), route_class_override=APIRoute, **options)
+        add_files(router, ("/", "index.html"), "/ui", PAGE)
 
         async def events() -> Response:
             """What the page shows, as it changes."""
@@ -89,18 +70,6 @@ class Page:
                     last = view
                 yield news
                 await asyncio.sleep(PERIOD)
-
-    def _file(self, name: str) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        data, media_type = self._files[name], _KINDS[name[name.rfind(".") :]]
-        tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
-        headers = {**_HEADERS, "ETag": tag}
-
-        async def send(request: Request) -> Response:
-            if request.headers.get("if-none-match") == tag:
-                return Response(status_code=304, headers=headers)
-            return Response(data, media_type=media_type, headers=headers)
-
-        return send
 
 
 def _described(engine: AsyncLLM | None) -> dict[str, Any]:
