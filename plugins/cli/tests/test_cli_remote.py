@@ -11,6 +11,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
@@ -29,7 +31,7 @@ class Scripted(BaseHTTPRequestHandler):
         if self.headers.get("Authorization") == "Bearer wrong":
             self._error(401, "Invalid API key.")
         elif self.path == "/v1/models":
-            self._json(200, {"data": [{"id": "scripted"}]})
+            self._json(200, {"data": [{"id": "scripted", "max_model_len": 4096}]})
         else:
             self._json(404, {})
 
@@ -55,7 +57,7 @@ class Scripted(BaseHTTPRequestHandler):
         if text == "fail":
             self._event({"error": {"message": "The engine has stopped."}})
         if text != "break":
-            self._event({"choices": [], "usage": {}})
+            self._event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": len(text.split())}})
             self.wfile.write(b": a comment\n\ndata: [DONE]\n\n")
 
     def _event(self, event):
@@ -90,7 +92,7 @@ def test_chat_sends_what_was_given_and_prints_the_stream(toolkit, url):
     done = toolkit("chat", "--url", url + "/v1/", "--message", "good day", "--system", "Be brief.", "--temperature", "0.5", "--seed", "3")
     assert done == (0, "goodday\n", "")
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "good day"}]
-    assert Scripted.asked == [{"model": "scripted", "stream": True, "messages": messages, "temperature": 0.5, "seed": 3}]
+    assert Scripted.asked == [{"model": "scripted", **STREAM, "messages": messages, "temperature": 0.5, "seed": 3}]
 
 
 def test_images_go_with_the_first_message(toolkit, url, monkeypatch, tmp_path):
@@ -134,7 +136,16 @@ def test_a_file_that_cannot_be_sent_is_told_at_once(toolkit, url, tmp_path, name
 
 def test_complete_names_the_model_that_was_given(toolkit, url):
     assert toolkit("complete", "other", "--url", url, "--prompt", "a b", "--max-tokens", "5") == (0, "ab\n", "")
-    assert Scripted.asked == [{"model": "other", "stream": True, "prompt": "a b", "max_tokens": 5}]
+    assert Scripted.asked == [{"model": "other", **STREAM, "prompt": "a b", "max_tokens": 5}]
+
+
+def test_the_text_to_complete_may_stand_after_the_model(toolkit, url, monkeypatch):
+    assert toolkit("complete", "other", "a b", "--url", url) == (0, "ab\n", "")
+    assert [body["prompt"] for body in Scripted.asked] == ["a b"]
+    done = toolkit("complete", "other", "a b", "--url", url, "--prompt", "c")
+    assert done.code == 2 and "there is a TEXT already" in done.err
+    monkeypatch.setattr("sys.stdin", iter_lines("a b\n", "c\n"))
+    assert toolkit("complete", "--url", url).out == "ab\nc\n"
 
 
 def test_a_conversation_holds_what_was_said(toolkit, url, monkeypatch):

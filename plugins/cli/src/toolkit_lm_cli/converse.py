@@ -5,17 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import typer
 from msgspec import Struct
 from toolkit_lm.config import VllmConfig, option
-from toolkit_lm.errors import ContextLengthError, RequestError
+from toolkit_lm.errors import ContextLengthError
 from toolkit_lm.plugin import Plugins
 
-from toolkit_lm_cli.attachments import image_parts, question
+from toolkit_lm_cli.attachments import image_parts
+from toolkit_lm_cli.conversation import Conversation
 from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
+from toolkit_lm_cli.screen import PlainScreen, Screen, make_screen
+from toolkit_lm_cli.session import ChatSession
+from toolkit_lm_cli.talker import Talker
+
+_INTERRUPTED = 130
 
 
 class ClientOptions(Struct, frozen=True, kw_only=True):
@@ -25,16 +31,6 @@ class ClientOptions(Struct, frozen=True, kw_only=True):
     api_key: Annotated[str | None, option("Key of the server.")] = None
 
 
-class Talker(Protocol):
-    """A model to talk with. The streams give text as it comes, and stop the request when they are closed."""
-
-    def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]: ...
-
-    def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]: ...
-
-    def close(self) -> None: ...
-
-
 @engine_command(ClientOptions)
 def chat(
     ctx: typer.Context,
@@ -42,27 +38,36 @@ def chat(
     client: ClientOptions,
     plugins: Plugins,
     flags: SamplingFlags,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    message: Annotated[str | None, typer.Option(help="One message to answer. Default: a conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.", metavar="TEXT")] = None,
+    message: Annotated[str | None, typer.Option(help="One message to answer. Default: a conversation.", metavar="TEXT")] = None,
     image: Annotated[
         list[Path] | None,
         typer.Option(help="Image that the first message is about, of a model that sees. May be given several times.", metavar="FILE"),
     ] = None,
+    markdown: Annotated[bool, typer.Option(help="Show answers as Markdown. Only on a terminal.")] = True,
+    history: Annotated[bool, typer.Option(help="Keep what is entered, for the next time. Only of a conversation on a terminal.")] = True,
 ) -> None:
     """Talk with a model, in this process or on a server (--url).
 
-    Without --message it is a conversation. Standard input that is not a terminal is read as one message per line.
+    Without --message it is a conversation, in which /help lists commands. Standard input that is not a terminal is read as one message
+    per line.
     """
     _refuse_many(flags)
     # A file that cannot be read is told before the model is loaded.
-    images = image_parts(image or ())
-    talker = _talker(ctx, config, client, plugins)
+    conversation = Conversation(system, image_parts(image or ()))
+    talker, screen = _talker(ctx, config, client, plugins), make_screen(as_markdown=markdown)
     try:
-        messages = [{"role": "system", "content": system}] if system else []
         if message is not None:
-            _answer(talker, [*messages, question(message, images)], flags)
+            if not screen.show(talker.chat(conversation.ask(message), flags)).is_whole:
+                raise typer.Exit(_INTERRUPTED)
+        elif sys.stdin.isatty() and sys.stdout.isatty():
+            from toolkit_lm_cli.line_editor import lines
+
+            session = ChatSession(talker, conversation, flags, screen)
+            screen.note(session.banner())
+            session.run(lines(history=history))
         else:
-            _converse(talker, messages, images, flags)
+            _converse(talker, conversation, flags, screen)
     finally:
         talker.close()
 
@@ -74,14 +79,20 @@ def complete(
     client: ClientOptions,
     plugins: Plugins,
     flags: SamplingFlags,
-    prompt: Annotated[str | None, typer.Option(help="Text to complete. Default: standard input, one text per line.")] = None,
+    text: Annotated[
+        str | None, typer.Argument(help="Text to complete. Default: standard input, one text per line.", metavar="TEXT")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="The same, where no MODEL is named.", metavar="TEXT")] = None,
 ) -> None:
     """Complete a text, in this process or on a server (--url)."""
     _refuse_many(flags)
-    talker = _talker(ctx, config, client, plugins)
+    if text is not None and prompt is not None:
+        raise typer.BadParameter("there is a TEXT already.", param_hint="'--prompt'")
+    given = prompt if text is None else text
+    talker, screen = _talker(ctx, config, client, plugins), PlainScreen()
     try:
-        for text in [prompt] if prompt is not None else _lines():
-            _print(talker.complete(text, flags))
+        for one in [given] if given is not None else _lines():
+            screen.show(talker.complete(one, flags))
     finally:
         talker.close()
 
@@ -101,61 +112,34 @@ def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugi
     return LocalTalker(config, plugins)
 
 
-def _converse(talker: Talker, start: list[dict[str, Any]], images: list[dict[str, Any]], flags: SamplingFlags) -> None:
-    """Each line with what was said before it; when that no longer fits, from the start. At a terminal, ^C stops an answer.
-
-    `images`: of the first message, wherever the conversation starts.
-    """
-    interactive = sys.stdin.isatty()
-    messages = start
+def _converse(talker: Talker, conversation: Conversation, flags: SamplingFlags, screen: Screen) -> None:
+    """Each line with what was said before it; when that no longer fits, from the start, with the images of the first message."""
+    images = list(conversation.images)
     for line in _lines():
-        asked = question(line, images if messages is start else ())
+        messages = conversation.ask(line)
         try:
-            try:
-                answer = _answer(talker, [*messages, asked], flags)
-            except ContextLengthError as error:
-                if messages is start:
-                    raise
-                print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
-                messages, asked = start, question(line, images)
-                answer = _answer(talker, [*messages, asked], flags)
-        except RequestError as error:
-            if not interactive:
+            shown = screen.show(talker.chat(messages, flags))
+        except ContextLengthError as error:
+            if not conversation.said:
                 raise
-            print(f"error: {error}", file=sys.stderr)
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            print()
-        else:
-            messages = [*messages, asked, {"role": "assistant", "content": answer}]
+            print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
+            conversation.said, conversation.images = [], list(images)
+            messages = conversation.ask(line)
+            shown = screen.show(talker.chat(messages, flags))
+        conversation.add(messages[-1], shown.text)
 
 
 def _lines() -> Iterator[str]:
-    """Lines that are not blank, from the terminal or from standard input, until it ends."""
-    if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin if line.strip())
-        return
-    import readline  # noqa: F401  (gives `input` line editing)
+    """Lines that are not blank, from standard input until it ends."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  (gives `input` line editing)
 
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            print()
-            return
-        if line.strip():
-            yield line
-
-
-def _answer(talker: Talker, messages: list[dict[str, Any]], flags: SamplingFlags) -> str:
-    return _print(talker.chat(messages, flags))
-
-
-def _print(stream: Iterator[str]) -> str:
-    pieces = []
-    for piece in stream:
-        print(piece, end="", flush=True)
-        pieces.append(piece)
-    print()
-    return "".join(pieces)
+        while True:
+            try:
+                line = input("> ")
+            except EOFError:
+                print()
+                return
+            if line.strip():
+                yield line
+    yield from (line.rstrip("\n") for line in sys.stdin if line.strip())

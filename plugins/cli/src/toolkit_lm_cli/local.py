@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from toolkit_lm.config import VllmConfig
@@ -13,14 +16,29 @@ from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_cli.sampling import SamplingFlags
+from toolkit_lm_cli.talker import Usage
 
 
 class LocalTalker:
     """Runs the engine's loop for one request at a time."""
 
+    usage: Usage | None = None
+
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
-        self._engine = LLMEngine.from_config(config, plugins=plugins)
+        self._engine = LLMEngine(config, plugins=plugins)
         self._count = 0
+
+    def facts(self) -> Mapping[str, str]:
+        config = self._engine.config
+        return {
+            "model": config.model.model,
+            "dtype": config.model.dtype,
+            "context": f"{config.max_model_len:,} tokens of context",
+            "device": config.device.device,
+        }
+
+    def max_model_len(self) -> int | None:
+        return self._engine.config.max_model_len
 
     def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
         params = flags.params(**{"max_tokens": None} | self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
@@ -40,12 +58,39 @@ class LocalTalker:
         return str(self._count)
 
     def _stream(self) -> Iterator[str]:
+        self.usage = Usage(0, 0)
         try:
             while self._engine.has_unfinished_requests():
-                for output in self._engine.step():
+                with _interrupts_after():
+                    outputs = self._engine.step()
+                for output in outputs:
                     assert isinstance(output, RequestOutput)
                     if output.error:
                         raise RequestError(output.error)
+                    self.usage = Usage(output.num_prompt_tokens, self.usage.output + len(output.outputs[0].token_ids))
                     yield output.outputs[0].text
         finally:
             self._engine.abort([str(self._count)])
+
+
+@contextmanager
+def _interrupts_after() -> Iterator[None]:
+    """Holds ^C back until the work is done, which would else be left half done; a second one is not held back."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
+        yield
+        return
+    asked = False
+
+    def remember(*_: object) -> None:
+        nonlocal asked
+        asked = True
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked:
+        raise KeyboardInterrupt

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, get_args
 import msgspec
 import typer
 from toolkit_lm.config import Option
-from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.errors import ConfigError, RequestError, nearest
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
@@ -47,6 +47,17 @@ class SamplingFlags(CommandFlags, dict[str, Any]):
         except RequestError as error:
             raise ConfigError(f"option '--{(error.param or '').replace('_', '-')}': {error}") from None
         return given
+
+    def updated(self, values: Mapping[str, str | None]) -> SamplingFlags:
+        """With other values, as a flag would give them; None takes one away. Raises ConfigError, also for an unknown name."""
+        known = sampling_flags(self._processors)
+        if wrong := [name for name in values if name not in known]:
+            raise ConfigError(f"there is no sampling parameter {wrong[0]!r}. {nearest(wrong[0], known)}")
+        given = {name: [text] if known[name].is_list else text for name, text in values.items() if text is not None}
+        made = SamplingFlags(self._processors)
+        made.update({name: value for name, value in self.items() if name not in values} | self.parse(given, self._processors))
+        made.params()
+        return made
 
     def params(self, overrides: Mapping[str, Any] | None = None, **defaults: Any) -> SamplingParams:
         """`overrides` over the given flags over `defaults`. Raises RequestError for an unknown name or a value out of range."""

@@ -1,0 +1,259 @@
+"""Where answers are shown, as they come: plain, wrapped at words, or as Markdown."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import Markdown
+    from rich.segment import Segment
+
+_REFRESHES = 10
+"""Per second, of what is not yet known to be a whole block."""
+_CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t\r"}
+_CONTROLS |= {0x0D: "", 0x7F: "␡"} | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")
+_FENCE = re.compile(r" {0,3}(```+|~~~+)")
+_GOES_ON = re.compile(r"[ \t]|[-*+] |\d{1,9}[.)] ")
+"""A line that may belong to the list before it, across a blank line."""
+
+
+class Shown(NamedTuple):
+    """What was shown of an answer."""
+
+    text: str
+    is_whole: bool
+
+
+class Screen(Protocol):
+    def show(self, stream: Iterable[str]) -> Shown:
+        """Shows an answer as it comes. An interrupt ends it: what came before is kept."""
+
+    def note(self, text: str) -> None:
+        """What is said about the conversation, and is no part of it."""
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer a terminal: a model, or who speaks through it, may write escape sequences."""
+    return text.translate(_CONTROLS)
+
+
+class PlainScreen:
+    """Pieces as they are, for files and pipes; on a terminal without what could steer it."""
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+
+    def show(self, stream: Iterable[str]) -> Shown:
+        shown = _Collected(stream)
+        for piece in shown:
+            print(printable(piece) if self._is_terminal else piece, end="", flush=True)
+        print()
+        return shown.result()
+
+    def note(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+class WrappedScreen:
+    """Text of a terminal, wrapped at words."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    def show(self, stream: Iterable[str]) -> Shown:
+        wrapper = Wrapper(self._console.width)
+        with _until_interrupt(stream) as shown:
+            for piece in shown:
+                self._write(wrapper.push(printable(piece)))
+        self._write(wrapper.end() + "\n")
+        return shown.result()
+
+    def note(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False, highlight=False)
+
+    def _write(self, text: str) -> None:
+        self._console.file.write(text)
+        self._console.file.flush()
+
+
+class Wrapper:
+    """Breaks lines between words, with text that comes in pieces."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._column = 0
+        self._space = self._word = ""
+
+    def push(self, text: str) -> str:
+        """What can be printed with this piece: a word whose end has not come is kept."""
+        out = []
+        for part in re.findall(r"\n|[^\S\n]+|\S+", text):
+            if part == "\n":
+                out.append(self._flush() + "\n")
+                self._column, self._space = 0, ""
+            elif part.isspace():
+                out.append(self._flush())
+                self._space += part
+            else:
+                self._word += part
+        return "".join(out)
+
+    def end(self) -> str:
+        return self._flush()
+
+    def _flush(self) -> str:
+        from rich.cells import cell_len
+
+        if not self._word:
+            return ""
+        space, word = self._space.expandtabs(4), self._word
+        width = cell_len(space) + cell_len(word)
+        breaks = self._column > 0 and self._column + width > self._width
+        text = f"\n{word}" if breaks else space + word
+        self._column = (0 if breaks else self._column) + (cell_len(word) if breaks else width)
+        self._column %= self._width
+        self._space = self._word = ""
+        return text
+
+
+class MarkdownScreen(WrappedScreen):
+    """Markdown on a terminal. A block is printed for good when it is whole; until then its end is drawn anew as it grows."""
+
+    def show(self, stream: Iterable[str]) -> Shown:
+        from rich.live import Live
+
+        blocks = Blocks()
+        drawn = _Lines(lambda: blocks.rest, most=max(self._console.height - 2, 1))
+        live = Live(drawn, console=self._console, transient=True, refresh_per_second=_REFRESHES)
+        with _until_interrupt(stream) as shown, live:
+            for piece in shown:
+                for block in blocks.push(printable(piece)):
+                    self._print(block)
+        self._print(blocks.rest)
+        return shown.result()
+
+    def _print(self, block: str) -> None:
+        if block.strip():
+            self._console.print(_Lines(lambda: block))
+            self._console.print()
+
+
+class Blocks:
+    """Cuts Markdown that comes in pieces between its blocks: where a blank line is in no code and no list."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._line = ""
+        self._fence = ""
+        self._is_open = False
+        """The line before the last is blank, so that the next may begin a block."""
+
+    @property
+    def rest(self) -> str:
+        """What is no whole block yet."""
+        return "".join([*self._lines, self._line])
+
+    def push(self, text: str) -> Iterator[str]:
+        """The blocks that are whole with this piece."""
+        *whole, self._line = (self._line + text).split("\n")
+        for line in whole:
+            if self._is_open and line.strip() and not _GOES_ON.match(line):
+                yield "".join(self._lines)
+                self._lines = []
+            self._lines.append(f"{line}\n")
+            self._is_open = self._is_closed(line) and not line.strip()
+
+    def _is_closed(self, line: str) -> bool:
+        """No code block is open after this line."""
+        found = _FENCE.match(line)
+        if self._fence:
+            if found and found[1].startswith(self._fence) and not line.strip().strip(self._fence[0]):
+                self._fence = ""
+        elif found:
+            self._fence = found[1]
+        return not self._fence
+
+
+class _Lines:
+    """Markdown without spaces at the ends of its lines, or as many of its last lines as are asked for."""
+
+    def __init__(self, text: Callable[[], str], most: int | None = None) -> None:
+        self._text = text
+        self._most = most
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.segment import Segment
+
+        lines = console.render_lines(markdown(self._text()), options.update(height=None), pad=False)
+        for line in lines[-self._most :] if self._most else lines:
+            yield from _stripped(line)
+            yield Segment.line()
+
+
+def _stripped(line: list[Segment]) -> list[Segment]:
+    """A line without the spaces at its end. Those of another background stay: they are part of a block of code."""
+    line = list(line)
+    while line and not line[-1].text.strip() and not (line[-1].style and line[-1].style.bgcolor):
+        line.pop()
+    if line and not (line[-1].style and line[-1].style.bgcolor):
+        line[-1] = line[-1]._replace(text=line[-1].text.rstrip())
+    return line
+
+
+class _Collected:
+    """A stream's pieces, and what they came to."""
+
+    def __init__(self, stream: Iterable[str]) -> None:
+        self._stream = stream
+        self._pieces: list[str] = []
+        self._is_whole = False
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._stream:
+            self._pieces.append(piece)
+            yield piece
+        self._is_whole = True
+
+    def result(self) -> Shown:
+        return Shown("".join(self._pieces), self._is_whole)
+
+
+@contextmanager
+def _until_interrupt(stream: Iterable[str]) -> Iterator[_Collected]:
+    """The stream, which ends with an interrupt too."""
+    try:
+        with suppress(KeyboardInterrupt):
+            yield _Collected(stream)
+    finally:
+        if isinstance(stream, Generator):
+            stream.close()
+
+
+def markdown(text: str) -> Markdown:
+    """Markdown with the line breaks as they are, tags shown, and addresses beside the texts of links."""
+    from markdown_it import MarkdownIt
+    from rich.markdown import Markdown
+
+    parsed = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"]).parse(text)
+    for token in parsed:
+        for child in token.children or ():
+            if child.type == "softbreak":
+                child.type = "hardbreak"
+    made = Markdown("", hyperlinks=False)
+    made.parsed = parsed
+    return made
+
+
+def make_screen(*, as_markdown: bool) -> Screen:
+    """The screen for where standard output goes."""
+    if not sys.stdout.isatty():
+        return PlainScreen()
+    from rich.console import Console
+
+    console: Any = Console(highlight=False)
+    return MarkdownScreen(console) if as_markdown and not console.is_dumb_terminal else WrappedScreen(console)
