@@ -58,7 +58,7 @@ class TestGenerate:
         outputs = llm.generate(["a", "b", "c"], params, use_tqdm=False)
         assert [len(o.outputs[0].token_ids) for o in outputs] == [1, 5, 3]
         assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
-        with pytest.raises(RequestError, match="2 sampling params for 3 prompts"):
+        with pytest.raises(RequestError, match="a list of 3 of them, one for each prompt"):
             llm.generate(["a", "b", "c"], params[:2], use_tqdm=False)
 
     def test_n_computes_the_prompt_once(self, llm, monkeypatch):
@@ -286,7 +286,7 @@ class TestBadRequests:
 
     @pytest.mark.parametrize("arguments", [(None,), (5,), ("a", {"max_tokens": 2}), (["a"], [None])], ids=str)
     def test_wrong_arguments_of_generate(self, llm, arguments):
-        with pytest.raises(RequestError, match=r"prompts must be|params must be"):
+        with pytest.raises(RequestError, match=r"prompts must be|give SamplingParams"):
             llm.generate(*arguments, use_tqdm=False)
 
     def test_limits_of_the_engine(self, llm):

@@ -3,7 +3,19 @@
 The public names are resolved when they are used: importing this package imports no torch and looks for no plugin.
 """
 
+from importlib import metadata
+
 import lazy_loader
 
 # The names, and the modules that define them, stand in __init__.pyi.
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_own, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    """Own names, and those that distributions add by their entry points: `EngineArgs = "package:EngineArgs"` in "toolkit_lm.names"."""
+    try:
+        return _own(name)
+    except AttributeError:
+        for found in metadata.entry_points(group="toolkit_lm.names", name=name):
+            return found.load()
+        raise

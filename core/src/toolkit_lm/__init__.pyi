@@ -12,7 +12,6 @@ from .outputs import (
 from .params import (
     RequestOutputKind as RequestOutputKind,
     SamplingParams as SamplingParams,
-    StructuredOutputsParams as StructuredOutputsParams,
 )
 from .pooling_params import PoolingParams as PoolingParams
 from .prompts import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt, TextPrompt as TextPrompt, TokensPrompt as TokensPrompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,22 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestMetrics:
+    """When a request came and its tokens did, by time.monotonic(), and how many there are. All outputs of a request share one."""
+
+    arrival_time: float
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
+    num_generation_tokens: int = 0
+
+    def count(self, num_tokens: int) -> None:
+        """So many have come."""
+        self.last_token_ts = time.monotonic()
+        self.first_token_ts = self.first_token_ts or self.last_token_ts
+        self.num_generation_tokens += num_tokens
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """A request as far as it has come, or what is new of it: SamplingParams.output_kind says which."""
 
@@ -62,6 +79,7 @@ class RequestOutput:
     encoder_prompt: str | None = None
     """Of an encoder-decoder model, whose `prompt` and `prompt_token_ids` are the decoder's: the text that its encoder read."""
     encoder_prompt_token_ids: list[int] | None = None
+    metrics: RequestMetrics | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -24,20 +24,6 @@ class RequestOutputKind(Enum):
     """What has come since the last output."""
     FINAL_ONLY = 2
     """There is one output, at the end."""
-
-
-class StructuredOutputsParams(TypedDict, total=False):
-    """What an output is to be, for `SamplingParams(structured_outputs=...)`: one of the first six. Names and meanings are vLLM's."""
-
-    json: str | dict[str, Any]
-    json_object: bool
-    regex: str
-    choice: list[str]
-    grammar: str
-    structural_tag: str | dict[str, Any]
-    whitespace_pattern: str
-    disable_any_whitespace: bool
-    disable_additional_properties: bool
 
 
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):

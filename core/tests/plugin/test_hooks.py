@@ -144,6 +144,15 @@ def test_toolkit_register_scheduling_policies(example):
     assert shown.shortest_first(types.SimpleNamespace(num_prompt_tokens=3)) == (3,)
 
 
+def test_toolkit_register_option_names(example, monkeypatch):
+    names = load(example).option_names
+    shown = types.ModuleType("toolkit_lm_mine.options")
+    exec(page_example(PAGES / "toolkit_register_option_names.md", block=3), shown.__dict__)
+    monkeypatch.setitem(sys.modules, "toolkit_lm_mine", types.ModuleType("toolkit_lm_mine"))
+    monkeypatch.setitem(sys.modules, shown.__name__, shown)
+    assert names.translate({"context_size": 64, "other": 1}) == {"max_model_len": 64, "other": 1}
+
+
 def test_toolkit_register_pooling(example):
     entry = load(example).pooling.get("first_token")
     assert (entry.target, entry.plugin) == ("toolkit_lm_mine.first_token:as_first_token_model", example.__name__)

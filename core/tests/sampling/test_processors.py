@@ -13,7 +13,7 @@ import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.param_spec import ProcessorParams, param
-from toolkit_lm.params import SamplingParams, StructuredOutputsParams
+from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry, PluginInfo, Plugins, PluginWarning, hookimpl
 from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample, top_candidates, uniform, uniforms
 
@@ -373,7 +373,7 @@ def test_a_processor_may_read_a_parameter_of_core():
         registry.parse({"structured_outputs": {}})
     registry.add("structure", "mine:Structure", params=Structure)
     assert not registry.params
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"), extra_args={"shout": 0.5})
+    params = SamplingParams(structured_outputs={"regex": "a"}, extra_args={"shout": 0.5})
     assert params.of_processors == {"shout": 0.5, "structured_outputs": {"regex": "a"}}
     assert registry.parse({"structured_outputs": {"regex": "a"}}) == {"structure": Structure({"regex": "a"})}
     with pytest.raises(RequestError, match="structured_outputs has no effect with use_beam_search"):

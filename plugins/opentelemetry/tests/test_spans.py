@@ -53,7 +53,7 @@ def traced():
 
 
 def engine_of(traced, **options):
-    return LLMEngine.from_config(VllmConfig.make(model="tiny", **options), plugins=[traced])
+    return LLMEngine(VllmConfig.make(model="tiny", **options), plugins=[traced])
 
 
 def run(engine):

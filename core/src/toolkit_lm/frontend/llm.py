@@ -7,9 +7,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
-from toolkit_lm.config import VllmConfig, load_options
+from toolkit_lm.config import PluginsConfig, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.frontend.pooling_mixin import PoolingMixin, no_pair
@@ -22,6 +22,14 @@ from toolkit_lm.prompts import Conversation, Prompt
 
 Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests)."""
+
+
+class BeamSearch(Protocol):
+    """Parameters of a beam search, with results of their own kind."""
+
+    def sampling_params(self) -> SamplingParams: ...
+
+    def result(self, output: RequestOutput) -> Any: ...
 
 
 class LLM(PoolingMixin):
@@ -54,15 +62,17 @@ class LLM(PoolingMixin):
         if config is not None and options:
             raise ConfigError(f"give either config or options, not both: {', '.join(options)}.")
         if config is None:
-            config = VllmConfig.make(**load_options(VllmConfig.options(), options, environ=os.environ))
-        self.engine = LLMEngine(config, plugins=plugins)
+            try:
+                config = _config_of(options)
+            except ConfigError:
+                # Others' names are looked up only where ours do not do.
+                plugins = _loaded(options, plugins)
+                if (translated := plugins.option_names.translate(options)) == options:
+                    raise
+                config = _config_of(translated)
+        self.engine = self.llm_engine = LLMEngine(config, plugins=plugins)
         self._ids = count()
         self._lock = threading.Lock()
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """`engine`, as vLLM calls it."""
-        return self.engine
 
     @property
     def config(self) -> VllmConfig:
@@ -114,15 +124,21 @@ class LLM(PoolingMixin):
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.get_default_sampling_params()] * count
-        if not isinstance(params, list | tuple) or not all(isinstance(p, SamplingParams) for p in params):
-            raise RequestError("sampling_params must be SamplingParams, or a list of them.", "sampling_params")
-        if len(params) != count:
-            raise RequestError(f"{len(params)} sampling params for {count} prompts: give one, or one for each.", "sampling_params")
+        if not isinstance(params, list | tuple) or len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
+            raise RequestError(f"give SamplingParams, or a list of {count} of them, one for each prompt.", "sampling_params")
         return list(params)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Those of calls that give none: what generation_config.json states, by the option `generation_config`."""
         return self.engine.processor.default_params.replace()
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearch, **options: Any) -> list[Any]:
+        """The likeliest sequences of each prompt, as `params` has them. `options` are those of `generate`."""
+        return [params.result(output) for output in self.generate(prompts, params.sampling_params(), **options)]
+
+    def get_tokenizer(self) -> Any:
+        """The renderer's tokenizer. Raises UnsupportedError where it has none to give."""
+        return self.engine.renderer.get_tokenizer()
 
     def _next_id(self) -> str:
         return f"llm-{next(self._ids)}"
@@ -175,3 +191,14 @@ class LLM(PoolingMixin):
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+
+def _config_of(options: Mapping[str, Any]) -> VllmConfig:
+    return VllmConfig.make(**load_options(VllmConfig.options(), options, environ=os.environ))
+
+
+def _loaded(options: Mapping[str, Any], plugins: Plugins | Sequence[object]) -> Plugins:
+    """The plugins that `options` ask for, and `plugins`."""
+    if isinstance(plugins, Plugins):
+        return plugins
+    return Plugins.load(_config_of({name: options[name] for name in PluginsConfig.__struct_fields__ if name in options}).plugins, plugins)

@@ -42,7 +42,7 @@ class EngineArgs(Protocol):
 class LLMEngine:
     """Processor, engine and output texts in the caller's own thread.
 
-        engine = LLMEngine.from_config(VllmConfig.make(model="tiny"))
+        engine = LLMEngine(VllmConfig.make(model="tiny"))
         engine.add_request("1", "Once upon a time", SamplingParams(max_tokens=32))
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -95,10 +95,6 @@ class LLMEngine:
         except BaseException:
             self.plugins.close()
             raise
-
-    @classmethod
-    def from_config(cls, config: VllmConfig, *, plugins: Plugins | Sequence[object] = ()) -> LLMEngine:
-        return cls(config, plugins=plugins)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:

@@ -20,6 +20,7 @@ from .registries import (
     LogitsProcessorRegistry as LogitsProcessorRegistry,
     ModelEntry as ModelEntry,
     ModelRegistry as ModelRegistry,
+    OptionNamesRegistry as OptionNamesRegistry,
     ParserEntry as ParserEntry,
     ParserRegistry as ParserRegistry,
     PoolingInputsRegistry as PoolingInputsRegistry,

@@ -24,6 +24,7 @@ from toolkit_lm.plugin.registries import (
     LoaderRegistry,
     LogitsProcessorRegistry,
     ModelRegistry,
+    OptionNamesRegistry,
     ParserRegistry,
     PoolingInputsRegistry,
     PoolingProfileRegistry,
@@ -171,6 +172,15 @@ def toolkit_register_quantization(quantization: QuantizationRegistry) -> None:
     """Registers what chooses the linear methods of layers, under the names that checkpoints' `quant_method` and `--quantization` give.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_option_names(option_names: OptionNamesRegistry) -> None:
+    """Registers translators of options as other projects name them.
+
+    Caller: the loader. Process: every one, though only the front translates. Thread: main. Return: nothing; all implementations are
+    called.
     """
 
 

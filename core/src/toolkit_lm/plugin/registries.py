@@ -258,6 +258,22 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
         return {key: self.get(key).params(**values) for key, values in given.items()}
 
 
+class OptionNamesRegistry(PlainRegistry):
+    """Translators of options as other projects name them, by project.
+
+    A target is a function (options: dict) -> dict: options in our names, and unchanged what it does not know. It raises ConfigError for
+    what cannot be had here, and says what to use. It is asked only where an option is unknown, or has a value that it cannot have.
+    """
+
+    noun = "translator of options"
+
+    def translate(self, options: dict[str, Any]) -> dict[str, Any]:
+        """`options` after all translators. Raises ConfigError."""
+        for name in self:
+            options = self.make(name, options)
+        return options
+
+
 class SchedulingPolicyRegistry(Registry[SchedulingPolicyEntry]):
     """Scheduling policies, by the name that the option scheduling_policy gives."""
 
@@ -386,6 +402,7 @@ class Registries:
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
     loaders: LoaderRegistry = field(default_factory=LoaderRegistry)
     quantization: QuantizationRegistry = field(default_factory=QuantizationRegistry)
+    option_names: OptionNamesRegistry = field(default_factory=OptionNamesRegistry)
     brought: dict[str, Registry[Any]] = field(default_factory=dict)
     """Those that plugins bring together with a hook, by the hook that fills them."""
 

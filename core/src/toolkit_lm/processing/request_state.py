@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from msgspec import structs
 
 from toolkit_lm.messages import EngineOutput, TokenLogprobs
-from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
+from toolkit_lm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from toolkit_lm.params import FinishReason, RequestOutputKind
 from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.sequence_text import SequenceText
@@ -61,6 +61,7 @@ class RequestState:
         self.request = request = prepared.message
         self.request_id = request.request_id
         self.renderer = renderer
+        self.metrics = RequestMetrics(request.arrival_time)
         self.num_cached_tokens = 0
         self.error: str | None = None
         self.finished = False
@@ -87,6 +88,8 @@ class RequestState:
             return False
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += [self._entries(one) for one in output.prompt_logprobs]
+        if output.token_ids:
+            self.metrics.count(len(output.token_ids))
         sequence.token_ids += output.token_ids
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)
@@ -176,6 +179,7 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             encoder_prompt=self.prepared.encoder_prompt,
             encoder_prompt_token_ids=None if self.request.encoder is None else self.request.encoder.token_ids,
+            metrics=self.metrics,
         )
 
     def _end(self, sequence: SequenceState) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import RequestError, UnsupportedError
 from toolkit_lm.messages import MultiModalFeatureSpec
 from toolkit_lm.prompts import Conversation, SingletonPrompt
 from toolkit_lm.renderer.feature_lookup import FeatureLookup
@@ -160,6 +160,10 @@ class Renderer(ABC):
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary writes it ("Ġupon"). This one gives its own text."""
         return self.token_texts(token_ids)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer by itself, with the methods that transformers' have. This one has none to give."""
+        raise UnsupportedError(f"{type(self).__name__} gives no tokenizer by itself: use the methods of llm.engine.renderer.")
 
     @property
     @abstractmethod

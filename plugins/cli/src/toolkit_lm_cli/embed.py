@@ -99,7 +99,7 @@ def embed(
         if num_lines == 0:
             raise ConfigError(f"option 'in': {str(source)!r} is empty.")
         with vector_file(out, num_lines) as file:
-            engine = LLMEngine.from_config(config, plugins=plugins)
+            engine = LLMEngine(config, plugins=plugins)
             try:
                 failed = _run(engine, _lines(path, field or "text"), num_lines, how, file)
             finally:
