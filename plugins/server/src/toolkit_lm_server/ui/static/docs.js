@@ -3,6 +3,7 @@
 import { $, ask, duration, element } from "./dom.js";
 
 const DEEPEST = 5;
+const IDLE = "It has no effect.";
 const MOST_SHOWN = 200000;
 const EXAMPLES = {
   "/v1/chat/completions": { messages: [{ role: "user", content: "What is the capital of France?" }], max_tokens: 32 },
@@ -65,10 +66,13 @@ function inner(schema) {
   }).filter((one) => one.properties);
 }
 
-/** The fields of an object, with those of objects in it. */
+/** The fields of an object, those that it must have first, with those of objects in it. */
 function fields(schema, depth = 0) {
   const required = new Set(schema.required ?? []);
-  const rows = Object.entries(schema.properties ?? {}).map(([name, one]) => {
+  const all = Object.entries(schema.properties ?? {});
+  const idle = all.filter(([, one]) => one.description === IDLE).map(([name]) => name);
+  const shown = all.filter(([name]) => !idle.includes(name)).sort(([a], [b]) => required.has(b) - required.has(a));
+  const rows = shown.map(([name, one]) => {
     const given = one.default !== undefined && one.default !== null ? `default ${JSON.stringify(one.default)}` : "";
     const notes = [required.has(name) ? "required" : given, limits(one)].filter(Boolean).join(" · ");
     const objects = depth < DEEPEST ? inner(one) : [];
@@ -81,6 +85,7 @@ function fields(schema, depth = 0) {
       ...objects.map((other) => folded(`fields of ${other.title ?? name}`, () => fields(other, depth + 1))),
     );
   });
+  if (idle.length) rows.push(element("li", { class: "faint" }, `Taken without effect, where they ask for nothing: ${idle.join(", ")}`));
   return element("ul", { class: "fields" }, ...rows);
 }
 
@@ -104,8 +109,11 @@ function example(path, schema) {
 function trial(method, path, schema) {
   const parameters = [...path.matchAll(/\{([^}:]+)(?::[^}]+)?\}/g)].map((one) => one[1]);
   const inputs = parameters.map((name) => element("input", { placeholder: name, "aria-label": name }));
-  const body = schema && element("textarea", { rows: 6, spellcheck: "false", "aria-label": "Body" });
-  if (body) body.value = JSON.stringify(example(path, schema), null, 2);
+  const body = schema && element("textarea", { spellcheck: "false", "aria-label": "Body" });
+  if (body) {
+    body.value = JSON.stringify(example(path, schema), null, 2);
+    body.rows = Math.min(16, body.value.split("\n").length);
+  }
   const status = element("span", { class: "faint" });
   const answer = element("pre", { hidden: true });
   const button = element("button", { type: "button", class: "primary" }, "Send");
@@ -150,8 +158,8 @@ function operation(path, method, one) {
     one.description ? element("p", {}, one.description) : element("p", {}, one.summary ?? ""),
     known?.properties ? element("h3", {}, form && !schema ? "Fields of the form" : "Fields of the body") : null,
     known?.properties ? fields(known) : null,
-    answers.length ? folded("Answers", () => element("ul", { class: "fields" }, ...answers)) : null,
     form && !schema ? null : folded("Try it", () => trial(method.toUpperCase(), path, schema)),
+    answers.length ? folded("Answers", () => element("ul", { class: "fields" }, ...answers)) : null,
   );
 }
 
