@@ -23,6 +23,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 GENERATED = {
     "/v1/chat/completions": {**HI, "max_tokens": 2},
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/infill": {"prompt": "a", "n_predict": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},

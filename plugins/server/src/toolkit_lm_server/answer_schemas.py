@@ -9,7 +9,6 @@ from toolkit_lm.params import FinishReason
 
 from toolkit_lm_server.errors import ErrorBody
 
-
 ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
@@ -163,6 +162,20 @@ class Completion(Head):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: Usage | None = None
+
+
+class Filling(BaseModel):
+    """The whole answer of /infill, or an event of its stream. An event that is not the last of its choice has the first three alone."""
+
+    index: int
+    content: str
+    stop: bool
+    stop_type: Literal["eos", "limit", "none"] | None = None
+    model: str | None = None
+    tokens_predicted: int | None = None
+    tokens_evaluated: int | None = None
+    tokens_cached: int | None = None
+    truncated: bool | None = None
 
 
 class Embedding(BaseModel):

@@ -23,6 +23,7 @@ from toolkit_lm_server.answer_schemas import (
     CohereEmbeddings,
     Completion,
     EmbeddingList,
+    Filling,
     ModelCard,
     ModelList,
     OldCohereEmbeddings,
@@ -40,6 +41,7 @@ from toolkit_lm_server.completions import Completions
 from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import as_api_error, described
+from toolkit_lm_server.infill import Infill, InfillBody
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
@@ -152,14 +154,11 @@ def create_router(
     served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
     with_fields = engine.plugins.logits_processors, engine.config.sampling_defaults
     chat = Chat(engine, body_of(ChatBody, *with_fields), options)
+    completions = Completions(engine, options, body_of(CompletionBody, *with_fields))
     for path, handler, whole, success in (
         ("/v1/chat/completions", chat.create, chat.body, streams(ChatCompletion, ChatCompletionChunk)),
-        (
-            "/v1/completions",
-            Completions(engine, options).create,
-            body_of(CompletionBody, *with_fields),
-            streams(Completion, Completion),
-        ),
+        ("/v1/completions", completions.create, completions.body, streams(Completion, Completion)),
+        ("/infill", Infill(engine, completions).create, body_of(InfillBody, *with_fields), streams(Filling, Filling)),
     ):
         responses = success | described(404, 429, 504)
         router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=responses)
@@ -175,7 +174,7 @@ def create_router(
     add_own_routes(router, options, keys, readiness, metrics)
     if page is not None:
         page.add_routes(router, route_class(options, keys), readiness, engine)
-    add_plugin_routes(router, engine, OpenAIApi(chat, options), route_kind)
+    add_plugin_routes(router, engine, OpenAIApi(chat, completions, options), route_kind)
     return router
 
 

@@ -11,13 +11,16 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from toolkit_lm_server.answer_parts import AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
+from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.tools import tool_use
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -26,10 +29,11 @@ if TYPE_CHECKING:
 class Chat:
     """Conversations with the engine's model."""
 
-    def __init__(self, engine: AsyncLLM, body: type[ChatBody] = ChatBody) -> None:
-        """`body`: with the fields of plugins."""
+    def __init__(self, engine: AsyncLLM, body: type[ChatBody] = ChatBody, options: ServerOptions | None = None) -> None:
+        """`body`: with the fields of plugins. Raises ConfigError for a parser of the options that there is not, PluginError."""
         self._engine = engine
         self.body = body
+        self._parts = AnswerParts(engine, options or ServerOptions())
 
     async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
@@ -63,24 +67,27 @@ class Chat:
         """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
-        params, options = body.params(), body.request_options(context)
+        plan = self._parts.plan(body, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls))
+        params, options = plan.applied(body.params()), body.request_options(context)
         check_priority(self._engine, options)
-        outputs = self._engine.chat_many([body.messages], params, options=options, **body.render_options())
+        rendering = body.render_options() | ({"tools": plan.use.tools} if plan.use.tools else {})
+        outputs = self._engine.chat_many([body.messages], params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
-            generation = Generation(await anext(outputs), outputs, 1, params.n)
+            generation = Generation(await anext(outputs), outputs, 1, params.n, names=body.return_tokens_as_token_ids)
             on_error.pop_all()
         await generation.check_first()
-        return ChatAnswer(self._engine, body, generation)
+        return ChatAnswer(self._engine, body, generation, plan)
 
 
 class ChatAnswer:
     """The answer to a conversation, as OpenAI's objects. Take its `chunks` where the body asks for a stream, else `completion`."""
 
-    def __init__(self, engine: AsyncLLM, body: ChatBody, generation: Generation) -> None:
+    def __init__(self, engine: AsyncLLM, body: ChatBody, generation: Generation, plan: Plan) -> None:
         self._engine = engine
         self._body = body
         self._generation = generation
+        self._parts = Parts(plan, generation, engine)
 
     async def aclose(self) -> None:
         """Aborts what is not finished."""
@@ -102,7 +109,7 @@ class ChatAnswer:
     def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """As `completion`, whose choices are made when they are taken."""
         body, generation = self._body, self._generation
-        found = (_choice(choice, body) for choice in choices)
+        found = (_choice(choice, body, self._parts) for choice in choices)
         prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids} if body.return_token_ids else {}
         reply = {**self._head("chat.completion"), "choices": found, "usage": generation.usage(), **prompt}
         if body.prompt_logprobs is not None:
@@ -123,11 +130,12 @@ class ChatAnswer:
             chunks = []
             for delta in deltas:
                 wanted = generation.token_ids(delta) if body.return_token_ids else {}
-                if delta.text or delta.logprobs or wanted.get("token_ids"):
+                parts, reason = self._parts.read(delta)
+                if parts or delta.logprobs or wanted.get("token_ids"):
                     logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
-                    chunks.append(chunk(delta.index, {"content": delta.text}, logprobs, **wanted))
-                if delta.finish_reason is not None:
-                    chunks.append(chunk(delta.index, {}, finish_reason=delta.finish_reason, stop_reason=delta.stop_reason))
+                    chunks.append(chunk(delta.index, self._parts.delta(parts), logprobs, **wanted))
+                if reason is not None:
+                    chunks.append(chunk(delta.index, {}, finish_reason=reason, stop_reason=delta.stop_reason))
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]
@@ -141,12 +149,13 @@ class ChatAnswer:
         }
 
 
-def _choice(choice: Piece, body: ChatBody) -> dict[str, Any]:
+def _choice(choice: Piece, body: ChatBody, reader: Parts) -> dict[str, Any]:
+    parts, reason = reader.read(choice)
     logprobs = chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None
     return {
         "index": choice.index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
+        "message": reader.message(parts),
         "logprobs": logprobs,
-        "finish_reason": choice.finish_reason,
+        "finish_reason": reason,
         "stop_reason": choice.stop_reason,
     } | ({"token_ids": choice.token_ids} if body.return_token_ids else {})

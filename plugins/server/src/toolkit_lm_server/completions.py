@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
+from toolkit_lm.errors import RequestError
+from toolkit_lm.prompts import Prompt
 
 from toolkit_lm_server.answers import answer, encoded
+from toolkit_lm_server.cost import BudgetedLLM
+from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.fill_in_the_middle import FillInTheMiddle
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
@@ -24,29 +29,61 @@ if TYPE_CHECKING:
 class Completions:
     """Texts that the engine's model goes on with."""
 
-    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, engine: AsyncLLM, options: ServerOptions, body: type[CompletionBody] = CompletionBody) -> None:
+        """`body`: with the fields of plugins."""
         self._engine = engine
         self._options = options
+        self.body = body
+        self._fim = FillInTheMiddle(engine.renderer)
 
     async def create(self, body: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts."""
-        check_model(self._engine, body.model)
-        check_generates(self._engine)
-        params = body.params()
-        prompts = body.prompts(self._options.max_prompts)
-        options = body.request_options(request_context(request))
-        check_priority(self._engine, options)
-        outputs = self._engine.generate_many(prompts, params, **options)
-        async with AsyncExitStack() as on_error:
-            on_error.push_async_callback(outputs.aclose)
-            generation = Generation(await anext(outputs), outputs, len(prompts), params.n)
-            on_error.pop_all()
-        await generation.check_first()
+        generation = await self.begin(body, request_context(request))
         if body.stream:
             return EventStream(self._chunks(body, generation), generation)
         choices = await generation.choices()
         is_large = body.echo or body.prompt_logprobs is not None or are_large(choices)
         return await answer(lambda: self._whole(body, generation, choices), is_large=is_large)
+
+    async def begin(self, body: CompletionBody, context: dict[str, str], *, fills: bool = False) -> Generation:
+        """Asks the engine. `fills`: the middle is wanted, though there may be no suffix. Raises RequestError, ApiError."""
+        check_model(self._engine, body.model)
+        check_generates(self._engine)
+        params = body.params()
+        prompts = body.prompts(self._options.max_prompts)
+        options = body.request_options(context)
+        check_priority(self._engine, options)
+        if body.suffix or fills or not body.add_special_tokens:
+            with cast(BudgetedLLM, self._engine).hold_rendering(prompts, options):
+                prompts = await asyncio.to_thread(self._rendered, body, prompts, fills)
+        outputs = self._engine.generate_many(prompts, params, **options)
+        async with AsyncExitStack() as on_error:
+            on_error.push_async_callback(outputs.aclose)
+            generation = Generation(await anext(outputs), outputs, len(prompts), params.n, names=body.return_tokens_as_token_ids)
+            on_error.pop_all()
+        await generation.check_first()
+        return generation
+
+    def _rendered(self, body: CompletionBody, prompts: Sequence[Prompt], fills: bool) -> list[Prompt]:
+        """Prompts that are not tokenized as texts usually are."""
+        if body.suffix and body.echo:
+            raise RequestError("suffix is not supported with echo.", "suffix")
+        made: list[Prompt] = []
+        for prompt in prompts:
+            if not isinstance(prompt, str):
+                if body.suffix:
+                    raise RequestError("suffix is allowed only for prompts that are texts.", "suffix")
+                made.append(prompt)
+            elif body.suffix or fills:
+                made.append(self._fim.prompt(prompt, body.suffix or ""))
+            else:
+                token_ids = self._engine.renderer.render_prompt(prompt, add_special_tokens=False).token_ids
+                made.append({"prompt_token_ids": token_ids, "prompt": prompt})
+        return made
+
+    async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> Generation:
+        """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""
+        return await self.begin(validated(self.body, fields), context)
 
     def _whole(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> dict[str, Any]:
         """The answer that is not a stream."""
@@ -95,7 +132,7 @@ class Completions:
         choice = _choice(Piece(index, renderer.decode(prompt.prompt_token_ids) if prompt.prompt is None else prompt.prompt), None)
         if body.echoes_logprobs:
             assert prompt.prompt_logprobs is not None and body.logprobs is not None
-            [first] = renderer.token_texts(prompt.prompt_token_ids[:1])
+            [first] = generation.token_names(renderer, prompt.prompt_token_ids[:1])
             # Only the first where the time was over before the prompt was computed.
             known = prompt.prompt_token_ids[: len(prompt.prompt_logprobs)]
             choice["logprobs"] = echo_logprobs(known, prompt.prompt_logprobs, body.logprobs, first)

@@ -15,7 +15,7 @@ from toolkit_lm.params import LEAVE_TOO_LITTLE
 from toolkit_lm_server.errors import ApiError
 
 if TYPE_CHECKING:
-    pass
+    from toolkit_lm.renderer import Renderer
 
 _LARGE = 5_000
 """Characters and log probabilities of an answer whose making would be felt on the event loop."""
@@ -45,10 +45,10 @@ class Piece:
 class Generation:
     """The engine's work on some prompts. Take its `pieces` or its `choices`; `usage` is final after that."""
 
-    def __init__(self, first: list[tuple[int, RequestOutput]], rest: Outputs, num_prompts: int, n: int) -> None:
+    def __init__(self, first: list[tuple[int, RequestOutput]], rest: Outputs, num_prompts: int, n: int, *, names: bool = False) -> None:
         """`first`: what `rest` gave before. Whoever awaits it learns of a bad request (RequestError) before an answer has begun.
 
-        Outputs are deltas, or final ones only.
+        Outputs are deltas, or final ones only. `names`: log probabilities name tokens by their ids.
         """
         self.id = uuid.uuid4().hex
         self.created = int(time.time())
@@ -56,6 +56,7 @@ class Generation:
         self._rest = rest
         self._num_prompts = num_prompts
         self._n = n
+        self._names = names
         self._latest: dict[int, RequestOutput] = {}
         self._num_characters = [0] * (num_prompts * n)
         self._num_tokens = [0] * (num_prompts * n)
@@ -80,6 +81,10 @@ class Generation:
     def prompt(self, choice: int) -> RequestOutput:
         """What is known of a choice's prompt: the tokens that the engine read, its log probabilities once the choice has a token."""
         return self._latest[choice // self._n]
+
+    def token_names(self, renderer: Renderer, token_ids: Sequence[int]) -> list[str]:
+        """As log probabilities have them."""
+        return list(map(_name, token_ids)) if self._names else renderer.token_texts(token_ids)
 
     def token_ids(self, one: Piece) -> dict[str, Any]:
         """vLLM's fields of a choice: its token ids, and with the first of them those of its prompt."""
@@ -113,6 +118,9 @@ class Generation:
     def _pieces(self, found: list[tuple[int, RequestOutput]]) -> list[Piece]:
         pieces = []
         for number, output in found:
+            if self._names:
+                known = () if number in self._latest else output.prompt_logprobs or ()
+                _name_tokens([*known, *(table for one in output.outputs for table in one.logprobs or ())])
             self._latest[number] = output
             if _has_failed(output):
                 raise _failure(output)
@@ -124,6 +132,16 @@ class Generation:
         self._num_characters[index] += len(new.text)
         self._num_tokens[index] += len(new.token_ids)
         return Piece(index, new.text, offset, new.token_ids, before, new.logprobs or [], new.finish_reason, new.stop_reason)
+
+
+def _name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _name_tokens(tables: Sequence[dict[int, Logprob] | None]) -> None:
+    for table in tables:
+        for token_id, entry in (table or {}).items():
+            entry.decoded_token = _name(token_id)
 
 
 def are_large(choices: Sequence[Piece]) -> bool:

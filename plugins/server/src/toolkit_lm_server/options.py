@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from typing import Annotated, Literal
@@ -27,6 +28,15 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
 
     host: Annotated[str, option("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, option("Port to listen on. 0: a free one.", ge=0, le=65535)] = 8000
+    uds: Annotated[str | None, option("Path of a Unix socket to listen on, in place of host and port.", none="no socket")] = None
+    uds_mode: Annotated[str, option("Permissions of that socket, in octal. 600: its owner's programs alone; 660: its group's, too.")] = (
+        "600"
+    )
+    ssl_certfile: Annotated[str | None, option("PEM file of the certificate for TLS, with its chain.", none="no TLS")] = None
+    ssl_keyfile: Annotated[str | None, option("PEM file of the certificate's private key.", none="in the certificate's file")] = None
+    ssl_ca_certs: Annotated[
+        str | None, option("PEM file of authorities: clients must have a certificate of theirs.", none="clients need none")
+    ] = None
     api_key: Annotated[str | None, option("API key that clients must send, except to /live, /health and /ready.", none="none needed")] = (
         None
     )
@@ -35,6 +45,12 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         option("Hosts that requests may name in their Host header, beside those of this machine. Checked on loopback without an API key."),
     ] = field(default_factory=list)
     api_keys_file: Annotated[str | None, option("YAML file of API keys, each with a name and limits.", none="no file")] = None
+    tool_call_parser: Annotated[
+        str, option("How the model's tool calls are read: the name of a parser, auto (by the chat template), or none.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str, option("How the model's reasoning is told from the answer: the name of a parser, auto (by the chat template), or none.")
+    ] = "auto"
     routes: Annotated[
         list[str] | None,
         option("Plugins whose HTTP routes are served, by name.", none="those of anthropic, cohere, ollama that are installed"),
@@ -42,6 +58,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     ui: Annotated[bool, option("Serve the page at /: a chat, and a live view of the engine.")] = True
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     strict_fields: Annotated[bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")] = False
+    allow_request_chat_template: Annotated[bool, option("Take chat templates of requests. They are rendered in a sandbox.")] = False
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
     max_request_cost: Annotated[
         str,
@@ -76,6 +93,10 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         for name in ("max_body_size", "max_header_size", "max_request_cost"):
             if not isinstance(parse_memory(getattr(self, name)), int):
                 raise ConfigError(f"{name} must be a number of bytes, such as '16MiB', not {getattr(self, name)!r}.")
+        if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
+            raise ConfigError(f"uds_mode must be three octal digits, such as '660', not {self.uds_mode!r}.")
+        if self.ssl_certfile is None and (self.ssl_keyfile is not None or self.ssl_ca_certs is not None):
+            raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile: there is no TLS without a certificate.")
         if self.max_connections is not None and self.max_connections > (most := _open_files() - _OTHER_FILES):
             raise ConfigError(f"max_connections is {self.max_connections}, but the open files of this process (ulimit -n) allow {most}.")
         if self.api_key == "":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
@@ -168,6 +169,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     """The answer has the token ids of prompts and outputs, too."""
+    return_tokens_as_token_ids: bool = False
+    """Log probabilities name each token "token_id:7": texts of tokens may be alike."""
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
@@ -216,19 +219,30 @@ def body_of(body: type[BodyT], processors: LogitsProcessorRegistry, defaults: Ma
     return made
 
 
+TEMPLATES_ALLOWED: ContextVar[bool] = ContextVar("TEMPLATES_ALLOWED", default=False)
+"""Whether the request that is read may have a chat template."""
+
+
 class RenderBody(Body):
     """How a conversation is rendered."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+    documents: Items[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    """In the place of the model's, where the server allows it."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the checkpoint's processor of images and other media."""
 
     def render_options(self) -> dict[str, Any]:
-        """Keywords of Renderer.render_conversation."""
+        """Keywords of Renderer.render_conversation. Raises RequestError for a template that the server does not allow."""
+        if self.chat_template is not None and not TEMPLATES_ALLOWED.get():
+            message = "the server takes no chat_template of requests. Its operator may allow it: --allow-request-chat-template."
+            raise RequestError(message, "chat_template")
         options: dict[str, Any] = {"continue_final_message": self.continue_final_message, "chat_template_kwargs": self.chat_template_kwargs}
-        for name in ("add_generation_prompt", "mm_processor_kwargs"):
+        for name in ("add_generation_prompt", "add_special_tokens", "documents", "chat_template", "mm_processor_kwargs"):
             if (value := getattr(self, name)) is not None:
                 options[name] = value
         return options
@@ -242,10 +256,39 @@ class ChatBody(SamplingBody, RenderBody):
         {"messages": [{"role": "user", "content": "What is the capital of Italy?"}], "logprobs": True, "top_logprobs": 2, "stream": True},
     )
 
+    meant = frozenset({"include_reasoning", "parallel_tool_calls", "tool_choice", "tools"})
+
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
+    tools: Items[dict[str, Any]] | None = None
+    """Functions that the model may call, as OpenAI has them."""
+    tool_choice: str | dict[str, Any] | None = None
+    """"none", "auto", "required", or a function."""
+    parallel_tool_calls: bool | None = None
+    """False: an answer has one call at most, where it must have one."""
+    reasoning_effort: str | None = None
+    """For the chat template. "none": as enable_thinking false."""
+    include_reasoning: bool | None = None
+    """False: the answer's reasoning is left out."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    def template_kwargs(self) -> dict[str, Any] | None:
+        """What the chat template gets beside messages and tools."""
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        effort: dict[str, Any] = {"reasoning_effort": self.reasoning_effort}
+        if self.reasoning_effort == "none":
+            effort = {"enable_thinking": False}
+        return effort | (self.chat_template_kwargs or {})
+
+    def render_options(self) -> dict[str, Any]:
+        options = super().render_options()
+        return options if self.reasoning_effort is None else options | {"chat_template_kwargs": self.template_kwargs()}
+
+    def structures(self, names: Sequence[str]) -> dict[str, Any]:
+        """Those of plugins' parameters that are given."""
+        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
 
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -267,6 +310,10 @@ class CompletionBody(SamplingBody):
     encoder_prompt: str | Items[int] | None = None
     """Of an encoder-decoder model, in place of `prompt`, which is its encoder's too: so that the decoder's can be given beside it."""
     decoder_prompt: str | Items[int] | None = None
+    suffix: str | None = None
+    """What comes after the completion, of a model that fills in the middle."""
+    add_special_tokens: bool = True
+    """To prompts that are texts."""
     echo: bool = False
     logprobs: int | None = None
 
@@ -319,8 +366,6 @@ class TokenizeBody(RenderBody):
 
     prompt: str | None = None
     messages: Items[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
-    """Of a text; a conversation's are the chat template's."""
     return_token_strs: bool = False
 
 
@@ -355,9 +400,6 @@ class Held(Body):
 class ChatRenderBody(ChatBody, Held):
     """POST /v1/chat/completions/render."""
 
-    tools: Items[dict[str, Any]] | None = None
-    """For the chat template."""
-
     def render_options(self) -> dict[str, Any]:
         return super().render_options() | ({"tools": self.tools} if self.tools else {})
 
@@ -365,7 +407,6 @@ class ChatRenderBody(ChatBody, Held):
 class CompletionRenderBody(CompletionBody, Held):
     """POST /v1/completions/render."""
 
-    add_special_tokens: bool = True
     multi_modal_data: dict[str, Any] | None = None
     """By modality, an item or a list of items: {"image": ["data:image/png;base64,..."]}. For one prompt."""
     mm_processor_kwargs: dict[str, Any] | None = None

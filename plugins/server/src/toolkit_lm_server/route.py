@@ -24,6 +24,7 @@ from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_er
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import CLIENT, ServerOptions
+from toolkit_lm_server.protocol import TEMPLATES_ALLOWED
 from toolkit_lm_server.threads import WHOSE, in_shared_thread
 from toolkit_lm_server.unknown_fields import IGNORED, UNKNOWN, UnknownFields
 
@@ -206,7 +207,7 @@ class ServerRoute(APIRoute):
 
     keys: Keys | None
     max_body_bytes: int
-    strict_fields: bool
+    server_options: ServerOptions
     bodies: Bodies
     readiness: Readiness | None
     metrics: Metrics | None
@@ -240,7 +241,8 @@ class ServerRoute(APIRoute):
                 account = None if self.keys is None else self.keys.find(_authorization(request))
                 request.scope[_ACCOUNT] = account
                 WHOSE.set(client_of(request))
-                UNKNOWN.set(unknown := UnknownFields(self.strict_fields))
+                UNKNOWN.set(unknown := UnknownFields(self.server_options.strict_fields))
+                TEMPLATES_ALLOWED.set(self.server_options.allow_request_chat_template)
                 if self.readiness is not None:
                     self.readiness.check()
                     if account is not None:
@@ -273,7 +275,7 @@ def route_class(
     fields = {
         "keys": keys,
         "max_body_bytes": options.max_body_bytes,
-        "strict_fields": options.strict_fields,
+        "server_options": options,
         "readiness": readiness,
         "metrics": metrics,
     }

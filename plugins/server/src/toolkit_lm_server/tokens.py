@@ -47,7 +47,7 @@ class Tokens:
             token_ids = renderer.render_conversation(body.messages, **body.render_options()).token_ids
         else:
             assert body.prompt is not None
-            token_ids = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens).token_ids
+            token_ids = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens is not False).token_ids
         texts = renderer.vocabulary_texts(token_ids) if body.return_token_strs else None
         return {"count": len(token_ids), "max_model_len": self._engine.config.max_model_len, "tokens": token_ids, "token_strs": texts}
 

@@ -1,0 +1,96 @@
+"""POST /infill, as llama.cpp has it: editors ask for what stands between two texts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict
+
+from toolkit_lm_server.answers import answer
+from toolkit_lm_server.completions import Completions
+from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.generation import Generation, Piece, are_large
+from toolkit_lm_server.protocol import CompletionBody, Items, SamplingBody, examples
+from toolkit_lm_server.route import request_context
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+
+_MOST = 128
+"""Tokens, where the body says nothing."""
+_SNIPPET = "\n\n--- snippet ---\n\n"
+_STOP_TYPES = {"stop": "eos", "length": "limit"}
+
+
+class Snippet(BaseModel):
+    """A text that the model is to know of."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(SamplingBody):
+    """POST /infill."""
+
+    model_config = examples({"input_prefix": "def add(a, b):\n    return", "input_suffix": "\n", "n_predict": 8})
+
+    input_prefix: str = ""
+    input_suffix: str = ""
+    input_extra: Items[Snippet] = []
+    prompt: str = ""
+    """What follows the prefix already."""
+    n_predict: int | None = None
+    """As max_tokens; -1: as many as fit."""
+    repeat_penalty: float | None = None
+
+    def completion(self, kind: type[CompletionBody], max_model_len: int) -> CompletionBody:
+        """The same, as OpenAI has it. Raises ValidationError."""
+        fields = self.model_dump(exclude_unset=True, exclude=set(InfillBody.__annotations__))
+        before = "".join(f"{_SNIPPET}{one.text}" for one in self.input_extra)
+        most = _MOST if self.n_predict is None else max_model_len if self.n_predict < 0 else max(self.n_predict, 1)
+        given = {"prompt": before + self.input_prefix + self.prompt, "suffix": self.input_suffix}
+        penalty = {} if self.repeat_penalty is None else {"repetition_penalty": self.repeat_penalty}
+        return kind.model_validate({"max_tokens": most, **penalty, **fields, **given})
+
+
+class Infill:
+    """Texts between two others."""
+
+    def __init__(self, engine: AsyncLLM, completions: Completions) -> None:
+        self._engine = engine
+        self._completions = completions
+
+    async def create(self, body: InfillBody, request: Request) -> Response:
+        """Fills in what stands between a prefix and a suffix."""
+        completion = body.completion(self._completions.body, self._engine.config.max_model_len)
+        generation = await self._completions.begin(completion, request_context(request), fills=True)
+        if body.stream:
+            return EventStream(self._events(generation), generation)
+        [choice, *_] = choices = await generation.choices()
+        return await answer(lambda: self._last(generation, choice), is_large=are_large(choices))
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
+        async for pieces in generation.pieces():
+            yield [
+                {"index": one.index, "content": one.text, "stop": False} if one.finish_reason is None else self._last(generation, one)
+                for one in pieces
+            ]
+
+    def _last(self, generation: Generation, one: Piece) -> dict[str, Any]:
+        """Of an answer the whole, or of a stream the end."""
+        usage = generation.usage()
+        return {
+            "index": one.index,
+            "content": one.text,
+            "stop": True,
+            "stop_type": _STOP_TYPES.get(one.finish_reason or "", "none"),
+            "model": self._engine.served_model_name,
+            "tokens_predicted": usage["completion_tokens"],
+            "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "truncated": False,
+        }
