@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,10 @@ class AnswerFormat(ABC):
     def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any] | None:
         """An answer that calls one of `tools`, several where `parallel`: a `format` of structural tags. None: that cannot be stated."""
         return None
+
+    def call_id(self) -> str:
+        """A new id of a tool call, such as chat templates of this format take."""
+        return f"call_{secrets.token_hex(12)}"
 
     def after_reasoning(self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The structure of an answer in which reasoning, where there is some, comes before `structure`."""

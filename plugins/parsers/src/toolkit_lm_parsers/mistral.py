@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,10 @@ class MistralFormat(AnswerFormat):
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return MistralParser(tools)
+
+    def call_id(self) -> str:
+        # Templates refuse ids of another length.
+        return secrets.token_hex(5)[:9]
 
     def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
         if _ARGS in self.template:

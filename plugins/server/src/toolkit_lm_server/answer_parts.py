@@ -1,0 +1,259 @@
+"""The parts of chats' answers: reasoning, tool calls and content, by the parsers that plugins bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import structs
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.plugin import ParserRegistry
+from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, ToolCallDelta
+
+from toolkit_lm_server.generation import Generation, Piece
+from toolkit_lm_server.tools import ToolUse
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+
+    from toolkit_lm_server.options import ServerOptions
+    from toolkit_lm_server.protocol import ChatBody
+
+_BARE = "llama3_json"
+"""Calls without marks: what a model whose own format is not known can be held to."""
+_PROMPT_END = 64
+"""Tokens of the prompt that show what it has begun of the answer."""
+_STRUCTURES = (
+    "structured_outputs",
+    "response_format",
+    "guided_json",
+    "guided_json_object",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
+
+def choose_format(parsers: ParserRegistry, what: str, wanted: str, template: str) -> AnswerFormat | None:
+    """The format by which `what`, "tool_calls" or "reasoning", is found; None: by none.
+
+    Raises ConfigError for a name that no plugin has, or that is not for `what`, PluginError where a plugin fails.
+    """
+    if wanted == "none":
+        return None
+    if wanted == "auto":
+        entries = sorted((entry for entry in parsers.entries() if what in entry.finds), key=lambda entry: -entry.priority)
+        name = next((entry.key for entry in entries if parsers.ask(entry.key, template) is None), None)
+    else:
+        name = wanted
+        if what not in parsers.get(name).finds:
+            able = ", ".join(entry.key for entry in parsers.entries() if what in entry.finds)
+            raise ConfigError(f"answer parser {name!r} finds no {what.replace('_', ' ')}. Those that do: {able}.")
+    if name is None:
+        return None
+    made: AnswerFormat = parsers.make(name, template)
+    return made
+
+
+class Plan(NamedTuple):
+    """How one request's answers are read."""
+
+    tools: AnswerFormat | None
+    reasoning: AnswerFormat | None
+    use: ToolUse
+    structure: dict[str, Any] | None
+    """What its answers must be, for `structured_outputs`; None: what the request says itself."""
+    shows_reasoning: bool
+
+    @property
+    def keeps_special_tokens(self) -> bool:
+        return any(one is not None and one.keeps_special_tokens for one in (self.tools, self.reasoning))
+
+    def applied(self, params: SamplingParams) -> SamplingParams:
+        """The parameters of the request, so that its answers can be read."""
+        changed: dict[str, Any] = {"skip_special_tokens": False} if self.keeps_special_tokens else {}
+        if self.structure is not None:
+            extra = {name: value for name, value in (params.extra_args or {}).items() if name not in _STRUCTURES}
+            changed |= {"structured_outputs": self.structure, "extra_args": extra or None}
+        return structs.replace(params, **changed) if changed else params
+
+    @property
+    def is_plain(self) -> bool:
+        """All of an answer is content."""
+        return self.tools is None and self.reasoning is None
+
+    def parser(self, prompt_end: str) -> AnswerParser:
+        """For one answer."""
+        if self.reasoning is None or self.tools is None:
+            one = self.tools or self.reasoning
+            assert one is not None, "a plain answer needs no parser"
+            return one.parser(prompt_end, self.use.tools)
+        if type(self.reasoning) is type(self.tools):
+            return self.tools.parser(prompt_end, self.use.tools)
+        return _Chain(self.reasoning.parser(prompt_end, ()), self.tools.parser("", self.use.tools))
+
+
+class AnswerParts:
+    """How the answers of a model are read."""
+
+    def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
+        """Raises ConfigError, PluginError as `choose_format`."""
+        self._parsers = engine.plugins.parsers
+        template = engine.renderer.chat_template_source
+        self._tools = choose_format(self._parsers, "tool_calls", options.tool_call_parser, template)
+        self._reasoning = choose_format(self._parsers, "reasoning", options.reasoning_parser, template)
+
+    def plan(self, body: ChatBody, use: ToolUse) -> Plan:
+        """Of one request. Raises RequestError for tools that could not be called."""
+        tools, reasoning, kwargs = None, self._reasoning, body.template_kwargs() or {}
+        structure: dict[str, Any] | None = None
+        if use.tools:
+            tools = self._tools
+            if tools is None and use.required and _BARE in self._parsers:
+                tools = self._parsers.make(_BARE, "")
+            if tools is None:
+                raise RequestError(
+                    "this model's chat template has no tool calls that this server knows: start it with --tool-call-parser, or ask with "
+                    'tool_choice "required".',
+                    "tools",
+                )
+        if use.required:
+            assert tools is not None
+            structure = tools.structure(use.callable, parallel=use.parallel)
+            if structure is None:
+                raise RequestError(
+                    "this model's tool calls cannot be required: only tool_choice auto and none are supported.", "tool_choice"
+                )
+            if asked := body.structures(_STRUCTURES):
+                raise RequestError(
+                    f"tool_choice and {next(iter(asked))} both say what the answer is to be: give one of them.", "tool_choice"
+                )
+            structure = (reasoning or tools).after_reasoning(structure, kwargs)
+        elif reasoning is not None and (asked := body.structures(_STRUCTURES)):
+            # Otherwise the structure would begin in the reasoning.
+            content = _content_structure(asked)
+            if content is None:
+                reasoning = None
+            else:
+                structure = reasoning.after_reasoning(content, kwargs)
+        told = None if structure is None else {"structural_tag": {"type": "structural_tag", "format": structure}}
+        return Plan(tools, reasoning, use, told, body.include_reasoning is not False)
+
+
+class _Chain(AnswerParser):
+    """What one parser calls content is read by another."""
+
+    def __init__(self, reasoning: AnswerParser, tools: AnswerParser) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def push(self, text: str) -> AnswerDelta:
+        first = self._reasoning.push(text)
+        return self._tools.push(first.content)._replace(reasoning=first.reasoning)
+
+    def finish(self, *, cut: bool) -> AnswerDelta:
+        first = self._reasoning.finish(cut=cut)
+        second, last = self._tools.push(first.content), self._tools.finish(cut=cut)
+        return AnswerDelta(second.content + last.content, first.reasoning, (*second.tool_calls, *last.tool_calls))
+
+    @property
+    def calls_tools(self) -> bool:
+        return self._tools.calls_tools
+
+
+class Parts:
+    """Reads the answers of one request, choice by choice."""
+
+    def __init__(self, plan: Plan, generation: Generation, engine: AsyncLLM) -> None:
+        self._plan = plan
+        self._generation = generation
+        self._renderer = engine.renderer
+        self._parsers: dict[int, AnswerParser] = {}
+
+    def read(self, piece: Piece) -> tuple[list[AnswerDelta], str | None]:
+        """What a piece adds to its choice, and why the choice ends, where it does."""
+        reason = piece.finish_reason
+        if self._plan.is_plain:
+            return [AnswerDelta(piece.text)] if piece.text else [], reason
+        parser = self._parsers.get(piece.index)
+        if parser is None:
+            token_ids = self._generation.prompt(piece.index).prompt_token_ids or []
+            parser = self._parsers[piece.index] = self._plan.parser(self._renderer.decode(token_ids[-_PROMPT_END:]))
+        deltas = [parser.push(piece.text)] if piece.text else []
+        if reason is not None:
+            # A stop text may stand in a call, too.
+            deltas.append(parser.finish(cut=reason != "stop" or isinstance(piece.stop_reason, str)))
+            if reason == "stop" and parser.calls_tools:
+                reason = "tool_calls"
+        return [one for one in deltas if any(one)], reason
+
+    def delta(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
+        """Of a stream, as OpenAI has it."""
+        delta: dict[str, Any] = {}
+        reasoning, content = "".join(one.reasoning for one in parts), "".join(one.content for one in parts)
+        if reasoning and self._plan.shows_reasoning:
+            delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        calls = [self._call_delta(call) for one in parts for call in one.tool_calls]
+        if content or not (delta or calls):
+            delta["content"] = content
+        return delta | ({"tool_calls": calls} if calls else {})
+
+    def message(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
+        """The whole of a choice."""
+        reasoning, content = "".join(one.reasoning for one in parts), "".join(one.content for one in parts)
+        calls: dict[int, dict[str, Any]] = {}
+        for call in (call for one in parts for call in one.tool_calls):
+            if call.name is not None:
+                calls[call.index] = self._call_delta(call)
+                del calls[call.index]["index"]
+            else:
+                calls[call.index]["function"]["arguments"] += call.arguments
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning and self._plan.shows_reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        return message | ({"tool_calls": [*calls.values()]} if calls else {})
+
+    def _call_delta(self, call: ToolCallDelta) -> dict[str, Any]:
+        if call.name is None:
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        assert self._plan.tools is not None
+        return {
+            "index": call.index,
+            "id": self._plan.tools.call_id(),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+
+
+def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
+    """What a request's own fields ask of the content, as a `format` of structural tags; None: that cannot be said."""
+    if len(asked) != 1:
+        return None
+    [(name, value)] = asked.items()
+    if name == "response_format":
+        if not isinstance(value, Mapping):
+            return None
+        schema = value.get("json_schema")
+        kinds: dict[str, dict[str, Any]] = {
+            "json_object": {"json_object": True},
+            "json_schema": {"json": schema.get("schema", {}) if isinstance(schema, Mapping) else None},
+        }
+        asked = kinds.get(str(value.get("type")), {})
+    elif name == "structured_outputs":
+        asked = {key: one for key, one in value.items() if one is not None and one is not False} if isinstance(value, Mapping) else {}
+    else:
+        asked = {name.removeprefix("guided_"): value}
+    if len(asked) != 1:
+        return None
+    [(kind, value)] = asked.items()
+    match kind, value:
+        case "json", dict():
+            return {"type": "json_schema", "json_schema": value}
+        case "json_object", True:
+            return {"type": "json_schema", "json_schema": {"type": "object"}}
+        case "regex", str():
+            return {"type": "regex", "pattern": value}
+        case "choice", [*_] if value and all(isinstance(one, str) for one in value):
+            return {"type": "or", "elements": [{"type": "const_string", "value": one} for one in value]}
+    return None

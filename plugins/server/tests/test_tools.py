@@ -1,0 +1,241 @@
+"""Tools and reasoning in chats: what the engine is asked, and the parts of its answers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
+from toolkit_lm.params import RequestOutputKind
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.options import ServerOptions
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+TIME = {"type": "function", "function": {"name": "get_time", "description": "The time."}}
+BODY = {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME]}
+HERMES = "<tool_call> </think> {%- if add_generation_prompt %}assistant{% endif %}"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+@pytest.fixture
+def scripted(make_engine):
+    """scripted(text): an engine that answers with a text, a character at a time. Without one, an answer that its parsers call content."""
+
+    class Scripted(make_engine):
+        def __init__(self, text, *, template=HERMES, reason="stop"):
+            super().__init__()
+            self.plugins = Plugins.load(PluginsConfig(plugins=["server", "parsers", "llguidance"]))
+            self.text, self.reason = text, reason
+            type(self.renderer).chat_template_source = template
+
+        async def _answer(self, known, params, options):
+            is_delta = params.output_kind is RequestOutputKind.DELTA
+            self.params = params
+            for end in range(1, len(self.text) + 1):
+                done = end == len(self.text)
+                text = self.text[end - 1 : end] if is_delta else self.text[:end]
+                table = None if params.logprobs is None else [{ord(c): Logprob(-1.5, 1, c)} for c in text]
+                outputs = [
+                    CompletionOutput(i, text, [ord(c) for c in text], table, finish_reason=self.reason if done else None)
+                    for i in range(params.n)
+                ]
+                yield RequestOutput("id", "", known, outputs, done)
+
+    kind = make_engine().renderer.__class__
+    before = kind.chat_template_source
+    yield Scripted
+    kind.chat_template_source = before
+
+
+async def ask(client_of, engine, body, **options):
+    async with client_of(create_app(engine, ServerOptions(**options))) as client:
+        return await client.post(CHAT, json=body)
+
+
+async def whole(client_of, engine, body=BODY, **options):
+    response = await ask(client_of, engine, body, **options)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
+
+
+def joined(lines):
+    """The message and finish reason that a stream's deltas make together."""
+    message, reason, num_tokens = {"role": "assistant", "content": ""}, None, 0
+    for line in lines:
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line[6:])["choices"]:
+            delta = choice["delta"]
+            for name in ("content", "reasoning_content", "reasoning"):
+                if name in delta:
+                    message[name] = message.get(name, "") + delta[name]
+            for call in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if "id" in call:
+                    assert call["index"] == len(calls)
+                    calls.append({"id": call["id"], "type": call["type"], "function": {"name": call["function"]["name"], "arguments": ""}})
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            num_tokens += len(choice.get("token_ids") or ())
+            reason = choice["finish_reason"] or reason
+    return message, reason, num_tokens
+
+
+def plain(message):
+    """Without the ids, which are new each time, and with content that a stream has."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return {
+        **{name: value for name, value in message.items() if name not in ("refusal", "tool_calls")},
+        "content": message["content"] or "",
+    }, calls
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning", "arguments", "reason"),
+    [
+        (CALL, None, None, '{"city": "Paris"}', "tool_calls"),
+        (f"{THOUGHT}I look.\n{CALL}", "I look.", "Hm.", '{"city": "Paris"}', "tool_calls"),
+        (f"{THOUGHT}Four.", "Four.", "Hm.", None, "stop"),
+        ("<tool_call>no", "<tool_call>no", None, None, "stop"),
+    ],
+)
+async def test_an_answer_comes_in_parts_streamed_or_not(client_of, scripted, text, content, reasoning, arguments, reason):
+    engine = scripted(text)
+    choice = await whole(client_of, engine)
+    message = choice["message"]
+    assert (message["content"], message.get("reasoning_content"), choice["finish_reason"]) == (content, reasoning, reason)
+    assert message.get("reasoning") == reasoning
+    if arguments is None:
+        assert "tool_calls" not in message
+    else:
+        [call] = message["tool_calls"]
+        assert call == {"id": call["id"], "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        assert call["id"].startswith("call_")
+    streamed, streamed_reason, num_tokens = joined(
+        (await ask(client_of, engine, {**BODY, "stream": True, "return_token_ids": True})).text.splitlines()
+    )
+    assert plain(streamed) == plain(message)
+    assert (streamed_reason, num_tokens) == (reason, len(text))
+
+
+async def test_a_call_that_max_tokens_cuts_is_told_as_cut(client_of, scripted):
+    engine = scripted(CALL[:60], reason="length")
+    choice = await whole(client_of, engine)
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": CALL[49:60]}
+    streamed, reason, _ = joined((await ask(client_of, engine, {**BODY, "stream": True})).text.splitlines())
+    assert (plain(streamed), reason) == (plain(choice["message"]), "length")
+
+
+async def test_log_probabilities_stay_with_their_tokens(client_of, scripted):
+    engine = scripted(f"{THOUGHT}{CALL}")
+    body = {**BODY, "logprobs": True}
+    assert len((await whole(client_of, engine, body))["logprobs"]["content"]) == len(engine.text)
+    lines = (await ask(client_of, engine, {**body, "stream": True})).text.splitlines()
+    chunks = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+    assert sum(len(chunk["logprobs"]["content"]) for chunk in chunks if chunk["logprobs"]) == len(engine.text)
+
+
+async def test_without_tools_a_call_is_content_and_reasoning_may_be_left_out(client_of, scripted):
+    engine = scripted(f"{THOUGHT}{CALL}")
+    message = (await whole(client_of, engine, {"messages": BODY["messages"]}))["message"]
+    assert (message["content"], message["reasoning_content"]) == (CALL, "Hm.")
+    assert "tools" not in engine.renderer.kwargs
+    message = (await whole(client_of, engine, {**BODY, "tool_choice": "none", "include_reasoning": False}))["message"]
+    assert message == {"role": "assistant", "content": CALL, "refusal": None}
+    assert "tools" not in engine.renderer.kwargs
+
+
+async def test_the_chat_template_gets_tools_and_effort(client_of, scripted):
+    engine = scripted("Hi.")
+    await whole(client_of, engine, {**BODY, "reasoning_effort": "low", "chat_template_kwargs": {"a": 1}})
+    assert engine.renderer.kwargs["tools"] == [WEATHER, TIME]
+    assert engine.renderer.kwargs["chat_template_kwargs"] == {"reasoning_effort": "low", "a": 1}
+    await whole(client_of, engine, {**BODY, "reasoning_effort": "none"})
+    assert engine.renderer.kwargs["chat_template_kwargs"] == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", ["get_weather", "get_time"]), ({"type": "function", "function": {"name": "get_time"}}, ["get_time"])]
+)
+async def test_a_call_that_must_come_is_a_structure(client_of, scripted, choice, names):
+    engine = scripted(CALL)
+    await whole(client_of, engine, {**BODY, "tool_choice": choice})
+    structure = json.dumps(engine.params.structured_outputs["structural_tag"])
+    assert [name for name in ("get_weather", "get_time") if f'\\"{name}\\"' in structure] == sorted(
+        names, key=["get_weather", "get_time"].index
+    )
+    # Reasoning may come before it.
+    assert "</think>" in structure
+    assert engine.renderer.kwargs["tools"] == [WEATHER, TIME]
+
+
+async def test_a_model_without_a_format_can_be_made_to_call(client_of, scripted):
+    engine = scripted('{"name": "get_time", "parameters": {}}', template="")
+    choice = await whole(client_of, engine, {**BODY, "tool_choice": "required"})
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_time", "arguments": "{}"}
+    error = (await ask(client_of, engine, BODY)).json()["error"]
+    assert error["param"] == "tools" and "--tool-call-parser" in error["message"]
+
+
+async def test_structured_content_comes_after_reasoning(client_of, scripted):
+    engine = scripted(f"{THOUGHT}{{}}")
+    body = {"messages": BODY["messages"], "response_format": {"type": "json_object"}}
+    assert (await whole(client_of, engine, body))["message"]["content"] == "{}"
+    assert engine.params.structured_outputs["structural_tag"]["format"]["type"] == "or"
+    assert not (engine.params.extra_args or {}).get("response_format")
+    # What cannot be stated so stays, and all of the answer is content.
+    message = (await whole(client_of, engine, {"messages": BODY["messages"], "structured_outputs": {"grammar": "start: /x/"}}))["message"]
+    assert message["content"] == engine.text
+    assert engine.params.structured_outputs == {"grammar": "start: /x/"}
+
+
+async def test_marks_that_are_special_tokens_are_kept(client_of, scripted):
+    engine = scripted('[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}', template="[TOOL_CALLS][ARGS]")
+    [call] = (await whole(client_of, engine))["message"]["tool_calls"]
+    assert engine.params.skip_special_tokens is False
+    assert len(call["id"]) == 9
+    await whole(client_of, engine, {"messages": BODY["messages"]})
+    assert engine.params.skip_special_tokens is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [WEATHER, {"type": "retrieval"}]}, "tools", "tools[1]: its type"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
+        ({"tools": [WEATHER, {"type": "function"}]}, "tools", 'tools[1] must have a "function"'),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools", "tools[0].function.parameters"),
+        ({"tools": [WEATHER] * 600}, "tools", "600 tools"),
+        ({"tool_choice": "any"}, "tool_choice", "one of none, auto, required"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", '"name"'),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x', which is not among the tools"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "both say"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "only with tools"),
+    ],
+)
+async def test_bad_tools_are_refused_with_what_is_wrong(client_of, scripted, fields, param, words):
+    response = await ask(client_of, scripted("x"), {**BODY, **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert words in error["message"]
+
+
+async def test_the_operator_chooses_parsers(client_of, scripted):
+    engine = scripted(f"{THOUGHT}{CALL}")
+    body = {"messages": BODY["messages"]}
+    assert (await whole(client_of, engine, body, reasoning_parser="none"))["message"]["content"] == engine.text
+    engine = scripted("[get_time()]")
+    assert (await whole(client_of, engine, tool_call_parser="pythonic"))["finish_reason"] == "tool_calls"
+    assert (await ask(client_of, engine, BODY, tool_call_parser="none")).status_code == 400
+    with pytest.raises(ConfigError, match=r"no answer parser 'hermse' is registered.*hermes"):
+        create_app(engine, ServerOptions(tool_call_parser="hermse"))
+    with pytest.raises(ConfigError, match=r"'think' finds no tool calls\. Those that do: harmony, hermes"):
+        create_app(engine, ServerOptions(tool_call_parser="think"))
