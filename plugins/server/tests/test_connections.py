@@ -14,8 +14,8 @@ import httpx
 import pytest
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.cli import bind
 from toolkit_lm_server.connections import HttpServer
+from toolkit_lm_server.listening import bind
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 

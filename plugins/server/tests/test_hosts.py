@@ -7,8 +7,8 @@ import socket
 import httpx
 import pytest
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.cli import bind
 from toolkit_lm_server.hosts import HostCheck, host_names
+from toolkit_lm_server.listening import bind
 from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio

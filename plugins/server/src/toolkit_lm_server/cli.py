@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import signal
-import socket
 from collections.abc import Callable
 from concurrent.futures import wait
 from typing import TYPE_CHECKING
@@ -15,6 +13,7 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli import engine_command
 
+from toolkit_lm_server.listening import listen, tls_context
 from toolkit_lm_server.log import ACCESS, configure
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
@@ -95,7 +94,9 @@ def _run(
     """Serves what is made meanwhile, until a signal ends it."""
     open_closed_streams()
     configure(options)
-    with bind(options.host, options.port) as listener:
+    # What is wrong with them is said before the engine starts.
+    context = tls_context(options)
+    with listen(options) as listener:
         set_title(f"toolkit-lm serve {metrics.model_name}")
         # Until the lifecycle handles it: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -104,29 +105,8 @@ def _run(
         try:
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, page, start_timeout)
+            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, page, start_timeout, context)
             with logging_in_threads("", ACCESS):
                 asyncio.run(lifecycle.run())
         finally:
             wait([close(making)], CLOSING)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address. Raises ConfigError when it cannot be had."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # asyncio turns Nagle's algorithm off for sockets that name their protocol, and for no others.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    except OSError as error:
-        raise ConfigError(f"option 'host': {host!r} is not an address to listen on: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        # Two servers can bind the same address; only one can listen on it.
-        listener.listen()
-        return listener
-    except OSError as error:
-        listener.close()
-        in_use = error.errno == errno.EADDRINUSE
-        hint = " Is another server running there? --port 0 takes a free port." if in_use else ""
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}.{hint}") from error

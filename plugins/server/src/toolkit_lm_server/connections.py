@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import ssl
 import time
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import h11
 import uvicorn
@@ -15,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError
+from toolkit_lm_server.listening import UNIX
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.request_log import POLLS, log_answer, log_request
 from toolkit_lm_server.threads import CLOSING
@@ -43,8 +47,9 @@ class _Stage(NamedTuple):
 class HttpServer(uvicorn.Server):
     """Serves an app over connections with bounds."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
-        self.bounded = Connections(options)
+    def __init__(self, app: ASGIApp, options: ServerOptions, context: ssl.SSLContext | None = None) -> None:
+        """`context`: what secures connections; None: nothing does."""
+        self.bounded = Connections(options, context)
         super().__init__(_settings(app, options, self.bounded))
 
     @contextmanager
@@ -68,7 +73,8 @@ class HttpServer(uvicorn.Server):
 class Connections:
     """All connections of a server. Beyond the maximum, a new one takes the place of the one that has been idle for longest."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, context: ssl.SSLContext | None = None) -> None:
+        self._context = context
         self._most = options.num_connections
         # Few files are left to a server that may have few connections.
         self._spare = min(_SPARE, max(1, self._most // 4))
@@ -76,13 +82,18 @@ class Connections:
         self.least_read = _SLOWEST * options.write_timeout
         """Bytes of its answer that a client must read within write_timeout."""
         self._max_header_bytes = options.max_header_bytes
-        self._stages: dict[Connection, tuple[_Stage, float]] = {}
+        self._stages: dict[AnyConnection, tuple[_Stage, float]] = {}
         """Of each connection, since when."""
-        self._idle: dict[Connection, None] = {}
+        self._idle: dict[AnyConnection, None] = {}
         """Those without a request, the longest idle first."""
-        self.protocol = type("Connection", (Connection,), {"pool": self})
+        self._kind = type("Connection", (Connection,), {"pool": self})
 
-    def opened(self, one: Connection) -> None:
+    def protocol(self, **options: Any) -> asyncio.BaseProtocol:
+        """That of a new connection."""
+        one = self._kind(**options)
+        return one if self._context is None else Handshake(one, self._context, self._seconds["head"])
+
+    def opened(self, one: AnyConnection) -> None:
         """Takes a connection in, at the cost of another one where there are too many."""
         self._stages[one] = one.stage(), time.monotonic()
         self._idle[one] = None
@@ -92,12 +103,12 @@ class Connections:
         if longest is not one or len(self._stages) > self._most + self._spare:
             longest.abort()
 
-    def closed(self, one: Connection) -> None:
+    def closed(self, one: AnyConnection) -> None:
         """Forgets a connection."""
         self._stages.pop(one, None)
         self._idle.pop(one, None)
 
-    def seen(self, one: Connection) -> None:
+    def seen(self, one: AnyConnection) -> None:
         """Takes note of whether a connection has a request."""
         if one not in self._stages:
             return
@@ -148,6 +159,8 @@ class Connection(H11Protocol):
     """One of them. `Connections` makes the subclass to use."""
 
     pool: Connections
+    handshake: Handshake | None = None
+    """What secures it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -157,7 +170,8 @@ class Connection(H11Protocol):
     @property
     def num_unsent(self) -> int:
         """Bytes that the client has not taken yet."""
-        return self.transport.get_write_buffer_size()
+        below = 0 if self.handshake is None else self.handshake.below.get_write_buffer_size()
+        return self.transport.get_write_buffer_size() + below
 
     @property
     def is_idle(self) -> bool:
@@ -178,6 +192,10 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if transport.get_extra_info("socket").family == socket.AF_UNIX:
+            self.client = (UNIX, 0)
+        if self.handshake is not None:
+            self.pool.closed(self.handshake)
         self.pool.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -234,6 +252,45 @@ class Connection(H11Protocol):
             await self._served(scope, receive, send)
 
 
+class Handshake(SSLProtocol):
+    """A connection whose TLS handshake is under way. After that, what its Connection reads and writes goes through it."""
+
+    below: asyncio.Transport
+    num_unsent = 0
+    is_idle = True
+
+    def __init__(self, inner: Connection, context: ssl.SSLContext, seconds: int) -> None:
+        """`seconds`: those that it may take."""
+        loop, end = asyncio.get_running_loop(), CLOSING
+        super().__init__(loop, inner, context, cast(Any, None), server_side=True, ssl_handshake_timeout=seconds, ssl_shutdown_timeout=end)
+        self._inner = inner
+        inner.handshake = self
+
+    def stage(self) -> _Stage:
+        return _Stage("head", None)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.below = transport
+        super().connection_made(transport)
+        self._inner.pool.opened(self)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._inner.pool.closed(self)
+        super().connection_lost(exc)
+
+    def expire(self, wait: Wait) -> None:
+        """Ends the connection because its client takes too long."""
+        self.abort()
+
+    def abort(self) -> None:
+        """Ends the connection at once. Its place is free at once, too."""
+        self._inner.pool.closed(self)
+        self.below.abort()
+
+
+AnyConnection = Connection | Handshake
+
+
 def _large_head() -> ApiError:
     return ApiError(431, f"The request's headers are more than {_MOST_HEADERS}, or larger than max_header_size.", code="headers_too_large")
 
@@ -241,7 +298,7 @@ def _large_head() -> ApiError:
 def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=connections.protocol,
+        http=cast(Any, connections.protocol),
         # They would leave the bounds.
         ws="none",
         # The lifecycle enters the app's.
@@ -250,6 +307,7 @@ def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) ->
         log_config=None,
         access_log=False,
         root_path=options.root_path,
+        forwarded_allow_ips=_proxies(options),
         timeout_keep_alive=options.keep_alive_timeout,
         timeout_graceful_shutdown=CLOSING,
         h11_max_incomplete_event_size=options.max_header_bytes,
@@ -257,3 +315,9 @@ def _settings(app: ASGIApp, options: ServerOptions, connections: Connections) ->
         # then all of them so many times over.
         backlog=1,
     )
+
+
+def _proxies(options: ServerOptions) -> str:
+    """Whose X-Forwarded-For is believed: a program's of this machine."""
+    given = os.environ.get("FORWARDED_ALLOW_IPS", "127.0.0.1")
+    return given if options.uds is None or given == "*" else f"{given},{UNIX}"

@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit_lm_server.errors import ApiError, printable
+from toolkit_lm_server.listening import is_unix
 from toolkit_lm_server.options import ServerOptions
 
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
@@ -19,6 +20,9 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 
 def host_names(options: ServerOptions, listener: socket.socket) -> frozenset[str] | None:
     """The hosts that requests may name. None: any."""
+    if is_unix(listener):
+        # No browser's.
+        return frozenset(name.lower() for name in (*_LOCAL, *options.allowed_hosts)) if options.allowed_hosts else None
     address = listener.getsockname()[0]
     is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     if not options.allowed_hosts and (options.needs_key or not is_local):

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,7 @@ from toolkit_lm_server.app import create_early_app
 from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
+from toolkit_lm_server.listening import UNIX, url_of
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.report import Throughput, report_start
@@ -90,7 +92,7 @@ class KnownClient:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
-        if client is not None and not _ADDRESS.fullmatch(client[0]):
+        if client is not None and client[0] != UNIX and not _ADDRESS.fullmatch(client[0]):
             scope["client"] = None
         await self._app(scope, receive, send)
 
@@ -122,11 +124,13 @@ class Lifecycle:
         threads: SharedThreads | None = None,
         page: Page | None = None,
         start_timeout: float = 0.0,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         """`threads`: for the work of requests that may not hold up the event loop.
 
-        `start_timeout`: seconds that requests wait for the engine which starts.
+        `start_timeout`: seconds that requests wait for the engine which starts. `context`: what secures connections.
         """
+        self._url = url_of(listener, secure=context is not None)
         self._threads = threads
         self._making: Future[Any] = making
         self._make_app: MakeApp[Any] = make_app
@@ -137,7 +141,7 @@ class Lifecycle:
         self._gate = StartGate(create_early_app(options, metrics, self._readiness, page), options, start_timeout)
         self._in_flight = InFlight(self._gate)
         checked = HostCheck(self._in_flight, host_names(options, listener))
-        self._server = HttpServer(KnownClient(RequestLog(checked, metrics, all_requests=options.access_log)), options)
+        self._server = HttpServer(KnownClient(RequestLog(checked, metrics, all_requests=options.access_log)), options, context)
         self._page = page
         self._stopped = False
 
@@ -157,7 +161,7 @@ class Lifecycle:
             await self._serve(lifespan)
 
     async def _serve(self, lifespan: AsyncExitStack) -> None:
-        logger.info("Listening on %s while the engine starts", url_of(self._listener))
+        logger.info("Listening on %s while the engine starts", self._url)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         try:
             await self._attend(lifespan)
@@ -176,7 +180,7 @@ class Lifecycle:
             garbage, throughput = Garbage(), Throughput(self._metrics)
             sys.setswitchinterval(_SWITCH)
             self._gate.open()
-            print(f"Serving {engine.served_model_name} at {url_of(self._listener)}", flush=True)
+            print(f"Serving {engine.served_model_name} at {self._url}", flush=True)
             while engine.health().status != "dead":
                 self._check_stopped()
                 garbage.tend()
@@ -241,9 +245,3 @@ class Lifecycle:
             # At once: nothing else is waited for.
             os._exit(128 + number)
         self._stopped = True
-
-
-def url_of(listener: socket.socket) -> str:
-    """The address that a socket listens on, for people."""
-    host, port, *_ = listener.getsockname()
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
