@@ -102,9 +102,9 @@ async def engine(config: VllmConfig, plugins: Plugins, max_body_size: str) -> As
         await llm.wait_ready()
         app = create_app(llm, ServerOptions(max_body_size=max_body_size, routes=[]))
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://localhost", headers={"content-type": "application/json"}, timeout=None
-        ) as client:
+        headers = {"content-type": "application/json"}
+        # This transport knows no timeouts.
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=headers) as client:
             yield Target(client, "the engine")
     finally:
         llm.close()
