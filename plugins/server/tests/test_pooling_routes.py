@@ -208,7 +208,7 @@ BAD_INPUTS = [
     ([[1], [2.5]], "input[1] must be a list of token ids"),
     ([["a"]], "input[0] must be a list of token ids"),
     ([None], "input[0] is of another kind"),
-    (None, "input must be a text or a list"),
+    (None, "You must provide the parameter 'input'"),
     ({"text": "a"}, "input must be a text or a list"),
     ("a\ud800", "lone surrogate"),
     ([[5, 260]], "token id 260 is not in the vocabulary"),
@@ -250,6 +250,50 @@ async def test_bad_fields(ask, fields, param, message):
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (400, param)
     assert message in error["message"] and "input[" not in error["message"]
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}bot{% endif %}"
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_a_conversation(engine_of, client_of, path):
+    """It is rendered as it is, and pooled as the text that comes of it."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    async with client_of(create_app(engine_of("embedder", chat_template=TEMPLATE))) as client:
+
+        async def ask(**fields):
+            reply = (await client.post(path, json={"task": "embed", **fields})).json()
+            return reply["data"][0].get("embedding", reply["data"][0].get("data")), reply["usage"]["prompt_tokens"]
+
+        for options, text in (({}, "hi;yo;"), ({"add_generation_prompt": True}, "hi;yo;bot")):
+            (found, count), (expected, length) = await ask(messages=messages, **options), await ask(input=text)
+            assert count == length and np.allclose(found, expected, atol=1e-5)
+        both = await client.post(path, json={"messages": messages, "input": "a", "task": "embed"})
+        assert (both.status_code, both.json()["error"]["param"]) == (400, "input")
+        neither = (await client.post(path, json={"task": "embed"})).json()["error"]
+        assert (neither["param"], neither["code"]) == ("input", "missing_required_parameter")
+        wrong = await client.post(path, json={"input": "a", "add_special_tokens": False, "task": "embed"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "add_special_tokens")
+
+
+@pytest.mark.parametrize("order", ["native", "little", "big"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+async def test_the_type_of_numbers_in_base64(ask, dtype, order):
+    whole = (await ask("embedder", "/v1/embeddings", input="hi")).json()["data"][0]["embedding"]
+    fields = {"encoding_format": "base64", "embed_dtype": dtype, "endianness": order}
+    data = base64.b64decode((await ask("embedder", "/v1/embeddings", input="hi", **fields)).json()["data"][0]["embedding"])
+    assert len(data) == len(whole) * (4 if dtype == "float32" else 2)
+    kind = {"float32": "f4", "float16": "f2", "bfloat16": "i2"}[dtype]
+    values = np.frombuffer(data, (">" if order == "big" else "<") + kind).astype(kind)
+    found = torch.from_numpy(values).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(values)
+    assert torch.equal(found, torch.tensor(whole).to(getattr(torch, dtype)))
+
+
+async def test_token_ids_of_another_tokenizer(ask):
+    """Those within the vocabulary cannot be told from the model's own."""
+    error = (await ask("embedder", "/v1/embeddings", input=[[5, 6], [100_000, 7]])).json()["error"]
+    assert error["param"] == "input" and "input[1]: token id 100000 is not in the vocabulary" in error["message"]
+    assert "check_embedding_ctx_length=False" in error["message"]
 
 
 @pytest.mark.parametrize("field", ["input", "model", "prompt_name", "encoding_format", "task", "cache_salt", "dimensions", "\ud800"])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from itertools import starmap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from toolkit_lm.config.tasks import POOLING_TASKS
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.prompts import TokensPrompt
 
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import encoded, head, pool, quantized, usage
 from toolkit_lm_server.pooling_protocol import (
@@ -19,17 +23,25 @@ from toolkit_lm_server.pooling_protocol import (
     ClassifyBody,
     CohereEmbedBody,
     EmbeddingBody,
+    InputBody,
+    Inputs,
     encodings,
     read_inputs,
     read_texts,
 )
 from toolkit_lm_server.protocol import check_model
+from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
 
 _PROMPT_NAMES = {"search_query": "query", "search_document": "document", "classification": "classification", "clustering": "clustering"}
 """Cohere's input types, by the names that sentence-transformers' checkpoints give their prompts."""
+
+_OTHER_TOKENIZER = (
+    " They are another tokenizer's: some clients tokenize texts themselves (LangChain's OpenAIEmbeddings, unless it is given "
+    "check_embedding_ctx_length=False). Send texts."
+)
 
 
 class Embeddings:
@@ -44,10 +56,7 @@ class Embeddings:
         outputs = await self._pool(body, request, body.params())
 
         def make() -> dict[str, Any]:
-            data = (
-                {"object": "embedding", "index": index, "embedding": encoded(output.outputs.data, body.encoding_format)}
-                for index, output in enumerate(outputs)
-            )
+            data = ({"object": "embedding", "index": index, "embedding": _encoded(output, body)} for index, output in enumerate(outputs))
             return {**head(self._engine, "embd"), "data": data, "usage": usage(outputs)}
 
         return await answer(make)
@@ -66,7 +75,7 @@ class Embeddings:
 
         def one(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
             shape = {"shape": output.outputs.data.shape} if body.encoding_format == "base64" and output.outputs.data is not None else {}
-            return {"object": "pooling", "index": index, "data": encoded(output.outputs.data, body.encoding_format), **shape}
+            return {"object": "pooling", "index": index, "data": _encoded(output, body), **shape}
 
         def make() -> dict[str, Any]:
             return {**head(self._engine, "pool"), "data": starmap(one, enumerate(outputs)), "usage": usage(outputs)}
@@ -133,16 +142,37 @@ class Embeddings:
         start = head(self._engine, "embd")
         return {"id": start["id"], "response_type": "embeddings_by_type", "embeddings": embeddings, "texts": texts, "meta": meta}
 
-    async def _pool(self, body: EmbeddingBody | ClassifyBody, request: Request, params: PoolingParams) -> list[PoolingRequestOutput]:
+    async def _pool(self, body: InputBody, request: Request, params: PoolingParams) -> list[PoolingRequestOutput]:
         check_model(self._engine, body.model)
-        prompts, names = read_inputs(body.input, self._options.max_inputs)
-        return await pool(
-            self._engine,
-            body,
-            request,
-            prompts,
-            params,
-            names=names,
-            prompt_name=body.prompt_name,
-            truncate_prompt_tokens=body.truncate_prompt_tokens,
-        )
+        body.check_input()
+        if body.messages is not None:
+            prompts, names = Inputs([await self._rendered(body.messages, body.render_options(), request)], ["messages"])
+        else:
+            prompts, names = read_inputs(body.input, self._options.max_inputs)
+        try:
+            return await pool(
+                self._engine,
+                body,
+                request,
+                prompts,
+                params,
+                names=names,
+                prompt_name=body.prompt_name,
+                truncate_prompt_tokens=body.truncate_prompt_tokens,
+            )
+        except RequestError as error:
+            if "is not in the vocabulary" in str(error) and body.messages is None:
+                raise RequestError(f"{error}{_OTHER_TOKENIZER}", "input") from None
+            raise
+
+    async def _rendered(self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request) -> TokensPrompt:
+        """A conversation in tokens."""
+        with cast(BudgetedLLM, self._engine).hold_rendering([(messages, options)], {"context": request_context(request)}):
+            rendered = await asyncio.to_thread(self._engine.renderer.render_conversation, messages, **options)
+        if rendered.features:
+            raise RequestError("images and other media are not supported by pooling tasks.", "messages")
+        return TokensPrompt(prompt_token_ids=rendered.token_ids)
+
+
+def _encoded(output: PoolingRequestOutput, body: EmbeddingBody) -> Any:
+    return encoded(output.outputs.data, body.encoding_format, body.embed_dtype, body.endianness)

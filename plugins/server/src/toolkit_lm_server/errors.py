@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from toolkit_lm.errors import ContextLengthError, EngineDeadError, QueueFullError, RequestError, ToolkitError
 
@@ -49,6 +49,17 @@ _MEANINGS = {
 }
 
 
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
+    """A body of fields that are not checked yet. Raises RequestValidationError, as where FastAPI reads a body."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_input=False)]) from None
+
+
 def described(*statuses: int, kind: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """The answers with these statuses, for the description of the API. `kind`: what an error looks like."""
     return {status: {"model": kind, "description": _MEANINGS[status]} for status in statuses}
@@ -78,6 +89,11 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
         return error
     message = told["message"].replace(told["param"], param)
     return ApiError(error.status, message, param=param, code=told["code"], headers=error.headers)
+
+
+def missing(field: str) -> ApiError:
+    """The error of a field that must be given."""
+    return ApiError(400, f"You must provide the parameter {field!r}.", param=field, code="missing_required_parameter")
 
 
 def printable(text: str, most: int = _NAME) -> str:
@@ -122,7 +138,7 @@ def _of_validation(problem: Mapping[str, Any]) -> ApiError:
         case "unknown":
             return ApiError(400, problem["msg"], param=field or problem["ctx"]["param"])
         case "missing" if field is not None:
-            return ApiError(400, f"You must provide the parameter {field!r}.", param=field, code="missing_required_parameter")
+            return missing(field)
         case "unsupported":
             return ApiError(400, problem["msg"], param=problem["ctx"]["param"], code="unsupported_parameter")
         case _ if field is None:

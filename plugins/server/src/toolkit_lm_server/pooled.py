@@ -17,7 +17,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TextPair
 
 from toolkit_lm_server.errors import ApiError
-from toolkit_lm_server.pooling_protocol import CohereType, EncodingFormat
+from toolkit_lm_server.pooling_protocol import CohereType, EmbedDtype, EncodingFormat
 from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
 
@@ -75,12 +75,19 @@ def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def encoded(data: np.ndarray | None, form: EncodingFormat) -> Any:
-    """An array as nested lists, or as base64 of its float32 values (little-endian, C order)."""
+def encoded(data: np.ndarray | None, form: EncodingFormat, dtype: EmbedDtype = "float32", order: str = "little") -> Any:
+    """An array as nested lists, or as base64 of its values in C order, of this type and byte order."""
     assert data is not None, "`pool` gives results with data"
     if form == "float":
         return data.tolist()
-    return base64.b64encode(data.astype("<f4", copy=False).tobytes()).decode()
+    values = _bfloat16(data) if dtype == "bfloat16" else data.astype(dtype, copy=False)
+    return base64.b64encode(values.astype(values.dtype.newbyteorder(">" if order == "big" else "<"), copy=False).tobytes()).decode()
+
+
+def _bfloat16(data: np.ndarray) -> np.ndarray:
+    """The upper halves of float32 values, rounded to the nearest, of two the even one."""
+    bits = data.astype(np.float32, copy=False).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def quantized(data: np.ndarray | None, form: CohereType) -> Any:

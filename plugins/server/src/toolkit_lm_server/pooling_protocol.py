@@ -12,9 +12,11 @@ from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import POOLING_PARAMS, PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
 
-from toolkit_lm_server.protocol import EngineBody, Items, examples
+from toolkit_lm_server.errors import missing
+from toolkit_lm_server.protocol import EngineBody, Items, RenderBody, examples
 
 EncodingFormat = Literal["float", "base64"]
+EmbedDtype = Literal["float32", "float16", "bfloat16"]
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
 """Checked by `read_inputs`, which names what is wrong."""
@@ -36,29 +38,50 @@ class PoolingBody(EngineBody):
     """Longer inputs are cut; -1: to what the model takes. None: they are an error."""
 
 
-class EmbeddingBody(PoolingBody):
+class InputBody(PoolingBody, RenderBody):
+    """Inputs, or one conversation in their place, which is rendered as it is: without a generation prompt."""
+
+    input: AnyInput | None = None
+    messages: Items[dict[str, Any]] | None = None
+    prompt_name: str | None = None
+
+    def check_input(self) -> None:
+        """Raises ApiError, RequestError unless there is the one or the other."""
+        if self.messages is None:
+            if self.input is None:
+                raise missing("input")
+            if self.add_special_tokens is False:
+                raise RequestError("add_special_tokens false is supported for messages only.", "add_special_tokens")
+        elif self.input is not None:
+            raise RequestError("Give either 'input' or 'messages'.", "input")
+
+    def render_options(self) -> dict[str, Any]:
+        return {"add_generation_prompt": False, **super().render_options()}
+
+
+class EmbeddingBody(InputBody):
     """POST /v1/embeddings."""
 
-    model_config = examples({"input": "Once upon a time"})
+    model_config = examples({"input": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
 
-    input: AnyInput
     encoding_format: EncodingFormat = "float"
+    embed_dtype: EmbedDtype = "float32"
+    """Of numbers in base64."""
+    endianness: Literal["native", "little", "big"] = "native"
+    """Byte order of numbers in base64. native: little."""
     dimensions: int | None = None
     normalize: bool | None = None
-    prompt_name: str | None = None
 
     def params(self) -> PoolingParams:
         return PoolingParams(task="embed", dimensions=self.dimensions, normalize=self.normalize)
 
 
-class ClassifyBody(PoolingBody):
+class ClassifyBody(InputBody):
     """POST /classify."""
 
     model_config = examples({"input": "Once upon a time"})
 
-    input: AnyInput
     use_activation: bool | None = None
-    prompt_name: str | None = None
 
     def params(self) -> PoolingParams:
         return PoolingParams(task="classify", use_activation=self.use_activation)
