@@ -96,6 +96,10 @@ def _run(
     configure(options)
     # What is wrong with them is said before the engine starts.
     context = tls_context(options)
+    if options.middleware:
+        from toolkit_lm_server.around import load_middleware
+
+        load_middleware(options.middleware)
     with listen(options) as listener:
         set_title(f"toolkit-lm serve {metrics.model_name}")
         # Until the lifecycle handles it: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.

@@ -23,6 +23,7 @@ from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.frontend.health import Health
 
 from toolkit_lm_server.app import create_early_app
+from toolkit_lm_server.around import wrapped
 from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
@@ -139,7 +140,7 @@ class Lifecycle:
         self._listener = listener
         self._readiness = Readiness(_NoEngine())
         self._gate = StartGate(create_early_app(options, metrics, self._readiness, page), options, start_timeout)
-        self._in_flight = InFlight(self._gate)
+        self._in_flight = InFlight(wrapped(self._gate, options))
         checked = HostCheck(self._in_flight, host_names(options, listener))
         self._server = HttpServer(KnownClient(RequestLog(checked, metrics, all_requests=options.access_log)), options, context)
         self._page = page

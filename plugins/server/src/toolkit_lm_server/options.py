@@ -59,6 +59,18 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     strict_fields: Annotated[bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")] = False
     allow_request_chat_template: Annotated[bool, option("Take chat templates of requests. They are rendered in a sandbox.")] = False
+    allowed_origins: Annotated[
+        list[str], option("Origins whose pages may use the server from a browser (CORS), such as 'https://chat.example'. '*': any page.")
+    ] = field(default_factory=list)
+    allowed_methods: Annotated[list[str], option("Methods that these pages may use. '*': all.")] = field(default_factory=lambda: ["*"])
+    allowed_headers: Annotated[list[str], option("Headers that these pages may send. '*': all.")] = field(default_factory=lambda: ["*"])
+    allow_credentials: Annotated[bool, option("Let these pages send cookies and certificates of their users.")] = False
+    middleware: Annotated[
+        list[str],
+        option(
+            "ASGI middleware around the app, the first outermost: module:Class, or a function (request, call_next). It is trusted code."
+        ),
+    ] = field(default_factory=list)
     max_body_size: Annotated[str, option("Maximum size of a request body ('16MiB').")] = "16MiB"
     max_request_cost: Annotated[
         str,
@@ -95,6 +107,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be a number of bytes, such as '16MiB', not {getattr(self, name)!r}.")
         if not re.fullmatch("0?[0-7]{3}", self.uds_mode):
             raise ConfigError(f"uds_mode must be three octal digits, such as '660', not {self.uds_mode!r}.")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("allow_credentials needs allowed_origins by name: with '*', any page could act for its reader.")
         if self.ssl_certfile is None and (self.ssl_keyfile is not None or self.ssl_ca_certs is not None):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile: there is no TLS without a certificate.")
         if self.max_connections is not None and self.max_connections > (most := _open_files() - _OTHER_FILES):
