@@ -1,0 +1,261 @@
+"""The pages of a real server, in a real browser: they load nothing from elsewhere, and nothing goes wrong in them."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
+import httpx
+import pytest
+from PIL import Image
+from toolkit_lm_tiny.drawings import draw
+
+pytest.importorskip("playwright", reason="playwright is not installed")
+from playwright.sync_api import Page, expect, sync_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+QUIET = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+"""What the browser itself would look for in the network."""
+KEY = "SECRET-123"
+PATIENCE = 60_000
+"""Milliseconds, on a machine that does other things too."""
+expect.set_options(timeout=PATIENCE)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_playwright() as playwright:
+        one = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS + QUIET)
+        yield one
+        one.close()
+
+
+@pytest.fixture(scope="module")
+def serve():
+    """serve(model, *flags): the address of `toolkit serve`."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> str:
+        command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "serve", *arguments, "--port", "0", "--device", "cpu"]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        processes.append(process := subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ))
+        found = next((at for line in process.stdout if (at := re.search(r"Serving \S+ at (\S+)", line))), None)
+        assert found, f"the server ended with exit code {process.wait()}"
+        return found[1]
+
+    yield start
+    for process in processes:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(serve) -> str:
+    return serve("tiny", "--num-kv-blocks", "400")
+
+
+@pytest.fixture
+def visit(browser) -> Iterator:
+    """visit(url): a page there. At the end, it has had no errors and has asked no other host."""
+    pages, wrong = [], []
+
+    def go(url: str, *, expected: str = "", **options: object) -> Page:
+        """`expected`: what the console may say is wrong."""
+        context = browser.new_context(**options)
+        context.set_default_timeout(PATIENCE)
+        page = context.new_page()
+        pages.append(page)
+        host = "/".join(url.split("/")[:3])
+        page.on("request", lambda request: request.url.startswith((f"{host}/", "data:", "blob:")) or wrong.append(request.url))
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+
+        def said(message) -> None:
+            if message.type in ("error", "warning") and not (expected and expected in message.text):
+                wrong.append(message.text)
+
+        page.on("console", said)
+        page.goto(url)
+        return page
+
+    yield go
+    for page in pages:
+        page.context.close()
+    assert not wrong
+
+
+def ask(page: Page, text: str) -> str:
+    """The answer to a message."""
+    count = page.locator(".message.assistant").count()
+    page.fill("#input", text)
+    page.press("#input", "Enter")
+    answer = page.locator(".message.assistant").nth(count)
+    expect(answer.get_by_role("button", name="Retry")).to_be_visible(timeout=PATIENCE)
+    return answer.locator(".text").inner_text()
+
+
+def number(text: str) -> float:
+    return float(re.sub(r"[^\d.]", "", text) or 0)
+
+
+def set_field(page: Page, name: str, value: str) -> None:
+    if page.locator("#settings").is_hidden():
+        page.click("#settings-toggle")
+    page.fill(f'#settings [data-name="{name}"]', value)
+
+
+def test_a_chat_and_what_the_engine_does(visit, tiny):
+    page = visit(f"{tiny}/")
+    expect(page.locator("#model-name")).to_have_text("tiny")
+    expect(page.locator("#status-dot")).to_have_class("dot ready")
+    expect(page.locator("#attach")).to_be_hidden()
+    set_field(page, "temperature", "0")
+    assert ask(page, "What is the capital of France?") == "The capital of France is Paris."
+    # The conversation goes along.
+    assert "Rome" in ask(page, "And of Italy?")
+    # What the engine has done is there to see.
+    expect(page.locator("#tile-generated")).not_to_have_text("0")
+    expect(page.locator("#request-counts")).to_contain_text("2 finished")
+    expect(page.locator("#latency-first_token")).to_contain_text("mean of 2")
+    expect(page.locator("#kv-note")).to_contain_text("room for 6,400 tokens")
+    assert number(page.locator("#kv-legend").inner_text().split("cached")[1].split("empty")[0]) >= 1
+    expect(page.locator("#plugins li.ok", has_text="tiny")).to_be_visible()
+    expect(page.locator("#log")).to_contain_text("Ready")
+    for name in ("rate", "kv", "steps", "histogram-first_token"):
+        drawn = page.evaluate("id => document.getElementById(id).getContext('2d').getImageData(0, 0, 300, 60).data.some(Boolean)", name)
+        assert drawn, name
+
+
+def test_the_view_moves_with_other_clients(visit, tiny):
+    page, seen = visit(f"{tiny}/"), threading.Event()
+    expect(page.locator("#requests .none")).to_be_visible(timeout=PATIENCE)
+
+    def write() -> None:
+        body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "n": 2}
+        while not seen.is_set():
+            httpx.post(f"{tiny}/v1/completions", json=body, timeout=60).raise_for_status()
+
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(write)
+        try:
+            expect(page.locator("#requests .state.running").first).to_be_visible(timeout=PATIENCE)
+            expect(page.locator("#tile-running")).to_have_text("2")
+            expect(page.locator("#tile-output")).not_to_have_text("0")
+        finally:
+            seen.set()
+        writing.result()
+    expect(page.locator("#tile-running")).to_have_text("0")
+    expect(page.locator("#requests .none")).to_be_visible(timeout=PATIENCE)
+    expect(page.locator("#tile-generated")).not_to_have_text("0")
+
+
+def test_an_answer_can_be_stopped_and_asked_anew(visit, tiny):
+    page = visit(f"{tiny}/")
+    page.click("#mode-text")
+    set_field(page, "max_tokens", "450")
+    page.fill("#input", "Once upon a time")
+    page.press("#input", "Enter")
+    answer = page.locator(".message.assistant")
+    expect(answer.locator(".given")).to_have_text("Once upon a time")
+    page.click("#send")
+    expect(page.locator("#send")).to_have_text("Send")
+    expect(answer.get_by_role("button", name="Retry")).to_be_visible()
+    answer.get_by_role("button", name="Retry").click()
+    expect(page.locator(".message.assistant")).to_have_count(1)
+    page.click("#new-chat")
+    expect(page.locator(".empty h1")).to_be_visible()
+
+
+def test_an_error_is_shown(visit, tiny):
+    page = visit(f"{tiny}/", expected="400")
+    set_field(page, "top_k", "-7")
+    page.fill("#input", "Hello")
+    page.press("#input", "Enter")
+    expect(page.locator(".message .error")).to_contain_text("top_k")
+    set_field(page, "top_k", "")
+    assert ask(page, "Hello")
+
+
+def test_text_of_a_model_stays_text(visit, tiny):
+    page = visit(f"{tiny}/")
+    markup = '<img src=x onerror="window.bad = 1"><script>window.bad = 2</script> **strong** `<b>`\n\n```\n<i>code</i>\n```\n- one\n- two'
+    chunk = {"choices": [{"index": 0, "delta": {"content": markup}, "finish_reason": "stop"}]}
+    body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body))
+    shown = ask(page, markup)
+    assert '<img src=x onerror="window.bad = 1">' in shown and "<i>code</i>" in shown
+    text = page.locator(".message.assistant .text")
+    assert text.locator("img, script, b, i").count() == 0
+    assert [text.locator(tag).count() for tag in ("strong", "pre", "li")] == [1, 1, 2]
+    assert page.evaluate("window.bad") is None
+
+
+def test_a_picture(visit, serve):
+    page = visit(f"{serve('tiny-vision')}/")
+    expect(page.locator("#attach")).to_be_visible()
+    file = io.BytesIO()
+    Image.fromarray(draw(Random(2), held_out=True).pixels()).save(file, "PNG")
+    page.set_input_files("#file", {"name": "shapes.png", "mimeType": "image/png", "buffer": file.getvalue()})
+    expect(page.locator("#attached img")).to_have_attribute("src", f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    set_field(page, "temperature", "0")
+    assert ask(page, "What is in this picture?") == "One red triangle and one blue star."
+    expect(page.locator(".message.user .pictures img")).to_be_visible()
+    expect(page.locator("#attached")).to_be_hidden()
+
+
+def test_a_server_with_a_key(visit, serve):
+    url = serve("tiny", "--api-key", KEY)
+    page = visit(f"{url}/", expected="401")
+    expect(page.locator("#key-dialog")).to_be_visible()
+    page.fill("#key", "wrong")
+    page.press("#key", "Enter")
+    expect(page.locator("#key-error")).to_be_visible()
+    page.fill("#key", KEY)
+    page.press("#key", "Enter")
+    expect(page.locator("#status-dot")).to_have_class("dot ready")
+    expect(page.locator("#docs-link")).to_be_hidden()
+    assert ask(page, "What is the capital of France?")
+    assert page.evaluate("[sessionStorage.length, Object.keys(localStorage), document.cookie]") == [1, [], ""]
+    assert KEY not in page.content()
+    page.reload()
+    expect(page.locator("#status-dot")).to_have_class("dot ready")
+
+
+@pytest.mark.parametrize("size", [(1400, 900), (390, 800)])
+def test_it_fits_the_window(visit, tiny, size):
+    width, height = size
+    page = visit(f"{tiny}/", viewport={"width": width, "height": height}, color_scheme="dark")
+    expect(page.locator("#model-name")).to_have_text("tiny")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    if width < 1000:
+        expect(page.locator("#engine")).to_be_hidden()
+        page.get_by_role("button", name="Engine").click()
+        expect(page.locator("#chat")).to_be_hidden()
+    expect(page.locator("#engine")).to_be_visible()
+    expect(page.locator("#tile-running")).not_to_have_text("–")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth && document.documentElement.scrollHeight <= innerHeight")
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+def test_the_description_of_the_api(visit, tiny):
+    page = visit(f"{tiny}/docs")
+    chat = page.locator("[id='post-/v1/chat/completions']")
+    expect(chat.locator(".fields").first).to_contain_text("messages")
+    chat.get_by_text("Try it").click()
+    chat.get_by_role("button", name="Send").click()
+    expect(chat.locator(".trial pre")).to_contain_text("chat.completion")
+    page.fill("#filter", "tokenize")
+    expect(page.locator("#operations section")).to_have_count(2)
