@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
+import subprocess
+import sys
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -323,6 +327,21 @@ def test_what_cannot_be_done_is_said_before_anything_is_asked(toolkit, tmp_path,
         assert (done.code, why in done.err) == (code, True), done.err
     done = toolkit("run-batch", "--url", "http://127.0.0.1:1", "-i", requests, "-o", out)
     assert (done.code, "no answer from the server" in done.err) == (1, True)
+
+
+def test_an_interrupt_ends_it_while_there_may_be_more_to_read(url, tmp_path):
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from toolkit_lm_cli import main; main()"
+    out = tmp_path / "out.jsonl"
+    arguments = [sys.executable, "-c", code, "run-batch", "--url", url, "--api-key", "k", "-i", "-", "-o", out]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdin.write(f"{request('1')}\n{request('2')}\n")
+        process.stdin.flush()
+        while not out.exists() or out.read_text().count("\n") < 2:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+        assert process.stderr.read() == ""
 
 
 def test_an_engine_of_its_own_answers_as_a_server_would(toolkit, checkpoint, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 import time
@@ -102,7 +103,7 @@ async def _run(
 def _reading(name: str) -> Iterator[IO[bytes]]:
     _check_local(name, "input")
     if name == _STANDARD:
-        yield sys.stdin.buffer
+        yield _standard_input()
         return
     with _open(Path(name), "rb", "input") as file:
         yield file
@@ -122,6 +123,14 @@ def _writing(name: str, requests: str, *, resume: bool, overwrite: bool) -> Iter
         raise ConfigError(f"option 'output': {name!r} is there already: --resume goes on with it, --overwrite replaces it.")
     with _open(path, "r+b" if resume and path.exists() else "wb", "output") as file:
         yield file, Answered.of(file, name) if resume else Answered()
+
+
+def _standard_input() -> IO[bytes]:
+    """A reader of its own: when the process ends, a thread may wait in it for what does not come, and sys.stdin is closed."""
+    try:
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except io.UnsupportedOperation:
+        return sys.stdin.buffer
 
 
 def _open(path: Path, mode: str, which: str) -> IO[Any]:
