@@ -7,6 +7,8 @@ import importlib
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -125,6 +127,39 @@ def test_what_was_rendered_for_an_engine_that_died_is_rendered_for_the_next(fold
             drawn |= {int(one.request_id): one.outputs[0].token_ids for one in engine.step()}
         assert [drawn[i] for i in range(len(prompts))] == expected
         assert answers(llm, prompts) == expected
+
+
+def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monkeypatch):
+    """The engine dies between a prompt's rendering and its submission."""
+
+    async def run() -> list[list[int]]:
+        async with AsyncLLM(VllmConfig.make(model=folder, **OPTIONS, engine_process=True, restart_engine=1)) as llm:
+
+            async def one(prompt):
+                return [output async for output in llm.generate(prompt, PARAMS)][-1].outputs[0].token_ids
+
+            before = [await one(prompt) for prompt in prompts[:2]]
+            prepare, render_again = llm.processor.prepare, llm.processor.render_again
+
+            def prepare_and_die(*args):
+                prepared = prepare(*args)
+                os.kill(llm.engine.client.process.pid, signal.SIGKILL)
+                while llm.num_restarts == 0:
+                    time.sleep(0.01)
+                return prepared
+
+            def watched(prepared):
+                threads.append(threading.current_thread().name)
+                return render_again(prepared)
+
+            monkeypatch.setattr(llm.processor, "prepare", prepare_and_die)
+            monkeypatch.setattr(llm.processor, "render_again", watched)
+            return [*before, await one(prompts[1])]
+
+    threads: list[str] = []
+    assert asyncio.run(run()) == [expected[0], expected[1], expected[1]]
+    assert len(threads) == 1
+    assert threads[0] != "toolkit_lm-engine"
 
 
 def test_an_engine_asks_for_what_it_lacks(folder, prompts, expected, carried):

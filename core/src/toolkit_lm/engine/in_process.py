@@ -16,9 +16,6 @@ from toolkit_lm.messages import EngineOutputs, EngineRequest
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 
-_FRONT = 0
-"""There is one."""
-
 
 class InProcessClient(EngineClient):
     """Calls EngineCore. It sets neither thread counts nor CPU affinity nor signal handlers of its host app."""
@@ -43,7 +40,7 @@ class InProcessClient(EngineClient):
         self.check_process()
         if any(one.features for one in requests):
             with self.features.sending(requests) as (requests, evicted):
-                missing = self._features.take_in(_FRONT, requests, evicted)
+                missing = self._features.take_in(0, requests, evicted)
                 assert not missing, "nothing comes between both sides"
         added = []
         try:
@@ -89,4 +86,4 @@ class InProcessClient(EngineClient):
 
     def shutdown(self) -> None:
         self.core.shutdown()
-        self._features.leave(_FRONT)
+        self._features.leave(0)

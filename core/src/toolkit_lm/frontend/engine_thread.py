@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -200,14 +199,21 @@ class EngineThread:
         else:
             self._listeners.update(dict.fromkeys(request_ids, listener))
 
-    def _submit(self, prepared: Sequence[PreparedRequest], listener: Listener) -> None:
+    def _submit(self, prepared: Sequence[PreparedRequest], listener: Listener, failure: BaseException | None = None) -> None:
         messages = [one.message for one in prepared]
         if any(self._listeners.get(message.request_id) is not listener for message in messages):
             return
-        if stale := [one for one in prepared if self.engine.client.features.lacks(one.message)]:
-            self._render_again(stale, listener, lambda: self._submit(prepared, listener))
-            return
         try:
+            if failure is not None:
+                raise failure
+            if stale := [one for one in prepared if self.engine.client.features.lacks(one.message)]:
+                # They were rendered for an engine before this one. It takes long: where the caller renders, not in this thread.
+                again = asyncio.to_thread(lambda: list(map(self.engine.processor.render_again, stale)))
+                done = asyncio.run_coroutine_threadsafe(again, listener.loop)
+                done.add_done_callback(
+                    lambda done: done.cancelled() or self.put(lambda: self._submit(prepared, listener, done.exception()))
+                )
+                return
             self.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
         except Exception as error:
@@ -216,21 +222,6 @@ class EngineThread:
         else:
             for request_id in listener.aborted:
                 self._abort(request_id)
-
-    def _render_again(self, prepared: Sequence[PreparedRequest], listener: Listener, then: Callable[[], None]) -> None:
-        """Requests that were rendered for an engine before this one. It takes long: where the caller renders, not in this thread."""
-
-        def render() -> None:
-            try:
-                for one in prepared:
-                    self.engine.processor.render_again(one)
-            except Exception as error:
-                self.put(partial(self._tell, [listener], error))
-            else:
-                self.put(then)
-
-        with suppress(RuntimeError):
-            listener.loop.call_soon_threadsafe(listener.loop.run_in_executor, None, render)
 
     def _abort(self, request_id: str) -> None:
         if listener := self._listeners.get(request_id):
