@@ -14,8 +14,10 @@ import pytest
 
 SOURCES = Path(__file__).parent / "plugins"
 SHIPPED = [
+    "anthropic",
     "bench",
     "cli",
+    "cohere",
     "core",
     "cpu",
     "decoder",
@@ -27,6 +29,7 @@ SHIPPED = [
     "llguidance",
     "loaders",
     "moe",
+    "ollama",
     "opentelemetry",
     "parsers",
     "pooling_adapters",
@@ -42,6 +45,7 @@ SHIPPED = [
     "tiny",
     "transformers",
     "vision",
+    "vllm_names",
     "whisper",
     "xformers",
 ]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
 
     from toolkit_lm_server.chat import Chat
+    from toolkit_lm_server.completions import Completions
     from toolkit_lm_server.options import ServerOptions
 
 HOOK = "toolkit_register_routes"
@@ -32,6 +33,7 @@ class OpenAIApi:
     """The server's own API, for routes that translate another to it."""
 
     chat: Chat
+    completions: Completions
     options: ServerOptions
 
 

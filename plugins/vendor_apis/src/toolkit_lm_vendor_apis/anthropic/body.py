@@ -1,0 +1,210 @@
+"""What clients send to /v1/messages, and what it is as a chat completion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from toolkit_lm.errors import RequestError
+from toolkit_lm_server.errors import printable
+from toolkit_lm_server.protocol import EngineBody, Items, examples
+
+from toolkit_lm_vendor_apis.images import image_part, url_part
+
+NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+"""What a chat completion's fields are called here."""
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+
+
+class PromptBody(EngineBody):
+    """POST /v1/messages/count_tokens, and what /v1/messages shares with it."""
+
+    model_config = examples(_EXAMPLE)
+
+    messages: Items[dict[str, Any]]
+    system: str | Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    cache_control: Any = None
+    """It has no effect: prefixes are cached without being told."""
+
+    meant = frozenset({"tools"})
+
+    @property
+    def thinks(self) -> bool:
+        """The answer is to tell its reasoning."""
+        return (self.thinking or {}).get("type", "disabled") != "disabled"
+
+    def chat(self) -> dict[str, Any]:
+        """The fields of a chat completion. Raises RequestError."""
+        messages = [] if self.system is None else [{"role": "system", "content": _texts(self.system, "system")}]
+        for index, message in enumerate(self.messages):
+            messages += _messages(message, f"messages[{index}]")
+        fields: dict[str, Any] = {"messages": messages}
+        for name in ("model", "priority", "timeout", "cache_salt"):
+            if (value := getattr(self, name)) is not None:
+                fields[name] = value
+        if messages and messages[-1]["role"] == "assistant" and messages[-1].get("content") and "tool_calls" not in messages[-1]:
+            fields |= {"continue_final_message": True, "add_generation_prompt": False}
+        if self.thinking is not None:
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinks}
+        if self.tools:
+            fields |= {"tools": [_tool(tool, f"tools[{index}]") for index, tool in enumerate(self.tools)], **self._tool_choice()}
+        return fields | self._output_config()
+
+    def _tool_choice(self) -> dict[str, Any]:
+        if self.tool_choice is None:
+            return {}
+        alone = {"parallel_tool_calls": False} if self.tool_choice.get("disable_parallel_tool_use") else {}
+        match self.tool_choice:
+            case {"type": "tool", "name": str(name)}:
+                return {"tool_choice": {"type": "function", "function": {"name": name}}, **alone}
+            case {"type": "auto" | "any" | "none" as kind}:
+                return {"tool_choice": _CHOICES[kind], **alone}
+        raise RequestError('tool_choice must be of type "auto", "any", "none", or "tool" with a name.', "tool_choice")
+
+    def _output_config(self) -> dict[str, Any]:
+        config, fields = self.output_config or {}, {}
+        match config.get("format"):
+            case None:
+                pass
+            case {"type": "json_schema", "schema": dict(schema)}:
+                fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+            case _:
+                raise RequestError('output_config.format must be {"type": "json_schema", "schema": ...}.', "output_config.format")
+        if config.get("effort") is not None:
+            fields["reasoning_effort"] = config["effort"]
+        return fields
+
+
+class MessagesBody(PromptBody):
+    """POST /v1/messages."""
+
+    model_config = examples({**_EXAMPLE, "max_tokens": 8}, {**_EXAMPLE, "max_tokens": 8, "stream": True})
+
+    max_tokens: int
+    stop_sequences: Items[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def chat(self) -> dict[str, Any]:
+        fields = super().chat() | {"max_completion_tokens": self.max_tokens}
+        for name, theirs in (("stop", "stop_sequences"), *((name, name) for name in ("stream", "temperature", "top_p", "top_k"))):
+            if (value := getattr(self, theirs)) is not None:
+                fields[name] = value
+        return fields
+
+
+def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """A message as those of a chat: each result of a tool is one of its own."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise RequestError(f"{where}: role must be a text.", "messages")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise RequestError(f"{where}: content must be a text or a list of blocks.", "messages")
+    places = [f"{where}.content[{index}]" for index in range(len(content))]
+    if role == "assistant":
+        return [_assistant(content, places)]
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for block, place in zip(content, places, strict=True):
+        if _kind(block, place) == "tool_result":
+            result = _result(block.get("content") or "", place)
+            results.append({"role": "tool", "tool_call_id": _str(block, "tool_use_id", place), "content": result})
+        else:
+            parts.append(_part(block, place))
+    return [*results, *([{"role": role, "content": _joined(parts)}] if parts or not results else [])]
+
+
+def _result(told: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(told, str):
+        return told
+    if not isinstance(told, list):
+        raise RequestError(f"{where}: content must be a text or a list of blocks.", "messages")
+    return _joined([_part(block, where) for block in told])
+
+
+def _assistant(content: list[Any], places: list[str]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": None}
+    texts, thoughts, calls = [], [], []
+    for block, where in zip(content, places, strict=True):
+        match _kind(block, where):
+            case "text":
+                texts.append(_str(block, "text", where))
+            case "thinking":
+                thoughts.append(_str(block, "thinking", where))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                arguments = msgspec.json.encode(block.get("input") or {}).decode()
+                function = {"name": _str(block, "name", where), "arguments": arguments}
+                calls.append({"id": _str(block, "id", where), "type": "function", "function": function})
+            case kind:
+                raise RequestError(f"{where}: an assistant's block of type {printable(repr(kind))} is not supported.", "messages")
+    if texts:
+        message["content"] = "".join(texts)
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _part(block: Any, where: str) -> dict[str, Any]:
+    """A block as a part of a chat's message."""
+    match _kind(block, where), block.get("source"):
+        case "text", _:
+            return {"type": "text", "text": _str(block, "text", where)}
+        case "image", {"type": "base64", "data": str(data)} as source:
+            return image_part(data, str(source.get("media_type") or "image/png"))
+        case "image", {"type": "url", "url": str(url)}:
+            return url_part(url)
+        case "document", {"type": "text", "data": str(text)}:
+            return {"type": "text", "text": text}
+        case kind, _:
+            raise RequestError(f"{where}: a block of type {printable(repr(kind))} with this source is not supported.", "messages")
+
+
+def _texts(given: str | list[dict[str, Any]], where: str) -> str:
+    if isinstance(given, str):
+        return given
+    return "\n".join(_str(block, "text", f"{where}[{index}]") for index, block in enumerate(given))
+
+
+def _joined(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Texts as one."""
+    return parts if any(part["type"] != "text" for part in parts) else "\n".join(part["text"] for part in parts)
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(f"{where}: this server runs no tools of type {printable(repr(tool['type']))}.", "tools")
+    function = {"name": _str(tool, "name", where), "parameters": tool.get("input_schema") or {"type": "object"}}
+    for name in ("description", "strict"):
+        if tool.get(name) is not None:
+            function[name] = tool[name]
+    return {"type": "function", "function": function}
+
+
+def _kind(block: Any, where: str) -> Any:
+    if not isinstance(block, dict):
+        raise RequestError(f"{where} must be an object with a type.", "messages")
+    return block.get("type")
+
+
+def _str(block: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(value := block.get(name), str):
+        raise RequestError(f"{where}: {name} must be a text.", where.partition("[")[0])
+    return value

@@ -1,0 +1,117 @@
+"""What /v1/messages answers: a message, or the events that tell how it comes about."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from toolkit_lm_server.chat import ChatAnswer
+from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.segments import Segment, Segments, Step
+
+from toolkit_lm_vendor_apis.anthropic.errors import error_body
+
+_DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"), "call": ("input_json_delta", "partial_json")}
+
+
+class Output:
+    """A message on its way."""
+
+    def __init__(self, answer: ChatAnswer, model: str, *, thinks: bool) -> None:
+        """`thinks`: reasoning is told."""
+        self._answer = answer
+        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
+        self._segments = Segments()
+        self._thinks = thinks
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises ApiError."""
+        async for _ in self._segments.read(self._answer, stream=False):
+            pass
+        content = [self._block(one) for one in self._segments.all if self._is_told(one)]
+        return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
+
+    async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """In the order of Anthropic's streams."""
+        begun = False
+        numbers: dict[int, int] = {}
+        try:
+            async with aclosing(self._segments.read(self._answer, stream=True)) as found:
+                async for steps in found:
+                    events = [event for step in steps if self._is_told(step.segment) for event in _events(step, numbers)]
+                    if events and not begun:
+                        begun = True
+                        events.insert(0, self._start())
+                    yield events
+            if not begun:
+                yield [self._start()]
+            yield [{"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, {"type": "message_stop"}]
+        except Exception as error:
+            yield [error_body(as_api_error(error))]
+
+    def _is_told(self, segment: Segment) -> bool:
+        return self._thinks or segment.kind != "reasoning"
+
+    def _start(self) -> dict[str, Any]:
+        usage = {**self._usage(), "output_tokens": 0}
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return {"type": "message_start", "message": message}
+
+    def _block(self, segment: Segment) -> dict[str, Any]:
+        if segment.kind != "call":
+            return _begun(segment) | {_DELTAS[segment.kind][1]: segment.text}
+        try:
+            arguments = msgspec.json.decode(segment.text or "{}")
+        except msgspec.DecodeError:
+            # The answer was cut.
+            arguments = None
+        return _begun(segment) | {"input": arguments if isinstance(arguments, dict) else {}}
+
+    def _stop(self) -> dict[str, Any]:
+        reason, stop = self._segments.finish_reason, self._segments.stop_reason
+        if reason not in ("stop", "tool_calls"):
+            told = "max_tokens"
+        elif any(one.kind == "call" for one in self._segments.all):
+            told = "tool_use"
+        else:
+            told = "stop_sequence" if isinstance(stop, str) else "end_turn"
+        return {"stop_reason": told, "stop_sequence": stop if told == "stop_sequence" else None}
+
+    def _usage(self) -> dict[str, int]:
+        usage = self._answer.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _events(step: Step, numbers: dict[int, int]) -> list[dict[str, Any]]:
+    """`numbers`: by segment, the number of its block."""
+    segment = step.segment
+    place = {"index": numbers.setdefault(segment.number, len(numbers))}
+    match step.what:
+        case "begin":
+            return [{"type": "content_block_start", **place, "content_block": _begun(segment)}]
+        case "more":
+            kind, name = _DELTAS[segment.kind]
+            return [{"type": "content_block_delta", **place, "delta": {"type": kind, name: step.text}}]
+        case "end":
+            return [{"type": "content_block_stop", **place}]
+
+
+def _begun(segment: Segment) -> dict[str, Any]:
+    """A block with nothing in it."""
+    match segment.kind:
+        case "text":
+            return {"type": "text", "text": ""}
+        case "reasoning":
+            # Nobody signs it.
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": {}}

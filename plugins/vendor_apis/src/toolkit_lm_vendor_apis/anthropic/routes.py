@@ -1,0 +1,68 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from toolkit_lm_server.answer_schemas import answers, streams
+from toolkit_lm_server.answers import answer
+from toolkit_lm_server.chat import Chat
+from toolkit_lm_server.errors import ApiError, as_api_error, described, renamed
+from toolkit_lm_server.event_stream import NamedEvents
+from toolkit_lm_server.plugin_routes import OpenAIApi
+from toolkit_lm_server.route import request_context
+
+from toolkit_lm_vendor_apis.anthropic.body import NAMES, MessagesBody, PromptBody
+from toolkit_lm_vendor_apis.anthropic.errors import AnthropicError, error_body
+from toolkit_lm_vendor_apis.anthropic.output import Output
+from toolkit_lm_vendor_apis.anthropic.schemas import AnthropicMessage, MessageEvent, TokenCount
+from toolkit_lm_vendor_apis.route_kinds import route_kind
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+
+
+class Messages:
+    """Conversations, as Anthropic has them."""
+
+    def __init__(self, engine: AsyncLLM, chat: Chat) -> None:
+        self._engine = engine
+        self._chat = chat
+
+    async def create(self, body: MessagesBody, request: Request) -> Response:
+        """Answers a conversation."""
+        try:
+            reply = await self._chat.ask(body.chat(), request_context(request))
+        except Exception as error:
+            raise renamed(as_api_error(error), NAMES) from error
+        output = Output(reply, body.model or self._engine.served_model_name, thinks=body.thinks)
+        if body.stream:
+            return NamedEvents(output.events(), reply)
+        async with aclosing(reply):
+            message = await output.whole()
+        return await answer(lambda: message, is_large=False)
+
+    async def count_tokens(self, body: PromptBody, request: Request) -> dict[str, Any]:
+        """The tokens of a conversation's prompt."""
+        try:
+            return {"input_tokens": await self._chat.count(body.chat(), request_context(request))}
+        except Exception as error:
+            raise renamed(as_api_error(error), NAMES) from error
+
+
+def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
+    """Adds the routes."""
+    kind = route_kind(router, AnthropicError, _refusal)
+    messages, limits = Messages(engine, api.chat), described(404, 429, 504, kind=AnthropicError)
+    for path, handler, told in (
+        ("/v1/messages", messages.create, streams(AnthropicMessage, MessageEvent)),
+        ("/v1/messages/count_tokens", messages.count_tokens, answers(TokenCount)),
+    ):
+        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=told | limits, route_class_override=kind)
+
+
+def _refusal(error: ApiError) -> Response:
+    return JSONResponse(error_body(error), error.status, error.headers)

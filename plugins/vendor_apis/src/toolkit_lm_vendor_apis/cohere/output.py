@@ -1,0 +1,98 @@
+"""What /v2/chat answers: a message, or the events that tell how it comes about."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from toolkit_lm_server.chat import ChatAnswer
+from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.segments import Segment, Segments, Step
+
+_REASONS = {"length": "MAX_TOKENS", "timeout": "TIMEOUT", "tool_calls": "TOOL_CALL"}
+_TYPES = {"text": "text", "reasoning": "thinking"}
+
+
+class Output:
+    """A message on its way."""
+
+    def __init__(self, answer: ChatAnswer, *, tells_logprobs: bool) -> None:
+        self._answer = answer
+        self._id = str(uuid.uuid4())
+        self._segments = Segments()
+        self._tells_logprobs = tells_logprobs
+
+    async def whole(self) -> dict[str, Any]:
+        """Raises ApiError."""
+        async for _ in self._segments.read(self._answer, stream=False):
+            pass
+        content = [{"type": _TYPES[one.kind], _TYPES[one.kind]: one.text} for one in self._segments.all if one.kind != "call"]
+        calls = [_call(one, one.text) for one in self._segments.all if one.kind == "call"]
+        message = {"role": "assistant"} | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+        logprobs = {"logprobs": self._logprobs()} if self._tells_logprobs else {}
+        return {"id": self._id, "message": message, "finish_reason": self._reason(), "usage": self._usage(), **logprobs}
+
+    async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """In the order of Cohere's streams."""
+        numbers: dict[int, int] = {}
+        message: dict[str, Any] = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
+        yield [{"type": "message-start", "id": self._id, "delta": {"message": message}}]
+        try:
+            async with aclosing(self._segments.read(self._answer, stream=True)) as found:
+                async for steps in found:
+                    yield [_event(step, numbers, self._tells_logprobs) for step in steps]
+            end = {"finish_reason": self._reason(), "usage": self._usage()}
+        except Exception as error:
+            end = {"finish_reason": "ERROR", "error": as_api_error(error).body["error"]["message"]}
+        yield [{"type": "message-end", "id": self._id, "delta": end}]
+
+    def _reason(self) -> str:
+        reason = self._segments.finish_reason
+        if reason == "stop":
+            has_calls = any(one.kind == "call" for one in self._segments.all)
+            return "TOOL_CALL" if has_calls else "STOP_SEQUENCE" if isinstance(self._segments.stop_reason, str) else "COMPLETE"
+        return _REASONS.get(reason or "", "ERROR")
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._answer.usage()
+        tokens = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+        return {"billed_units": tokens, "tokens": tokens, "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"]}
+
+    def _logprobs(self) -> list[dict[str, Any]]:
+        return [_logprob(one) for segment in self._segments.all for one in segment.logprobs]
+
+
+def _event(step: Step, numbers: dict[int, int], tells_logprobs: bool) -> dict[str, Any]:
+    """`numbers`: by segment, its index."""
+    segment = step.segment
+    if segment.number not in numbers:
+        numbers[segment.number] = len(numbers)
+    place = {"index": numbers[segment.number]}
+    if segment.kind == "call":
+        match step.what:
+            case "begin":
+                return {"type": "tool-call-start", **place, "delta": {"message": {"tool_calls": _call(segment, "")}}}
+            case "more":
+                delta = {"tool_calls": {"function": {"arguments": step.text}}}
+                return {"type": "tool-call-delta", **place, "delta": {"message": delta}}
+            case "end":
+                return {"type": "tool-call-end", **place}
+    kind = _TYPES[segment.kind]
+    match step.what:
+        case "begin":
+            return {"type": "content-start", **place, "delta": {"message": {"content": {"type": kind, kind: ""}}}}
+        case "more":
+            logprobs = {"logprobs": _logprob(step.logprobs[0])} if tells_logprobs and step.logprobs else {}
+            return {"type": "content-delta", **place, "delta": {"message": {"content": {kind: step.text}}}, **logprobs}
+        case "end":
+            return {"type": "content-end", **place}
+
+
+def _call(segment: Segment, arguments: str) -> dict[str, Any]:
+    return {"id": segment.id, "type": "function", "function": {"name": segment.name, "arguments": arguments}}
+
+
+def _logprob(one: dict[str, Any]) -> dict[str, Any]:
+    return {"text": one["token"], "token_ids": [], "logprobs": [one["logprob"]]}

@@ -1,0 +1,78 @@
+"""The routes over tiny, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from toolkit_lm import AsyncLLM, VllmConfig
+from toolkit_lm_server.app import create_app
+from toolkit_lm_server.options import ServerOptions
+
+SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 256, "engine_process": False}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[dict[str, AsyncLLM]]:
+    both = {
+        "generate": AsyncLLM(VllmConfig.make(model="tiny", served_model_name=["tiny", "small"], **SMALL)),
+        "embed": AsyncLLM(VllmConfig.make(model="tiny", convert="embed", **SMALL)),
+    }
+    yield both
+    for engine in both.values():
+        engine.close()
+
+
+@pytest.fixture
+def serve(engines):
+    """serve(name, **options): a client of an app over that engine."""
+
+    @asynccontextmanager
+    async def served(name: str = "generate", **options) -> AsyncIterator[httpx.AsyncClient]:
+        app = create_app(engines[name], ServerOptions(**options))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            yield client
+
+    return served
+
+
+class Said:
+    """An answer with reasoning, a text and two calls, as chunks or whole."""
+
+    def __init__(self, finish_reason: str = "tool_calls") -> None:
+        self._calls = (("call_a", "f", '{"x": 1}'), ("call_b", "g", '{"y": ' if finish_reason == "length" else "{}"))
+        self._finish_reason = finish_reason
+
+    def usage(self):
+        return {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 1}}
+
+    async def completion(self):
+        calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": text}} for id, name, text in self._calls]
+        message = {"role": "assistant", "reasoning_content": "hm so", "content": "I call", "tool_calls": calls}
+        return {"choices": [{"index": 0, "message": message, "finish_reason": self._finish_reason}]}
+
+    async def chunks(self):
+        def chunk(finish=None, **delta):
+            return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+        yield [chunk(role="assistant", content="")]
+        yield [chunk(reasoning_content="hm"), chunk(reasoning_content=" so")]
+        yield [chunk(content="I"), chunk(content=" call")]
+        for index, (id, name, text) in enumerate(self._calls):
+            yield [chunk(tool_calls=[{"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}])]
+            for part in text:
+                yield [chunk(tool_calls=[{"index": index, "function": {"arguments": part}}])]
+        yield [chunk(self._finish_reason)]
+        yield [{"choices": [], "usage": self.usage()}]
+
+
+@pytest.fixture
+def said() -> type[Said]:
+    return Said

@@ -1,0 +1,93 @@
+"""Errors in each vendor's shape: of the key check and the limits of bodies, too."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.anyio
+
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+BODIES = {
+    "/v1/messages": {**HI, "max_tokens": 2},
+    "/v1/messages/count_tokens": HI,
+    "/v2/chat": {**HI, "max_tokens": 2},
+    "/api/chat": {**HI, "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": "hi", "options": {"num_predict": 2}},
+    "/api/embed": {"input": "hi"},
+    "/api/embeddings": {"prompt": "hi"},
+    "/api/show": {},
+}
+NOT_GENERATED = ("/api/embed", "/api/embeddings")
+
+
+def message_of(path: str, body: dict) -> str:
+    """Checks the shape."""
+    if path.startswith("/v1"):
+        assert set(body) == {"type", "error"} and body["type"] == "error" and set(body["error"]) == {"type", "message"}
+        return body["error"]["message"]
+    assert set(body) == {"message" if path.startswith("/v2") else "error"}
+    return body["message" if path.startswith("/v2") else "error"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_key_is_checked(serve, path):
+    async with serve("embed" if path in NOT_GENERATED else "generate", api_key="secret") as client:
+        for headers in ({}, {"x-api-key": "wrong"}, {"authorization": "Bearer wrong"}):
+            refused = await client.post(path, json=BODIES[path], headers=headers)
+            assert refused.status_code == 401 and "API key" in message_of(path, refused.json())
+        for headers in ({"x-api-key": "secret"}, {"authorization": "Bearer secret"}):
+            assert (await client.post(path, json=BODIES[path], headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_bodies_that_are_refused(serve, path):
+    async with serve("embed" if path in NOT_GENERATED else "generate", max_body_size="100KiB") as client:
+        too_large = await client.post(path, content=b" " * 2**17)
+        assert too_large.status_code == 413 and "max_body_size" in message_of(path, too_large.json())
+        for content in (b"", b"[1]", b"null", b'{"a": ', b'{"model": "\xff"}', b"[" * 5000):
+            refused = await client.post(path, content=content, headers={"content-type": "application/json"})
+            assert refused.status_code == 400, content
+            assert message_of(path, refused.json())
+        unknown = await client.post(path, json={**BODIES[path], "model": "other"})
+        assert unknown.status_code == 404 and "'other' does not exist" in message_of(path, unknown.json())
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_values_of_another_type(serve, path):
+    """Wherever they stand, they are refused or have no effect: nothing is a failure of the server."""
+    values = (None, -1.5, "x", [None], {"type": 5}, [{}], [{"type": {}}])
+    async with serve("embed" if path in NOT_GENERATED else "generate") as client:
+        schema = (await client.get("/openapi.json")).json()
+        name = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        for field in schema["components"]["schemas"][name]["properties"]:
+            for value in values:
+                response = await client.post(path, json={**BODIES[path], "stream": False, field: value})
+                assert response.status_code in (200, 400, 404), (field, value, response.text[:300])
+                if response.status_code != 200:
+                    assert message_of(path, response.json())
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v2/chat", "/api/chat"])
+async def test_messages_of_another_type(serve, path):
+    values = (
+        None,
+        5,
+        "x",
+        [],
+        [5],
+        {},
+        {"type": 5},
+        [{}],
+        [{"type": {}}],
+        [{"type": "image", "source": 5}],
+        [{"type": "tool_result", "content": 5}],
+    )
+    async with serve() as client:
+        for role in ("user", "assistant", "tool", 5):
+            for field in ("content", "images", "tool_calls", "thinking", "tool_plan"):
+                for value in values:
+                    body = {**BODIES[path], "messages": [{"role": role, "content": "hi", field: value}], "stream": False}
+                    response = await client.post(path, json=body)
+                    assert response.status_code in (200, 400), (json.dumps(body), response.text[:300])
