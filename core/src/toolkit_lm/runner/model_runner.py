@@ -74,6 +74,8 @@ class ModelRunner:
         self._cache: KVCache
         self._buffers: StepBuffers
         self._batch: PersistentBatch
+        self._certain: dict[int, list[int]] = {}
+        """By seq_id, the tokens that must follow those that the last step has drawn."""
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each layer's backend."""
@@ -148,8 +150,8 @@ class ModelRunner:
         most_encoded = self.config.max_encoder_len
         widths = [spec.num_blocks(most_encoded if spec.of_encoder else max_len) for spec in specs] + [0] * len(uncached)
         self._buffers = StepBuffers(limits, widths, self.device)
-        processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
-        self._batch = PersistentBatch(self._buffers, specs, max_len, processors)
+        self._processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
+        self._batch = PersistentBatch(self._buffers, specs, max_len, self._processors)
 
     def _bind(self, selection: Selection, layers: list[str], spec: KVCacheSpec | None, limits: BatchLimits, caches: Any) -> None:
         asked = [self._layers[layer].attention_spec(self.device, cached=spec is not None) for layer in layers]
@@ -193,6 +195,9 @@ class ModelRunner:
             return StepResult(token_ids=[])
         inputs = self._batch.inputs(plan)
         num_encoded = 0 if inputs.encoders is None else len(inputs.encoders.input_ids)
+        users = self._batch.sampling.users(inputs.rows[inputs.sampling]) if self._processors.names else None
+        if users is not None:
+            self._processors.begin(*users)
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             hidden_states = self._forward(inputs)
             if hidden_states is None:
@@ -200,6 +205,9 @@ class ModelRunner:
             result = self._sample(inputs, hidden_states)
             for state in self._states:
                 state.finish(inputs, hidden_states, result)
+            if users is not None:
+                self._certain = self._processors.drafts(*users)
+                result.drafts |= self._certain
             return result
 
     def _forward(self, inputs: StepInputs) -> Tensor | None:
@@ -283,7 +291,8 @@ class ModelRunner:
             self._draw(plan, result, self.model.compute_logits(hidden_states), inputs.sampling, inputs.rows)
             return result
         # The logits of a row: those after its last token, and before them those that its drafts are compared with.
-        counts = inputs.num_drafts + 1
+        num_drafts = inputs.num_drafts - self._take_certain(inputs, result)
+        counts = num_drafts + 1
         firsts = counts.cumsum() - counts
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(inputs.query_start[1:][inputs.sampling] - counts - firsts, counts)
         logits = self.model.compute_logits(hidden_states if len(within) == len(hidden_states) else hidden_states[self._to_device(within)])
@@ -297,9 +306,23 @@ class ModelRunner:
             part = logits if len(going) == len(logits) else logits[self._to_device(firsts[going])]
             self._draw(plan, result, part, inputs.sampling[going], rows[going])
             firsts += 1
-            drafted = going[inputs.num_drafts[going] > 0]
+            drafted = going[num_drafts[going] > 0]
             going = np.array([i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64)
         return result
+
+    def _take_certain(self, inputs: StepInputs, result: StepResult) -> np.ndarray:
+        """[S] how many drafts of each row are drawn without a draw: there is but one token that it could give."""
+        taken = np.zeros_like(inputs.num_drafts)
+        for index in inputs.num_drafts.nonzero()[0]:
+            place = inputs.sampling[index]
+            scheduled, row = inputs.plan.scheduled[place], inputs.rows[place]
+            drafts = scheduled.tokens[-scheduled.num_drafts :]
+            if self._batch.sampling.follows[row] and self._certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts:
+                taken[index], result.token_ids[place] = len(drafts), drafts
+                # They are in the history already, and now they count.
+                inputs.histories.num_tokens[row] += len(drafts)
+                self._batch.sampling.position[row] += len(drafts)
+        return taken
 
     @staticmethod
     def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:

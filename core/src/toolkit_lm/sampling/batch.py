@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
@@ -130,6 +131,8 @@ class SamplingBatch:
         """Some filter beside the temperature is on."""
         self.edited = np.zeros(num_rows, bool)
         """Logits are not used as they are: there are rules beside the stop tokens, penalties, or plugins' processors of them."""
+        self.follows = np.zeros(num_rows, bool)
+        """What must follow the tokens needs no draw: nothing but one processor has a say in it, and nobody asks how likely it was."""
         self.forces = np.zeros(num_rows, bool)
         """Some places of the output have a token that must be drawn there."""
         self.forced = np.full(num_rows, None, object)
@@ -167,6 +170,7 @@ class SamplingBatch:
         penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         ruled = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
         self.edited[row] = penalized or ruled or "logits" in stages
+        self.follows[row] = len(seq.inputs.logits_processors) == 1 and not (ruled or self.forces[row] or self.logprobs[row] >= 0)
 
     def clear(self, row: int) -> None:
         """The sequence leaves."""
@@ -197,6 +201,10 @@ class SamplingBatch:
         tokens = self.history.tokens(place)
         tokens.flags.writeable = False
         return ProcessorRow(int(self.key[row]), tokens, int(self.history.num_prompt_tokens[place]), int(self.seed[row]))
+
+    def users(self, rows: np.ndarray) -> tuple[list[int], Callable[[int], ProcessorRow]]:
+        """The keys of `rows` [R], and what gives one by its index: for logits processors."""
+        return self.key[rows].tolist(), lambda index: self.processor_row(rows[index])
 
     def __len__(self) -> int:
         return len(self.seed)

@@ -62,6 +62,9 @@ class LogitsProcessor(ABC):
     def remove(self, key: int) -> None:
         """A sequence leaves the batch: finished, aborted or preempted. Also called where `add` raised."""
 
+    def begin(self, rows: Sequence[ProcessorRow]) -> None:  # noqa: B027 # most have nothing to do
+        """A step is computed that draws for these rows: what can be made ready meanwhile, threads may do. Their drafts may follow."""
+
     @abstractmethod
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         """The changed logits or probabilities [R, V] float32 of these rows. Changing them in place is fine.
@@ -75,3 +78,7 @@ class LogitsProcessor(ABC):
         Returns what is to survive a preemption, and None where nothing is.
         """
         return None
+
+    def drafts(self, row: ProcessorRow) -> list[int]:
+        """Tokens that must follow, asked when a step has drawn: the next one computes them together, and draws each as any other."""
+        return []

@@ -65,11 +65,24 @@ class ProcessorTable:
         `keys` [R]: whose the rows are. `row` gives one by its index.
         """
         for name in self._order:
-            if name in self._processors and self._processors[name].stage == stage:
-                users = [index for index, key in enumerate(keys) if name in self.names.get(key, ()) and key not in self.errors]
-                if users:
-                    changed = self._apply(name, values[users], [row(index) for index in users])
-                    values[users] = changed / changed.sum(dim=-1, keepdim=True) if stage == "probs" else changed
+            if name in self._processors and self._processors[name].stage == stage and (users := self._users(name, keys)):
+                changed = self._apply(name, values[users], [row(index) for index in users])
+                values[users] = changed / changed.sum(dim=-1, keepdim=True) if stage == "probs" else changed
+
+    def begin(self, keys: Sequence[int], row: Callable[[int], ProcessorRow]) -> None:
+        """A step is computed that draws for rows [R]."""
+        for name, processor in self._processors.items():
+            if rows := [row(index) for index in self._users(name, keys)]:
+                processor.begin(rows)
+
+    def drafts(self, keys: Sequence[int], row: Callable[[int], ProcessorRow]) -> dict[int, list[int]]:
+        """By key, the tokens that must follow."""
+        asked = ((index, self._processors[name]) for name in self._processors for index in self._users(name, keys))
+        return {keys[index]: drafts for index, processor in asked if (drafts := processor.drafts(row(index)))}
+
+    def _users(self, name: str, keys: Sequence[int]) -> list[int]:
+        """The rows that use a processor, and have not failed."""
+        return [index for index, key in enumerate(keys) if name in self.names.get(key, ()) and key not in self.errors]
 
     def in_logprobs(self, keys: Sequence[int]) -> list[int]:
         """The rows whose log probabilities are those of changed logits."""

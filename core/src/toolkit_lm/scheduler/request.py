@@ -79,7 +79,7 @@ class Sequence:
                 return "length"
         # Of drafts that were not drawn, the keys and values are written over.
         self.num_computed_tokens = self.num_kept_tokens
-        if drafts and request.needs_tokens:
+        if drafts and request.forks_anywhere and not self.num_placeholders:
             # The last token of all is drawn, and never computed.
             fitting = drafts[: request.most_tokens - len(self.token_ids) - 1]
             # What ends the sequence is drawn too: a failure of what would follow is not to count.

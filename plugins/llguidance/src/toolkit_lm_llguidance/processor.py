@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,28 +20,49 @@ from toolkit_lm_llguidance.vocabulary import Source, Vocabulary, limits
 
 _COMPILED = 64
 """Grammars that are kept: sequences of one request have the same, and so have many requests."""
+_MOST_FORCED = 64
+"""Tokens that a step computes of what must follow."""
 
 
 class _Sequence:
-    """Where one sequence stands in its grammar."""
+    """Where one sequence stands in its grammar.
+
+    Where the bytes to come are known, so are the tokens: those that the tokenizer makes of them. The matcher has consumed them already.
+    """
 
     def __init__(self, vocabulary: Vocabulary, compiled: Future[LLMatcher]) -> None:
         self.vocabulary = vocabulary
+        self.forced: deque[int] = deque()
+        """Tokens that must follow."""
+        self.mask: np.ndarray | None = None
+        """[1, words]: what may follow them; None until it is computed."""
         self._compiled = compiled
         self._matcher: LLMatcher | None = None
         self._num_read = 0
 
-    def matcher(self, row: ProcessorRow) -> LLMatcher:
-        """After the output so far. Raises ValueError where that does not follow the grammar."""
-        if self._matcher is None:
-            self._matcher = self._compiled.result().deep_copy()
+    def read(self, row: ProcessorRow) -> LLMatcher:
+        """Goes on to the output so far. Raises ValueError where that does not follow the grammar."""
+        matcher = self._matcher
+        if matcher is None:
+            matcher = self._matcher = self._compiled.result().deep_copy()
+            self._force(matcher)
         new = row.token_ids[row.num_prompt_tokens + self._num_read :].tolist()
         self._num_read += len(new)
         for token in new:
+            if self.forced:
+                if self.forced.popleft() != token:
+                    raise ValueError("the output does not follow the grammar")
             # A request may ignore the end: the same last token comes again and again.
-            if not self._matcher.is_stopped():
-                self._matcher.consume_token(token)
-        return _checked(self._matcher)
+            elif not matcher.is_stopped():
+                matcher.consume_token(token)
+                self._force(matcher)
+        return _checked(matcher)
+
+    def _force(self, matcher: LLMatcher) -> None:
+        self.mask = None
+        if not matcher.is_stopped() and (forced := matcher.compute_ff_tokens()):
+            matcher.consume_tokens(forced)
+            self.forced.extend(forced)
 
 
 class StructuredOutput(LogitsProcessor):
@@ -54,6 +76,9 @@ class StructuredOutput(LogitsProcessor):
         self._compiled: OrderedDict[tuple[Source, str], Future[LLMatcher]] = OrderedDict()
         self._compiler = ThreadPoolExecutor(1, "llguidance")
         """Compiles while the sequence's prompt is computed."""
+        self._filler = ThreadPoolExecutor(1, "llguidance-masks")
+        """Makes masks while the forward pass runs."""
+        self._filling: Future[None] | None = None
         self._executor = LLExecutor()
 
     def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
@@ -67,29 +92,68 @@ class StructuredOutput(LogitsProcessor):
         self._sequences[row.key] = _Sequence(vocabulary, self._compiled[key])
 
     def remove(self, key: int) -> None:
+        self._join()
         self._sequences.pop(key, None)
 
-    def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        sequences = [self._sequences[row.key] for row in rows]
-        matchers = [sequence.matcher(row) for sequence, row in zip(sequences, rows, strict=True)]
-        masks = allocate_token_bitmask(len(rows), max(sequence.vocabulary.size for sequence in sequences))
-        if len(rows) == 1:
-            matchers[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+    def begin(self, rows: Sequence[ProcessorRow]) -> None:
+        self._join()
+        pairs = [(self._sequences[row.key], row._replace(token_ids=row.token_ids.copy())) for row in rows]
+        self._filling = self._filler.submit(self._prepare, pairs)
+
+    def _join(self) -> None:
+        """Waits for the masks that are being made. What failed will fail again, for its own row."""
+        if self._filling is not None:
+            self._filling.exception()
+            self._filling = None
+
+    def _prepare(self, pairs: Sequence[tuple[_Sequence, ProcessorRow]]) -> None:
+        """Reads the outputs so far, and makes the masks of what follows them, and what is forced."""
+        lacking = []
+        for sequence, row in pairs:
+            matcher = sequence.read(row)
+            if sequence.mask is None:
+                lacking.append((sequence, matcher))
+        if not lacking:
+            return
+        masks = allocate_token_bitmask(len(lacking), max(sequence.vocabulary.size for sequence, _ in lacking))
+        if len(lacking) == 1:
+            lacking[0][1].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         else:
-            fill_next_token_bitmask_par(self._executor, list(zip(matchers, range(len(rows)), strict=True)), masks)
-        for matcher in matchers:
+            fill_next_token_bitmask_par(self._executor, [(matcher, index) for index, (_, matcher) in enumerate(lacking)], masks)
+        for index, (sequence, matcher) in enumerate(lacking):
             _checked(matcher)
-        bits = np.unpackbits(masks.view(np.uint8), axis=-1, count=values.shape[-1], bitorder="little")
-        forbidden = bits == 0
+            sequence.mask = masks[index : index + 1]
+
+    def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        self._join()
+        pairs = [(self._sequences[row.key], row) for row in rows]
+        matchers = [sequence.read(row) for sequence, row in pairs]
+        self._prepare([pair for pair in pairs if not pair[0].forced])
+        forbidden = np.ones(values.shape, bool)
+        for index, (sequence, _) in enumerate(pairs):
+            if sequence.forced:
+                forbidden[index, sequence.forced[0]] = False
+            else:
+                assert sequence.mask is not None, "it was made"
+                bits = np.unpackbits(sequence.mask.view(np.uint8), axis=-1, count=values.shape[-1], bitorder="little")
+                np.equal(bits[0], 0, out=forbidden[index])
         if values.device.type == "cpu":
             # In one thread: starting more takes longer than the work.
             np.copyto(values.numpy(), -np.inf, where=forbidden)
         else:
             values.masked_fill_(torch.from_numpy(forbidden).to(values.device, non_blocking=True), -torch.inf)
-        for index, (sequence, matcher) in enumerate(zip(sequences, matchers, strict=True)):
-            if matcher.is_stopped():
+        for index, (sequence, _) in enumerate(pairs):
+            if not sequence.forced and matchers[index].is_stopped():
                 self._end(values[index], sequence.vocabulary.source.eos_token_ids)
         return values
+
+    def drafts(self, row: ProcessorRow) -> list[int]:
+        self._join()
+        sequence = self._sequences[row.key]
+        # What does not follow the grammar was drawn in vain.
+        with suppress(ValueError):
+            sequence.read(row)
+        return list(sequence.forced)[:_MOST_FORCED]
 
     @staticmethod
     def _end(values: Tensor, eos_token_ids: Sequence[int]) -> None:
