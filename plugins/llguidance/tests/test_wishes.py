@@ -9,6 +9,7 @@ from toolkit_lm import SamplingParams
 from toolkit_lm.errors import RequestError
 
 NOT = {"type": "object", "properties": {"a/b": {"type": "array", "items": [{"type": "string"}]}, "c": {"anyOf": [{"not": {}}]}}}
+NESTED = json.loads('{"type": "or", "elements": [' * 40 + '{"type": "any_text"}' + "]}" * 40)
 DEEP = json.loads('{"items":' * 70 + "{}" + "}" * 70)
 
 
@@ -44,7 +45,13 @@ DEEP = json.loads('{"items":' * 70 + "{}" + "}" * 70)
         ({"grammar": 'start: a\na: b "x"\nb: a'}, "nothing matches it"),
         ({"structural_tag": {}}, "triggers"),
         ({"structural_tag": {"structures": [{"begin": "<a>", "end": ""}], "triggers": ["<b"]}}, "structure 0 begins with none"),
-        ({"structural_tag": {"type": "structural_tag", "format": {}}}, "format is not supported"),
+        ({"structural_tag": {"type": "structural_tag", "format": {}}}, "format must have a type: one of any_text"),
+        (
+            {"structural_tag": {"format": {"type": "sequence", "elements": [{"type": "tag", "begin": "a"}]}}},
+            r"elements.0..end must be a text",
+        ),
+        ({"structural_tag": {"format": {"type": "or", "elements": []}}}, "elements must be a list, and not an empty one"),
+        ({"structural_tag": {"format": NESTED}}, "nested more than 32 deep"),
         ({"structural_tag": {"structures": [{"begin": "<a>", "schema": {"not": {}}}], "triggers": ["<a"]}}, "Unimplemented"),
         ({}, "must have one of"),
         ({"regex": "a", "choice": ["a"]}, "there are regex and choice"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from llguidance import LLMatcher, grammar_from, regex_to_lark
 from toolkit_lm.errors import RequestError
 
+from toolkit_lm_llguidance.tag_formats import FormatGrammar
 from toolkit_lm_llguidance.wishes import Wish, read_json
 
 MAX_SCHEMA = 256 * 1024
@@ -26,11 +27,11 @@ _WHITESPACE = r"[ ]|\n[ \t]{0,20}"
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-SpecialToken = Callable[[str], int | None]
-"""The special token that a text is, if it is one."""
+SpecialTokens = Callable[[str], list[str | int]]
+"""A text as pieces of text, and the ids of special tokens between them."""
 
 
-def grammar_of(wish: Wish, special_token: SpecialToken) -> str:
+def grammar_of(wish: Wish, special_tokens: SpecialTokens) -> str:
     """Raises RequestError for what is no such thing, or larger than it may be."""
     match wish.kind:
         case "json" | "json_object":
@@ -49,7 +50,7 @@ def grammar_of(wish: Wish, special_token: SpecialToken) -> str:
             except ValueError as error:
                 raise RequestError(f"{wish.param}: the grammar is not valid: {error}", wish.param) from None
         case _:
-            return _tags(wish, special_token)
+            return _tags(wish, special_tokens)
 
 
 def options_of(wish: Wish) -> dict[str, Any]:
@@ -137,13 +138,13 @@ def _choice(wish: Wish) -> str:
     return grammar_from("choice", json.dumps(list(dict.fromkeys(choices))))
 
 
-def _tags(wish: Wish, special_token: SpecialToken) -> str:
+def _tags(wish: Wish, special_tokens: SpecialTokens) -> str:
     """Free text, in which what begins with a trigger must be one of the structures."""
     told = read_json(wish.value, wish.param, "the structural tag")
     if not isinstance(told, dict) or told.get("type", "structural_tag") != "structural_tag":
         raise RequestError(f"{wish.param}: a structural tag has structures and triggers.", wish.param)
     if "format" in told:
-        raise RequestError(f"{wish.param}: a structural tag with a format is not supported: give structures and triggers.", wish.param)
+        return _tag_format(told["format"], wish, special_tokens)
     structures, triggers = told.get("structures"), told.get("triggers")
     if not isinstance(triggers, list) or not (_is_texts(triggers) and isinstance(structures, list) and 0 < len(structures) <= MAX_TAGS):
         raise RequestError(f"{wish.param}: a structural tag needs triggers, and 1 to {MAX_TAGS} structures.", wish.param)
@@ -159,13 +160,22 @@ def _tags(wish: Wish, special_token: SpecialToken) -> str:
         # Read as a whole schema is, so that the same is refused.
         schema = {**_schema(one.get("schema", {}), wish), "x-guidance": options_of(wish)}
         body = " ".join([*_literal(begin[len(trigger) :]), f"%json {json.dumps(schema)}", *_literal(one.get("end", ""))])
-        token_id = special_token(trigger)
-        if token_id is None:
+        pieces = special_tokens(trigger)
+        if len(pieces) > 1 or isinstance(pieces[0], str):
             rules.append(f"tag_{index}_start[lazy]: TEXT {json.dumps(trigger)}\ntag_{index}: tag_{index}_start {body}")
         else:
-            rules.append(f"tag_{index}: TEXT <[{token_id}]> {body}")
+            rules.append(f"tag_{index}: TEXT <[{pieces[0]}]> {body}")
         options.append(f"tag_{index}")
     lark = "\n".join(["%llguidance {}", f"start: ({' | '.join(options)})* rest", "rest: TEXT", r"TEXT: /(.|\n)*/", *rules])
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _tag_format(told: Any, wish: Wish, special_tokens: SpecialTokens) -> str:
+    # Schemas are those of tools, whose authors know nothing of what a grammar can hold to.
+    options = {**options_of(wish), "lenient": True, "coerce_one_of": True}
+    lark = FormatGrammar(wish.param, lambda schema: {**_schema(schema, wish), "x-guidance": options}, special_tokens).lark(told)
+    if len(lark) > 2 * MAX_SCHEMA:
+        raise RequestError(f"{wish.param}: the structural tag makes a grammar of {len(lark)} characters; too many.", wish.param)
     return LLMatcher.grammar_from_lark(lark)
 
 

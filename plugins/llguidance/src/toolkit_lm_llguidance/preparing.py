@@ -43,7 +43,7 @@ def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None
         shared = _PREPARATIONS.get(renderer)
         if shared is None:
             shared = _PREPARATIONS[renderer] = Preparation(renderer)
-    grammar = grammar_of(wish, shared.vocabulary.special_token)
+    grammar = grammar_of(wish, shared.vocabulary.special_tokens)
     schema = schema_of(wish)
     error = shared.trials.error_of(Job(grammar, schema, options_of(wish) if schema is not None else None))
     if error:

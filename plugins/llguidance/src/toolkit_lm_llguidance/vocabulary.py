@@ -69,10 +69,16 @@ class Vocabulary:
         if sum(ours != theirs for ours, theirs in told) > len(told) // 10:
             raise RequestError(f"structured output: the tokens of {self.source.path} are not those of {type(renderer).__name__}.")
 
-    def special_token(self, text: str) -> int | None:
-        """The special token that a text is, if it is one."""
-        ids = self.tokenizer.tokenize_str(text, parse_special=True)
-        return ids[0] if len(ids) == 1 and self.tokenizer.is_special_token(ids[0]) else None
+    def special_tokens(self, text: str) -> list[str | int]:
+        """A text as pieces of text, and the ids of special tokens between them."""
+        pieces: list[str | int] = []
+        for token_id in self.tokenizer.tokenize_str(text, parse_special=True):
+            if self.tokenizer.is_special_token(token_id):
+                before, mark, after = text.partition(self.tokenizer.decode_str([token_id]))
+                if mark:
+                    pieces += [before, token_id] if before else [token_id]
+                    text = after
+        return [*pieces, text] if text or not pieces else pieces
 
 
 def limits() -> LLParserLimits:

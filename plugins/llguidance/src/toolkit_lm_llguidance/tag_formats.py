@@ -1,0 +1,134 @@
+"""Structural tags with a format, in xgrammar's words, become a grammar in Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from llguidance import regex_to_lark
+from toolkit_lm.errors import RequestError
+
+MAX_FORMATS = 4096
+"""Formats in each other."""
+MAX_DEPTH = 32
+_TYPES = ("any_text", "const_string", "json_schema", "or", "regex", "sequence", "tag", "tags_with_separator", "triggered_tags")
+
+Split = Callable[[str], list[str | int]]
+"""A text as pieces of text, and the ids of special tokens between them."""
+
+
+class FormatGrammar:
+    """Makes one grammar. Raises RequestError for a format that is none, or of a type that is not supported."""
+
+    def __init__(self, param: str, schema: Callable[[Any], dict[str, Any]], split: Split) -> None:
+        """`schema` checks one, and says how it is to be read."""
+        self._param = param
+        self._schema = schema
+        self._split = split
+        self._rules: list[str] = []
+        self._left = MAX_FORMATS
+
+    def lark(self, told: Any) -> str:
+        start = self._format(told, "format", 0)
+        return "\n".join(["%llguidance {}", f"start: {start}", r"TEXT: /(.|\n)*/", *self._rules])
+
+    def _format(self, told: Any, where: str, depth: int) -> str:
+        """As an expression."""
+        self._left -= 1
+        if depth > MAX_DEPTH or self._left < 0:
+            raise self._wrong(where, f"is nested more than {MAX_DEPTH} deep, or one of more than {MAX_FORMATS} formats")
+        if not isinstance(told, Mapping) or told.get("type") not in _TYPES:
+            raise self._wrong(where, f"must have a type: one of {', '.join(_TYPES)}")
+        match told["type"]:
+            case "any_text":
+                return "TEXT"
+            case "const_string":
+                return self._literal(self._text(told, "value", where))
+            case "json_schema":
+                return f"%json {json.dumps(self._schema(told.get('json_schema', {})))}"
+            case "regex":
+                return f"/{regex_to_lark(self._text(told, 'pattern', where), 'dw')}/"
+            case "sequence" | "or" as kind:
+                elements = [
+                    self._format(one, f"{where}.elements[{i}]", depth + 1) for i, one in enumerate(self._list(told, "elements", where))
+                ]
+                return f"({(' ' if kind == 'sequence' else ' | ').join(elements)})"
+            case "tag":
+                return self._tag(told, where, depth)
+            case "tags_with_separator":
+                return self._separated(told, where, depth)
+            case _:
+                return self._triggered(told, where, depth)
+
+    def _tag(self, told: Mapping[str, Any], where: str, depth: int, begin: str | None = None) -> str:
+        begin = self._text(told, "begin", where) if begin is None else begin
+        end, content = self._text(told, "end", where), told.get("content")
+        if end and isinstance(content, Mapping) and content.get("type") == "any_text":
+            first, *rest = self._split(end)
+            return f"({self._literal(begin)} {self._up_to(first)} {' '.join(map(_written, rest))})"
+        return f"({self._literal(begin)} {self._format(content, f'{where}.content', depth + 1)} {self._literal(end)})"
+
+    def _separated(self, told: Mapping[str, Any], where: str, depth: int) -> str:
+        tags = [self._tag(one, f"{where}.tags[{i}]", depth + 1) for i, one in enumerate(self._tags(told, where))]
+        one = self._rule(" | ".join(tags))
+        more = "" if told.get("stop_after_first") else f" ({self._literal(self._text(told, 'separator', where))} {one})*"
+        return f"({one}{more})" if told.get("at_least_one") else f"({one}{more})?"
+
+    def _triggered(self, told: Mapping[str, Any], where: str, depth: int) -> str:
+        """Free text, in which a trigger begins one of the tags."""
+        triggers = self._list(told, "triggers", where)
+        if not all(isinstance(one, str) and one for one in triggers):
+            raise self._wrong(f"{where}.triggers", "must be a list of texts")
+        options, whole = [], []
+        for index, one in enumerate(self._tags(told, where)):
+            begin = self._text(one, "begin", f"{where}.tags[{index}]")
+            trigger = next((text for text in triggers if begin.startswith(text)), None)
+            if trigger is None:
+                raise self._wrong(f"{where}.tags[{index}]", "begins with none of the triggers")
+            first, *rest = self._split(trigger)
+            tag = self._tag(one, f"{where}.tags[{index}]", depth + 1, begin[len(trigger) :])
+            options.append(" ".join([self._up_to(first), *map(_written, rest), tag]))
+            whole.append(self._tag(one, f"{where}.tags[{index}]", depth + 1))
+        free = self._rule(" | ".join(options))
+        first_tag = f"({' | '.join(whole)})"
+        if told.get("stop_after_first"):
+            return first_tag if told.get("at_least_one") else f"(({free}) | TEXT)"
+        return f"({first_tag} {free}* TEXT)" if told.get("at_least_one") else f"({free}* TEXT)"
+
+    def _up_to(self, end: str | int) -> str:
+        """Any text, and the first `end`."""
+        return f"TEXT <[{end}]>" if isinstance(end, int) else self._rule(f"TEXT {json.dumps(end)}", "[lazy]")
+
+    def _literal(self, text: str) -> str:
+        return " ".join(map(_written, self._split(text))) if text else '""'
+
+    def _rule(self, expression: str, attributes: str = "") -> str:
+        name = f"format_{len(self._rules)}"
+        self._rules.append(f"{name}{attributes}: {expression}")
+        return name
+
+    def _text(self, told: Mapping[str, Any], name: str, where: str) -> str:
+        text = told.get(name)
+        if not isinstance(text, str):
+            raise self._wrong(f"{where}.{name}", "must be a text")
+        return text
+
+    def _list(self, told: Mapping[str, Any], name: str, where: str) -> list[Any]:
+        found = told.get(name)
+        if not isinstance(found, list) or not found:
+            raise self._wrong(f"{where}.{name}", "must be a list, and not an empty one")
+        return found
+
+    def _tags(self, told: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+        found = self._list(told, "tags", where)
+        if not all(isinstance(one, Mapping) for one in found):
+            raise self._wrong(f"{where}.tags", "must be a list of tags")
+        return found
+
+    def _wrong(self, where: str, why: str) -> RequestError:
+        return RequestError(f"{self._param}: the structural tag's {where[:200]} {why}.", self._param)
+
+
+def _written(piece: str | int) -> str:
+    return f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece)
