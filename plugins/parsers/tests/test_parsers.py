@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from recorded import RECORDED, TOOLS, Recorded
+from recorded import JSON_PARIS, RECORDED, TOOLS, Recorded
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import ToolCallDelta
 
@@ -90,6 +90,13 @@ def test_what_max_tokens_cuts_is_the_same_streamed_and_never_called_whole(name):
 def test_a_cut_call_has_the_arguments_so_far():
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par'
     assert parse("hermes", [text], cut=True) == Answer("", "", (("get_weather", '{"city": "Par'),), False)
+    closing = f"<tool_call>{JSON_PARIS}\n</tool"
+    assert parse("hermes", [closing], cut=True) == Answer("", "", (("get_weather", PARIS),), True)
+    assert parse("hermes", [closing]).content == "</tool"
+    for second in ("<tool_c", "<tool_call>", '<tool_call>{"na'):
+        text = f"<tool_call>{JSON_PARIS}</tool_call>\n{second}"
+        assert parse("hermes", [text], cut=True) == parse("hermes", list(text), cut=True) == Answer("", "", (("get_weather", PARIS),), True)
+    assert parse("hermes", ['Hm. <tool_call>{"na'], cut=True).content == "Hm. "
     named = '<tool_call>\n{"name": "get_weather", "argum'
     assert parse("hermes", [named], cut=True).calls == (("get_weather", ""),)
     assert parse("pythonic", ['[get_weather(city="Paris", days='], cut=True).calls == (("get_weather", '{"city": "Paris"'),)
@@ -109,6 +116,7 @@ def test_only_what_may_begin_a_mark_is_held_back():
 
 
 MARKS = {mark for one in RECORDED.values() for mark in one.text.replace(">", "> ").replace("{", " { ").split()}
+PARIS = '{"city": "Paris"}'
 WORDS = ["get_weather", '"name": ', '"arguments": ', '{"city": "Paris"}', "<tool_call>", "[TOOL_CALLS]", "\\ud800", "é"]
 PIECES = [*sorted(MARKS), *WORDS, *"{}[](),:;'\"\\<> \n="]
 

@@ -73,7 +73,7 @@ class PythonicParser(JsonCalls):
                     if mark:
                         self.keep()
                         yield from self.spaces()
-                        yield from self.accept(_PYTHON_END)
+                        yield from self.close(_PYTHON_END)
                         self.keep()
                     break
                 yield from self.spaces()

@@ -49,8 +49,8 @@ class DeepSeekParser(MarkedCalls):
         self.end_call()
         yield from self.spaces()
         if is_fenced:
-            yield from self.accept(_FENCE)
-        yield from self.accept(_END_CALL)
+            yield from self.close(_FENCE)
+        yield from self.close(_END_CALL)
         return True
 
 

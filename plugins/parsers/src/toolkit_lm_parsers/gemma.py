@@ -36,7 +36,7 @@ class GemmaParser(MarkedCalls):
         if whole:
             self.end_call()
             yield from self.spaces()
-            yield from self.accept(_CLOSES[mark])
+            yield from self.close(_CLOSES[mark])
         return whole
 
     def _mapping(self, read: list[str], depth: int) -> Reading[bool]:

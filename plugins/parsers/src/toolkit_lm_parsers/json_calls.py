@@ -107,10 +107,12 @@ class JsonCalls(ScanParser):
     def give_up(self, mark: str) -> None:
         """After a reading that returned False: where no call is open, what was read since `keep` is content, and so is `mark` before it.
 
-        A call that the end of the text cuts stays open, and begins where its name is known.
+        A call that the end of the text cuts stays open, and begins where its name is known; else there is nothing to tell of it.
         """
         if self.named is not None and not self.is_call_open and self.is_cut:
             self.begin_call(self.named)
+        elif not self.is_call_open and self.is_cut and (mark or self.num_calls):
+            self.release()
         elif not self.is_call_open:
             self.go_back()
             self.say(mark)

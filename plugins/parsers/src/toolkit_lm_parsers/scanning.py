@@ -155,6 +155,11 @@ class ScanParser(AnswerParser):
         self.at += len(mark)
         return True
 
+    def close(self, mark: str) -> Reading[None]:
+        """Reads the mark that ends a call, or what there is of it, if it comes next."""
+        if not (yield from self.accept(mark)) and self.cut and mark.startswith(self.text[self.at :]):
+            self.at = len(self.text)
+
     def accept_any(self, marks: Sequence[str]) -> Reading[str | None]:
         """Reads the first of some marks that comes next."""
         for mark in marks:
@@ -168,12 +173,15 @@ class ScanParser(AnswerParser):
             self.at += 1
 
     def until(self, marks: Sequence[str], take: Callable[[str], None]) -> Reading[str | None]:
-        """Reads up to the first of some marks, and the mark. None: there is none. None of them may begin with another."""
+        """Reads up to the first of some marks, and the mark. None: there is none. None of them may begin with another.
+
+        What a cut leaves of a mark after calls is left out.
+        """
         longest = max(map(len, marks))
         while True:
             found = [(at, mark) for mark in marks if (at := self.text.find(mark, self.at)) >= 0]
             end, mark = min(found, default=(len(self.text), None))
-            if not self._ended:
+            if not self._ended or (self.cut and self.num_calls):
                 # Before it another one may have begun, that goes on in what is to come.
                 for begin in range(max(self.at, len(self.text) - longest + 1), end):
                     if any(one.startswith(self.text[begin:]) for one in marks):
@@ -184,6 +192,7 @@ class ScanParser(AnswerParser):
             if mark:
                 return mark
             if self._ended:
+                self.at = len(self.text)
                 return None
             yield
 

@@ -31,7 +31,7 @@ class ToolCallTagParser(MarkedCalls):
         done = yield from (self._xml_call() if is_xml else self.json_calls())
         if done:
             yield from self.spaces()
-            yield from self.accept(_CLOSE)
+            yield from self.close(_CLOSE)
         return done
 
     def _xml_call(self) -> Reading[bool]:
