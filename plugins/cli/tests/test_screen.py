@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
-from toolkit_lm_cli.screen import Blocks, MarkdownScreen, WrappedScreen, Wrapper, printable
+from toolkit_lm_cli.screen import Blocks, MarkdownScreen, PlainScreen, Thought, WrappedScreen, Wrapper, printable
 
 MARKDOWN = """# Title
 
@@ -90,6 +91,19 @@ def test_markdown_is_shown_with_its_line_breaks_its_tags_and_its_addresses(conso
     for part in ("A first line\nand a second.\n", "def f():", "The <think>end</think>.", "here (http://a.example) ␛[31mred"):
         assert part in written, part
     assert "\x1b]8;" not in written and "\x1b[31m" not in written
+
+
+@pytest.mark.parametrize("kind", [MarkdownScreen, WrappedScreen])
+def test_thoughts_are_shown_and_are_no_part_of_the_answer(console, kind):
+    shown = kind(console).show(iter([Thought("Let me "), "", Thought("see."), "", "It is ", "**two**."]))
+    assert shown.text == "It is **two**."
+    written = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|[\r*]", "", console.file.getvalue())
+    assert "Let me see.\n\nIt is two." in written
+
+
+def test_thoughts_are_not_written_to_files(capsys):
+    assert PlainScreen().show(iter([Thought("Let me see."), "Two."])).text == "Two."
+    assert capsys.readouterr().out == "Two.\n"
 
 
 def interrupted(closed):

@@ -12,6 +12,7 @@ import httpx
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError, ToolkitError
 
 from toolkit_lm_cli.sampling import SamplingFlags
+from toolkit_lm_cli.screen import Thought
 from toolkit_lm_cli.talker import Usage
 
 _TIMEOUT = httpx.Timeout(600, connect=10)
@@ -42,7 +43,11 @@ class RemoteTalker:
 
     def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
         for choice in self._choices("/v1/chat/completions", {"messages": messages, **flags}):
-            yield choice.get("delta", {}).get("content") or ""
+            delta = choice.get("delta", {})
+            # Servers call it by either name.
+            if thought := delta.get("reasoning_content") or delta.get("reasoning"):
+                yield Thought(thought)
+            yield delta.get("content") or ""
 
     def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
         for choice in self._choices("/v1/completions", {"prompt": prompt, **flags}):

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.markdown import Markdown
     from rich.segment import Segment
 
@@ -20,6 +20,12 @@ _CONTROLS |= {0x0D: "", 0x7F: "␡"} | dict.fromkeys(range(0x80, 0xA0), "\N{REPL
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 _GOES_ON = re.compile(r"[ \t]|[-*+] |\d{1,9}[.)] ")
 """A line that may belong to the list before it, across a blank line."""
+
+
+class Thought(str):
+    """A piece of what a model thinks before it answers: shown on a terminal, and no part of the answer."""
+
+    __slots__ = ()
 
 
 class Shown(NamedTuple):
@@ -51,7 +57,8 @@ class PlainScreen:
     def show(self, stream: Iterable[str]) -> Shown:
         shown = _Collected(stream)
         for piece in shown:
-            print(printable(piece) if self._is_terminal else piece, end="", flush=True)
+            if not isinstance(piece, Thought):
+                print(printable(piece) if self._is_terminal else piece, end="", flush=True)
         print()
         return shown.result()
 
@@ -66,9 +73,12 @@ class WrappedScreen:
         self._console = console
 
     def show(self, stream: Iterable[str]) -> Shown:
-        wrapper = Wrapper(self._console.width)
+        wrapper, is_thought = Wrapper(self._console.width), False
         with _until_interrupt(stream) as shown:
             for piece in shown:
+                if is_thought and not isinstance(piece, Thought):
+                    self._write(wrapper.push("\n\n"))
+                is_thought = isinstance(piece, Thought)
                 self._write(wrapper.push(printable(piece)))
         self._write(wrapper.end() + "\n")
         return shown.result()
@@ -127,19 +137,29 @@ class MarkdownScreen(WrappedScreen):
     def show(self, stream: Iterable[str]) -> Shown:
         from rich.live import Live
 
-        blocks = Blocks()
-        drawn = _Lines(lambda: blocks.rest, most=max(self._console.height - 2, 1))
+        blocks, thought = Blocks(), ""
+
+        def draw() -> RenderableType:
+            return _dim(thought) if thought else markdown(blocks.rest)
+
+        drawn = _Lines(draw, most=max(self._console.height - 2, 1))
         live = Live(drawn, console=self._console, transient=True, refresh_per_second=_REFRESHES)
         with _until_interrupt(stream) as shown, live:
             for piece in shown:
+                if isinstance(piece, Thought):
+                    thought += printable(piece)
+                    continue
+                whole, thought = thought, ""
+                self._print(whole, _dim)
                 for block in blocks.push(printable(piece)):
                     self._print(block)
+        self._print(thought, _dim)
         self._print(blocks.rest)
         return shown.result()
 
-    def _print(self, block: str) -> None:
+    def _print(self, block: str, draw: Callable[[str], RenderableType] | None = None) -> None:
         if block.strip():
-            self._console.print(_Lines(lambda: block))
+            self._console.print(_Lines(lambda: (draw or markdown)(block)))
             self._console.print()
 
 
@@ -151,7 +171,7 @@ class Blocks:
         self._line = ""
         self._fence = ""
         self._is_open = False
-        """The line before the last is blank, so that the next may begin a block."""
+        """The last whole line is blank, so that the next may begin a block."""
 
     @property
     def rest(self) -> str:
@@ -180,16 +200,16 @@ class Blocks:
 
 
 class _Lines:
-    """Markdown without spaces at the ends of its lines, or as many of its last lines as are asked for."""
+    """What is drawn, without spaces at the ends of its lines, or as many of its last lines as are asked for."""
 
-    def __init__(self, text: Callable[[], str], most: int | None = None) -> None:
-        self._text = text
+    def __init__(self, draw: Callable[[], RenderableType], most: int | None = None) -> None:
+        self._draw = draw
         self._most = most
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.segment import Segment
 
-        lines = console.render_lines(markdown(self._text()), options.update(height=None), pad=False)
+        lines = console.render_lines(self._draw(), options.update(height=None), pad=False)
         for line in lines[-self._most :] if self._most else lines:
             yield from _stripped(line)
             yield Segment.line()
@@ -215,8 +235,10 @@ class _Collected:
 
     def __iter__(self) -> Iterator[str]:
         for piece in self._stream:
-            self._pieces.append(piece)
-            yield piece
+            if not isinstance(piece, Thought):
+                self._pieces.append(piece)
+            if piece:
+                yield piece
         self._is_whole = True
 
     def result(self) -> Shown:
@@ -232,6 +254,12 @@ def _until_interrupt(stream: Iterable[str]) -> Iterator[_Collected]:
     finally:
         if isinstance(stream, Generator):
             stream.close()
+
+
+def _dim(thought: str) -> RenderableType:
+    from rich.text import Text
+
+    return Text(thought.strip(), style="dim")
 
 
 def markdown(text: str) -> Markdown:
