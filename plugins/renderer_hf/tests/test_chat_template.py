@@ -107,6 +107,36 @@ def test_template_file_as_option(tmp_path, make_renderer, byte_level):
     assert render(make_renderer(byte_level, chat_template=str(path))) == "from a file"
 
 
+def called(arguments, content=None):
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = (
+        {"role": "assistant", "tool_calls": [call]}
+        if content == "absent"
+        else {"role": "assistant", "content": content, "tool_calls": [call]}
+    )
+    return [CHAT[0], message, {"role": "tool", "tool_call_id": "call_1", "content": "18"}]
+
+
+CALLS = "{% for m in messages %}{{ m.role ~ ':' + m.content }}{% for c in m.tool_calls %}%s{% endfor %}{% endfor %}"
+MAPPINGS = CALLS.replace("%s", "[{{ c.function.arguments | tojson }}]")
+TEXTS = CALLS.replace("%s", "{{ '[' + c.function.arguments + ']' }}")
+
+
+@pytest.mark.parametrize("content", [None, "", "absent"])
+@pytest.mark.parametrize("arguments", ['{"a": "é"}', {"a": "é"}])
+@pytest.mark.parametrize("template", [MAPPINGS, TEXTS])
+def test_calls_have_the_arguments_that_the_template_takes_and_a_content(make_renderer, byte_level, template, arguments, content):
+    renderer = make_renderer(byte_level, {"chat_template": template})
+    expected = f"user:{CHAT[0]['content']}" + 'assistant:[{"a": "é"}]tool:18'
+    assert render(renderer, called(arguments, content)) == expected
+
+
+def test_arguments_that_a_cut_answer_left_stay_a_text(make_renderer, byte_level):
+    renderer = make_renderer(byte_level, {"chat_template": MAPPINGS})
+    assert '["{\\"a\\": "]' in render(renderer, called('{"a": '))
+    assert "[{}]" in render(renderer, called(""))
+
+
 def test_tool_use_template(make_renderer, byte_level):
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     renderer = make_renderer(byte_level, {"chat_template": templates})

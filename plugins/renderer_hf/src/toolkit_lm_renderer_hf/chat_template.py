@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from toolkit_lm.prompts import Conversation
 
 from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, rendering
 from toolkit_lm_renderer_hf.tokenizer import read_json
+from toolkit_lm_renderer_hf.tool_calls import takes_text, with_calls
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "dict"})
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -40,6 +42,9 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
         self._takes_parts = {name: self._probe(name) for name in sources}
+        self._takes_calls_as_text = {
+            name: "tool_calls" in source and takes_text(partial(self._renders, name)) for name, source in sources.items()
+        }
         self._takes_media: dict[str, bool] = {}
         self._media_texts: Mapping[str, str] = {}
 
@@ -76,7 +81,7 @@ class ChatTemplate:
         for key in extra:
             if key in _RESERVED:
                 raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
-        form = _Form(self._takes_parts[name], self._takes_media.get(name, False), self._media_texts, hide)
+        form = _Form(self._takes_parts[name], self._takes_media.get(name, False), self._media_texts, hide, self._takes_calls_as_text[name])
         chat = [form.message(message) for message in messages]
         if not chat:
             raise RequestError("the conversation is empty: give at least one message.", "messages")
@@ -118,6 +123,14 @@ class ChatTemplate:
         """True where the template writes a text only when `content` is a list of parts."""
 
         return not self._writes(name, _PROBE) and self._writes(name, [_PROBE_PART])
+
+    def _renders(self, name: str, messages: list[dict[str, Any]]) -> bool:
+        names = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        try:
+            self._run(name, names, 10**6)
+        except RequestError:
+            return False
+        return True
 
     def _writes(self, name: str, content: Any, mark: str = "") -> bool:
         """Whether the template writes the text of a user's content, and a mark."""
@@ -193,11 +206,14 @@ class _Form(NamedTuple):
     media_texts: Mapping[str, str]
     """What stands for an item in a text. None of any modality: there are no items."""
     hide: Callable[[str], str]
+    takes_calls_as_text: bool
+    """Arguments of tool calls are the text of JSON."""
 
     def message(self, message: Any) -> dict[str, Any]:
         """`message` as plain data. Keys without a value are left out, as in transformers."""
         if not isinstance(message, Mapping):
             raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
+        message = with_calls(message, as_text=self.takes_calls_as_text)
         plain = {key: value for key, value in _plain(message, "messages", self.hide).items() if value is not None}
         if not isinstance(plain.get("role"), str):
             raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tokenizers import Encoding, Tokenizer
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, nearest
+from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, UnsupportedError, nearest
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
 from toolkit_lm.renderer import DecodeStream, MultiModalRules, Rendered, RenderedText, Renderer
 
@@ -52,7 +52,7 @@ class HfRenderer(Renderer):
         folder = Path(config.renderer.tokenizer or config.checkpoint.path)
         if not folder.is_dir():
             raise CheckpointError(f"tokenizer folder {str(folder)!r} does not exist.")
-        self._folder = Path(config.checkpoint.path)
+        self._folder, self._tokenizer_folder = Path(config.checkpoint.path), folder
         self._multimodal: MultiModal | None = None
         self._tokenizer, special_tokens, tokenizer_config = load_tokenizer(folder, config.model.trust_remote_code)
         self._detokenizer = Detokenizer(self._tokenizer)
@@ -65,6 +65,15 @@ class HfRenderer(Renderer):
         self._vocab_size = max(tokenizer_size, text_config(config.hf_config).get("vocab_size") or 0)
         self._max_chars = max(_MAX_CHARS, config.max_model_len * max(map(len, vocab), default=1))
         self._eos_token_ids = end_tokens(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
+
+    def get_tokenizer(self) -> Any:
+        """That of transformers. Raises UnsupportedError where transformers is not installed, or cannot read the folder."""
+        try:
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer.from_pretrained(self._tokenizer_folder, trust_remote_code=self.config.model.trust_remote_code)
+        except (ImportError, ValueError, OSError) as error:
+            raise UnsupportedError(f"transformers gives no tokenizer of {str(self._tokenizer_folder)!r}: {error}") from error
 
     def take_rules(self, rules: MultiModalRules) -> None:
         super().take_rules(rules)
