@@ -47,7 +47,7 @@ from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
-from toolkit_lm.sampling import ProcessorTable, sample, top_candidates
+from toolkit_lm.sampling import ProcessorTable, SamplingBatch, sample, top_candidates
 
 
 class ModelRunner:
@@ -291,7 +291,7 @@ class ModelRunner:
             self._draw(plan, result, self.model.compute_logits(hidden_states), inputs.sampling, inputs.rows)
             return result
         # The logits of a row: those after its last token, and before them those that its drafts are compared with.
-        num_drafts = inputs.num_drafts - self._take_certain(inputs, result)
+        num_drafts = inputs.num_drafts - _take_certain(inputs, result, self._certain, self._batch.sampling)
         counts = num_drafts + 1
         firsts = counts.cumsum() - counts
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(inputs.query_start[1:][inputs.sampling] - counts - firsts, counts)
@@ -309,20 +309,6 @@ class ModelRunner:
             drafted = going[num_drafts[going] > 0]
             going = np.array([i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64)
         return result
-
-    def _take_certain(self, inputs: StepInputs, result: StepResult) -> np.ndarray:
-        """[S] how many drafts of each row are drawn without a draw: there is but one token that it could give."""
-        taken = np.zeros_like(inputs.num_drafts)
-        for index in inputs.num_drafts.nonzero()[0]:
-            place = inputs.sampling[index]
-            scheduled, row = inputs.plan.scheduled[place], inputs.rows[place]
-            drafts = scheduled.tokens[-scheduled.num_drafts :]
-            if self._batch.sampling.follows[row] and self._certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts:
-                taken[index], result.token_ids[place] = len(drafts), drafts
-                # They are in the history already, and now they count.
-                inputs.histories.num_tokens[row] += len(drafts)
-                self._batch.sampling.position[row] += len(drafts)
-        return taken
 
     @staticmethod
     def _agrees(plan: StepPlan, result: StepResult, place: int) -> bool:
@@ -354,3 +340,18 @@ class ModelRunner:
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def _take_certain(inputs: StepInputs, result: StepResult, certain: dict[int, list[int]], sampling: SamplingBatch) -> np.ndarray:
+    """[S] how many drafts of each row are drawn without a draw: there is but one token that it could give."""
+    taken = np.zeros_like(inputs.num_drafts)
+    for index in inputs.num_drafts.nonzero()[0]:
+        place = inputs.sampling[index]
+        scheduled, row = inputs.plan.scheduled[place], inputs.rows[place]
+        drafts = scheduled.tokens[-scheduled.num_drafts :]
+        if sampling.follows[row] and certain.get(scheduled.seq_id, [])[: len(drafts)] == drafts:
+            taken[index], result.token_ids[place] = len(drafts), drafts
+            # They are in the history already, and now they count.
+            inputs.histories.num_tokens[row] += len(drafts)
+            sampling.position[row] += len(drafts)
+    return taken
