@@ -79,7 +79,7 @@ class Watch:
             # They have ended with the engine, and no event says so.
             self._requests.clear()
             self._num_restarts = engine.num_restarts
-        steps, figures = self._take_in(), {}
+        (steps, load), figures = self._take_in(), {}
         if now - self._figures_time >= _FIGURES_PERIOD:
             figures, self._figures_time = self._read_metrics(), now
         health, totals = engine.health(), self._metrics.totals
@@ -91,7 +91,7 @@ class Watch:
             "reason": health.reason,
             "restarts": engine.num_restarts,
             "queued_tokens": engine.num_queued_tokens,
-            "load": _load(self._metrics.load),
+            "load": _load(load),
             "num_steps": len(steps),
             "num_tokens": sum(step.num_tokens for step in steps),
             "num_output_tokens": sum(step.num_output_tokens for step in steps),
@@ -101,16 +101,19 @@ class Watch:
             **figures,
         }
 
-    def _take_in(self) -> list[StepEvent]:
-        """The steps since the last call; requests are noted."""
-        steps = []
+    def _take_in(self) -> tuple[list[StepEvent], LoadEvent | None]:
+        """The steps since the last call, and the load when most was to do; requests are noted."""
+        steps: list[StepEvent] = []
+        loads: list[LoadEvent] = []
         for _ in range(len(self._events)):
             match event := self._events.popleft():
                 case StepEvent():
                     steps.append(event)
+                case LoadEvent():
+                    loads.append(event)
                 case RequestEvent() if self._shows_requests:
                     self._note(event)
-        return steps
+        return steps, max(loads, key=lambda one: one.num_running + one.num_waiting, default=self._metrics.load)
 
     def _note(self, event: RequestEvent) -> None:
         if event.kind in ("finished", "aborted"):
