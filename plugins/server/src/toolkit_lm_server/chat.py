@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from toolkit_lm_server.answer_parts import AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
-from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
@@ -37,9 +37,10 @@ class Chat:
 
     async def create(self, body: ChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        reply = await self.begin(body, request_context(request))
+        begin = self.begin(body, request_context(request))
         if body.stream:
-            return EventStream(reply.chunks(), reply)
+            return await stream_of(begin, ChatAnswer.chunks)
+        reply = await begin
         choices = await reply.choices()
         is_large = body.prompt_logprobs is not None or are_large(choices)
         return await answer(lambda: reply.whole(choices), is_large=is_large)

@@ -14,7 +14,7 @@ from toolkit_lm.prompts import Prompt
 from toolkit_lm_server.answers import answer, encoded
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import validated
-from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.fill_in_the_middle import FillInTheMiddle
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import completion_logprobs, echo_logprobs, joined, prompt_logprobs
@@ -38,9 +38,10 @@ class Completions:
 
     async def create(self, body: CompletionBody, request: Request) -> Response:
         """Completes one or several prompts."""
-        generation = await self.begin(body, request_context(request))
+        begin = self.begin(body, request_context(request))
         if body.stream:
-            return EventStream(self._chunks(body, generation), generation)
+            return await stream_of(begin, lambda generation: self._chunks(body, generation))
+        generation = await begin
         choices = await generation.choices()
         is_large = body.echo or body.prompt_logprobs is not None or are_large(choices)
         return await answer(lambda: self._whole(body, generation, choices), is_large=is_large)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Any, Protocol
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from fastapi import Response
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from toolkit_lm_server.errors import as_api_error
 from toolkit_lm_server.request_log import REASON
-from toolkit_lm_server.route import unless_disconnected
+from toolkit_lm_server.route import KEEP_ALIVE, unless_disconnected
 
 
 class Source(Protocol):
@@ -21,6 +23,9 @@ class Source(Protocol):
 
     async def aclose(self) -> None: ...
 
+
+SourceT = TypeVar("SourceT", bound=Source)
+Events = AsyncGenerator[list[dict[str, Any]], None]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,10 +40,13 @@ class EventStream(Response):
     media_type = "text/event-stream"
     end = b"data: [DONE]\n\n"
     """What follows the last object."""
+    comment = b": keep-alive\n\n"
+    """What is sent while nothing comes. Clients read over it."""
 
-    def __init__(self, events: AsyncGenerator[list[dict[str, Any]], None], source: Source) -> None:
+    def __init__(self, events: Events, source: Source) -> None:
         super().__init__(headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
+        self._seconds = KEEP_ALIVE.get()
         self._events = events
         self._source = source
 
@@ -54,9 +62,10 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         end = self.end
         try:
-            async for events in self._events:
-                if events:
-                    await send({"type": "http.response.body", "body": b"".join(map(self.frame, events)), "more_body": True})
+            async with _beating(send, self.comment, self._seconds) as send_counted:
+                async for events in self._events:
+                    if events:
+                        await send_counted({"type": "http.response.body", "body": b"".join(map(self.frame, events)), "more_body": True})
         except OSError:
             raise
         except Exception as error:
@@ -70,6 +79,67 @@ class EventStream(Response):
     def frame(event: dict[str, Any]) -> bytes:
         """An object, as it is sent."""
         return b"data: %b\n\n" % _encode(event)
+
+
+@asynccontextmanager
+async def _beating(send: Send, comment: bytes, seconds: float | None) -> AsyncIterator[Send]:
+    """`send`, beside which the comment is sent whenever nothing was for so many seconds."""
+    if not comment or seconds is None:
+        yield send
+        return
+    last = time.monotonic()
+
+    async def counted(message: Message) -> None:
+        nonlocal last
+        await send(message)
+        last = time.monotonic()
+
+    async def beat() -> None:
+        while True:
+            if (left := last + seconds - time.monotonic()) > 0:
+                await asyncio.sleep(left)
+            else:
+                await counted({"type": "http.response.body", "body": comment, "more_body": True})
+
+    beats = asyncio.create_task(beat())
+    try:
+        yield counted
+    finally:
+        beats.cancel()
+        await asyncio.gather(beats, return_exceptions=True)
+
+
+async def stream_of(begin: Coroutine[Any, Any, SourceT], events: Callable[[SourceT], Events]) -> EventStream:
+    """The stream of what `begin` gives. It begins without it, with comments, where that takes long: errors are events then."""
+    late = _Late(asyncio.ensure_future(begin), events)
+    try:
+        await asyncio.wait([late.task], timeout=KEEP_ALIVE.get())
+    except asyncio.CancelledError:
+        await late.aclose()
+        raise
+    if not late.task.done():
+        return EventStream(late.events(), late)
+    source = late.task.result()
+    return EventStream(events(source), source)
+
+
+class _Late:
+    """A source that is still being made."""
+
+    def __init__(self, task: asyncio.Future[Any], make: Callable[[Any], Events]) -> None:
+        self.task = task
+        self._make = make
+
+    async def events(self) -> Events:
+        async with aclosing(self._make(await self.task)) as events:
+            async for some in events:
+                yield some
+
+    async def aclose(self) -> None:
+        self.task.cancel()
+        found = await asyncio.gather(self.task, return_exceptions=True)
+        if not isinstance(found[0], BaseException):
+            await found[0].aclose()
 
 
 class NamedEvents(EventStream):
@@ -87,6 +157,7 @@ class JsonLines(EventStream):
 
     media_type = "application/x-ndjson"
     end = b""
+    comment = b""
 
     @staticmethod
     def frame(event: dict[str, Any]) -> bytes:

@@ -56,6 +56,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         option("Plugins whose HTTP routes are served, by name.", none="those of anthropic, cohere, ollama that are installed"),
     ] = None
     ui: Annotated[bool, option("Serve the page at /: a chat, and a live view of the engine.")] = True
+    tokenizer_info: Annotated[bool, option("Serve GET /tokenizer_info: the tokenizer's config and chat template.")] = False
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
     strict_fields: Annotated[bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")] = False
     allow_request_chat_template: Annotated[bool, option("Take chat templates of requests. They are rendered in a sandbox.")] = False
@@ -92,6 +93,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     body_timeout: Annotated[int, option("Seconds within which the whole body of a request must have come.", ge=1)] = 60
     keep_alive_timeout: Annotated[int, option("Seconds that a connection may wait for its next request.", ge=1)] = 60
     write_timeout: Annotated[int, option("Seconds within which a client must read on: a KiB of its answer for each of them.", ge=1)] = 30
+    sse_keep_alive: Annotated[
+        int | None, option("Seconds after which a stream that has nothing to send sends a comment.", ge=1, none="no comments")
+    ] = 15
     root_path: Annotated[str, option("Path prefix that a reverse proxy strips.")] = ""
     log_level: Annotated[Literal["critical", "error", "warning", "info", "debug"], option("Log level of the HTTP server.")] = "info"
     log_format: Annotated[Literal["text", "json"], option("Form of the log's lines.")] = "text"

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -28,6 +29,8 @@ from toolkit_lm_server.protocol import TEMPLATES_ALLOWED
 from toolkit_lm_server.threads import WHOSE, in_shared_thread
 from toolkit_lm_server.unknown_fields import IGNORED, UNKNOWN, UnknownFields
 
+KEEP_ALIVE: ContextVar[float | None] = ContextVar("KEEP_ALIVE", default=None)
+"""Seconds in which a stream of the request that is worked on sends something, if only a comment."""
 REQUEST_ID = "x-request-id"
 _KEY = "toolkit_lm.request_id"
 _ACCOUNT = "toolkit_lm.account"
@@ -242,6 +245,7 @@ class ServerRoute(APIRoute):
                 request.scope[_ACCOUNT] = account
                 WHOSE.set(client_of(request))
                 UNKNOWN.set(unknown := UnknownFields(self.server_options.strict_fields))
+                KEEP_ALIVE.set(self.server_options.sse_keep_alive)
                 TEMPLATES_ALLOWED.set(self.server_options.allow_request_chat_template)
                 if self.readiness is not None:
                     self.readiness.check()
