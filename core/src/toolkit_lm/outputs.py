@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -53,12 +52,6 @@ class RequestMetrics:
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     num_generation_tokens: int = 0
-
-    def count(self, num_tokens: int) -> None:
-        """So many have come."""
-        self.last_token_ts = time.monotonic()
-        self.first_token_ts = self.first_token_ts or self.last_token_ts
-        self.num_generation_tokens += num_tokens
 
 
 @dataclass(slots=True)

@@ -155,7 +155,7 @@ def test_the_parent_is_the_current_span_where_there_are_no_headers(traced):
 def test_the_context_may_give_attributes(traced):
     context = {"gen_ai.operation.name": "chat", "gen_ai.conversation.id": "c1", "other": "x"}
     with engine_of(traced, served_model_name="mine") as engine:
-        engine.add_chat("1", [{"role": "user", "content": "Hello"}], GREEDY, {"context": context})
+        engine.submit(engine.processor.prepare_chat("1", [{"role": "user", "content": "Hello"}], GREEDY, {"context": context}))
         run(engine)
     (span,) = traced.spans
     assert span.name == "chat mine"

@@ -15,7 +15,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend.engine_thread import EngineThread
 from toolkit_lm.frontend.health import Health
 from toolkit_lm.frontend.listener import Batch, Listener, Stream
-from toolkit_lm.frontend.llm_engine import EngineArgs, LLMEngine
+from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import Plugins
@@ -71,8 +71,8 @@ class AsyncLLM:
                 raise
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> AsyncLLM:
-        """An engine of what was asked in vLLM's names."""
+    def from_engine_args(cls, engine_args: Any) -> AsyncLLM:
+        """As LLMEngine's."""
         return cls(engine_args.create_engine_config())
 
     @property
@@ -168,11 +168,7 @@ class AsyncLLM:
         is computed. Closing the iterator aborts them all.
         """
         ids = [self._new_id() for _ in prompts]
-
-        def prepare() -> list[PreparedRequest]:
-            return self.processor.prepare_batch(ids, prompts, sampling_params, options)
-
-        return self._outputs(ids, prepare, sampling_params)
+        return self._outputs(ids, lambda: self.processor.prepare_batch(ids, prompts, sampling_params, options), sampling_params)
 
     async def encode(
         self,

@@ -7,12 +7,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from toolkit_lm.config import PluginsConfig, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.frontend.pooling_mixin import PoolingMixin, no_pair
+from toolkit_lm.frontend.pooling_mixin import PoolingMixin, check_names, no_pair
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
@@ -22,14 +22,6 @@ from toolkit_lm.prompts import Conversation, Prompt
 
 Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests)."""
-
-
-class BeamSearch(Protocol):
-    """Parameters of a beam search, with results of their own kind."""
-
-    def sampling_params(self) -> SamplingParams: ...
-
-    def result(self, output: RequestOutput) -> Any: ...
 
 
 class LLM(PoolingMixin):
@@ -87,12 +79,14 @@ class LLM(PoolingMixin):
         priority: Sequence[int] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
+        **none: Any,
     ) -> list[RequestOutput]:
         """Completes prompts: texts, {"prompt": text}, [ids] or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
 
         `sampling_params` are for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
-        anything is computed. Calls from several threads run one after another.
+        anything is computed. Calls from several threads run one after another. Other keywords of vLLM's are taken where they are None.
         """
+        check_names("generate", none, ())
         given: Any = listed(no_pair(prompts))
         each = self._params(sampling_params, len(given))
         priorities = [0] * len(given) if priority is None else list(priority)
@@ -118,7 +112,8 @@ class LLM(PoolingMixin):
         conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        prepared = [prepare(self._next_id(), c, s, **render_options) for c, s in zip(conversations, each, strict=True)]
+        given = {name: value for name, value in render_options.items() if value is not None}
+        prepared = [prepare(self._next_id(), c, s, **given) for c, s in zip(conversations, each, strict=True)]
         return self._run(prepared, use_tqdm, progress)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -132,8 +127,11 @@ class LLM(PoolingMixin):
         """Those of calls that give none: what generation_config.json states, by the option `generation_config`."""
         return self.engine.processor.default_params.replace()
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearch, **options: Any) -> list[Any]:
-        """The likeliest sequences of each prompt, as `params` has them. `options` are those of `generate`."""
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: Any, **options: Any) -> list[Any]:
+        """The likeliest sequences of each prompt. `options` are those of `generate`.
+
+        `params` have `sampling_params()`, and a method `result` that gives what is returned for a RequestOutput.
+        """
         return [params.result(output) for output in self.generate(prompts, params.sampling_params(), **options)]
 
     def get_tokenizer(self) -> Any:

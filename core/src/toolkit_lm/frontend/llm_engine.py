@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 from weakref import WeakKeyDictionary
 
 from toolkit_lm.config import VllmConfig
@@ -23,20 +23,13 @@ from toolkit_lm.processing.pooling_state import AnyState, PoolingState
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.request_state import RequestState
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
-from toolkit_lm.prompts import Conversation, Prompt
+from toolkit_lm.prompts import Prompt
 from toolkit_lm.renderer import make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.scheduler import RequestLimits
 
 _GRACE = 1.0
 """Seconds that a silent engine gets to end a request whose deadline is over. Then it ends here."""
-
-
-class EngineArgs(Protocol):
-    """What an engine is made of where its options are asked for in other names, such as vLLM's."""
-
-    def create_engine_config(self) -> VllmConfig:
-        """Raises ConfigError."""
 
 
 class LLMEngine:
@@ -97,7 +90,8 @@ class LLMEngine:
             raise
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs) -> LLMEngine:
+    def from_engine_args(cls, engine_args: Any) -> LLMEngine:
+        """An engine of options in other names than ours: of what `create_engine_config()` gives. Raises ConfigError."""
         return cls(engine_args.create_engine_config())
 
     def wait_ready(self, timeout: float | None = None) -> bool:
@@ -139,17 +133,6 @@ class LLMEngine:
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[RequestOptions]) -> None:
         """Renders, checks and queues a prompt. Raises RequestError; the other requests go on."""
         self.submit(self.processor.prepare(request_id, prompt, params, options))
-
-    def add_chat(
-        self,
-        request_id: str,
-        messages: Conversation,
-        params: SamplingParams | None = None,
-        options: RequestOptions | None = None,
-        **render_options: Any,
-    ) -> None:
-        """Renders a conversation through the chat template, and queues it. `render_options` are Renderer.render_conversation's."""
-        self.submit(self.processor.prepare_chat(request_id, messages, params, options, **render_options))
 
     def submit(self, prepared: PreparedRequest) -> AnyState:
         """Queues a prepared request. Raises RequestError where its id is in use, EngineDeadError after `shutdown`."""

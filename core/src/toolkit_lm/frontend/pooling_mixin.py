@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from toolkit_lm.config.tasks import PoolingTask
@@ -62,7 +62,7 @@ class PoolingMixin(ABC):
 
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
-        _check_names("encode", options, EncodeOptions)
+        check_names("encode", options, EncodeOptions.__annotations__)
         many = listed(prompts)
         prepared = self.engine.processor.prepare_pooling_batch(
             [self._next_id() for _ in many],
@@ -81,17 +81,17 @@ class PoolingMixin(ABC):
 
     def embed(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """One vector for each prompt."""
-        _check_names("embed", options, EncodeOptions)
+        check_names("embed", options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)
 
     def classify(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """The probabilities of the model's labels, for each prompt."""
-        _check_names("classify", options, EncodeOptions)
+        check_names("classify", options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
 
     def reward(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """What a reward model gives for each prompt: a reward for each token, or for each step."""
-        _check_names("reward", options, EncodeOptions)
+        check_names("reward", options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="token_classify", **options)
 
     def score(
@@ -106,7 +106,7 @@ class PoolingMixin(ABC):
         A cross-encoder reads both texts together; of an embedding model it is the cosine, or what its files say; of a late-interaction
         model the sum of the best products of token embeddings.
         """
-        _check_names("score", options, ScoreOptions)
+        check_names("score", options, ScoreOptions.__annotations__)
         return self._score(self.engine.processor.scoring(data_1, data_2, ("data_1", "data_2")), pooling_params, options)
 
     def rerank(
@@ -118,7 +118,7 @@ class PoolingMixin(ABC):
         **options: Unpack[ScoreOptions],
     ) -> list[RerankResult]:
         """The documents by how well they fit the query, best first. Those that could not be scored come last, with their errors."""
-        _check_names("rerank", options, ScoreOptions)
+        check_names("rerank", options, ScoreOptions.__annotations__)
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
         if not isinstance(query, str):
@@ -147,12 +147,13 @@ class PoolingMixin(ABC):
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]: ...
 
 
-def _check_names(method: str, options: Mapping[str, object], known: type[ScoreOptions]) -> None:
-    """Raises TypeError for a keyword that `method` does not take."""
-    for name in options.keys() - known.__annotations__.keys():
-        of_params = name in PoolingParams.__struct_fields__ and name != "task"
-        way_out = f"Give PoolingParams({name}={options[name]!r})." if of_params else nearest(name, known.__annotations__)
-        raise TypeError(f"LLM.{method}() takes no {name!r}. {way_out}")
+def check_names(method: str, options: Mapping[str, object], known: Collection[str]) -> None:
+    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing."""
+    for name in options.keys() - known:
+        if options[name] is not None:
+            of_params = name in PoolingParams.__struct_fields__ and name != "task"
+            way_out = f"Give PoolingParams({name}={options[name]!r})." if of_params else nearest(name, known)
+            raise TypeError(f"LLM.{method}() takes no {name!r}. {way_out}")
 
 
 def no_pair(prompts: Prompts) -> Prompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 
 from msgspec import structs
@@ -89,7 +90,9 @@ class RequestState:
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += [self._entries(one) for one in output.prompt_logprobs]
         if output.token_ids:
-            self.metrics.count(len(output.token_ids))
+            its = self.metrics
+            its.last_token_ts, its.num_generation_tokens = time.monotonic(), its.num_generation_tokens + len(output.token_ids)
+            its.first_token_ts = its.first_token_ts or its.last_token_ts
         sequence.token_ids += output.token_ids
         for logprobs in output.logprobs or ():
             self._add_logprobs(sequence, logprobs)

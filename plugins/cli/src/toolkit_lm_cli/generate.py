@@ -114,7 +114,7 @@ def _add(engine: LLMEngine, request_id: str, line: str | dict[str, Any], flags: 
     own = {key: value for key, value in parsed.items() if key not in PROMPT_KEYS}
     params = flags.params(own, **engine.config.sampling_defaults)
     if "messages" in parsed:
-        engine.add_chat(request_id, parsed["messages"], params)
+        engine.submit(engine.processor.prepare_chat(request_id, parsed["messages"], params))
     elif is_both:
         engine.add_request(request_id, cast("ExplicitEncoderDecoderPrompt", {key: _side(parsed[key]) for key in given}), params)
     else:

@@ -42,7 +42,7 @@ class LocalTalker:
 
     def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
         params = flags.params(**{"max_tokens": None} | self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
-        self._engine.add_chat(self._next_id(), messages, params)
+        self._engine.submit(self._engine.processor.prepare_chat(self._next_id(), messages, params))
         return self._stream()
 
     def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
