@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from toolkit_lm_cli import hookspecs
 from toolkit_lm_cli.help_page import Row, asked_section, help_page, section_page
 from toolkit_lm_cli.prescan import plugins_config
-from toolkit_lm_cli.registry import CommandRegistry
+from toolkit_lm_cli.registry import CommandRegistry, FlagNamesRegistry
 
 _NAME = "cli"
 """Of this plugin."""
@@ -80,7 +80,8 @@ class LazyGroup(TyperGroup):
             target = commands.load(name)
             if with_processors := getattr(target, "with_processors", None):
                 target = with_processors(ctx.find_object(Plugins).logits_processors)
-            return word, _as_command(word, target), args[1:]
+            command = _as_command(word, target)
+            return word, command, args[1:] if ctx.resilient_parsing else _in_our_names(ctx, command, args[1:])
         return word, LazyGroup(path=name, name=word), args[1:]
 
 
@@ -155,6 +156,15 @@ def _commands(ctx: Any) -> CommandRegistry:
     assert plugins is not None, "the group is invoked with the loaded plugins as its object"
     commands: CommandRegistry = plugins.brought_registry(CommandRegistry)
     return commands
+
+
+def _in_our_names(ctx: Any, command: Any, words: list[str]) -> list[str]:
+    """The words after a command, with flags of ours in place of other projects'."""
+    if isinstance(command, TyperGroup) or not any(word.startswith("-") for word in words):
+        return words
+    known = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+    plugins: Plugins = ctx.find_object(Plugins)
+    return plugins.brought_registry(FlagNamesRegistry).translate(words, known)
 
 
 def _as_command(name: str, target: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The hook that this plugin brings, and the registry that it fills."""
+"""The hooks that this plugin brings, and the registries that they fill."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 from toolkit_lm.plugin import hookimpl, hookspec
 
-from toolkit_lm_cli.registry import CommandRegistry
+from toolkit_lm_cli.registry import CommandRegistry, FlagNamesRegistry
 
 
 @hookimpl
@@ -25,5 +25,14 @@ def toolkit_register_commands(commands: CommandRegistry) -> None:
     """
 
 
-REGISTRIES = {"toolkit_register_commands": CommandRegistry}
+@hookspec
+def toolkit_register_flag_names(flag_names: FlagNamesRegistry) -> None:
+    """Registers translators of flags as other projects name them.
+
+    Caller: the loader. Process: every one, though only the command line uses them. Thread: main. Return: nothing; all implementations
+    are called.
+    """
+
+
+REGISTRIES = {"toolkit_register_commands": CommandRegistry, "toolkit_register_flag_names": FlagNamesRegistry}
 """By hook: what the loader fills."""

@@ -1,11 +1,12 @@
-"""The registry of commands, which this plugin brings."""
+"""The registries that this plugin brings: of commands, and of flags as other projects name them."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from toolkit_lm.errors import PluginError
-from toolkit_lm.plugin import Entry, Registry
+from toolkit_lm.plugin import Entry, PlainRegistry, Registry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,22 @@ class CommandRegistry(Registry[CommandEntry]):
                     f"{self.noun} {name!r} of {self.owner} and {self.noun} {other.key!r} of {other.owner}: "
                     f"{min(name, other.key, key=len)!r} cannot be both a command and a group."
                 )
+
+
+class FlagNamesRegistry(PlainRegistry):
+    """Translators of flags as other projects name them, by project.
+
+    A target is a function (words: Sequence[str], known: Collection[str]) -> list[str]: the words after a command, with flags of ours in
+    place of the other project's. `known` are the command's own flags. It raises ConfigError for what cannot be had here.
+    """
+
+    noun = "translator of flags"
+
+    def translate(self, words: list[str], known: Collection[str]) -> list[str]:
+        """The words after all translators. Raises ConfigError."""
+        for name in self:
+            words = self.make(name, words, known)
+        return words
 
 
 def _is_below(name: str, group: str) -> bool:

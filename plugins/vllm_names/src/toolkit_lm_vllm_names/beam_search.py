@@ -1,0 +1,58 @@
+"""BeamSearchParams, and the results of `LLM.beam_search` as vLLM has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit_lm import CompletionOutput, RequestOutput, SamplingParams
+
+
+@dataclass
+class BeamSearchSequence:
+    """One of the likeliest sequences."""
+
+    tokens: list[int]
+    """Those of the prompt, too."""
+    text: str | None
+    """The prompt's, too; without it where the prompt was token ids."""
+    cum_logprob: float
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The sequences of one prompt, the likeliest first."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class BeamSearchParams:
+    """What `LLM.beam_search` searches for. A sequence is ranked by log probability / (length of its output) ** length_penalty."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def sampling_params(self) -> SamplingParams:
+        """The same as parameters of `generate`. Raises RequestError."""
+        same: dict[str, Any] = {"max_tokens": self.max_tokens, "ignore_eos": self.ignore_eos, "temperature": self.temperature}
+        same["include_stop_str_in_output"] = self.include_stop_str_in_output
+        if self.beam_width == 1:
+            return SamplingParams(logprobs=0, **same)
+        width = self.beam_width
+        return SamplingParams(use_beam_search=True, beam_width=width, n=width, length_penalty=self.length_penalty, **same)
+
+    def result(self, output: RequestOutput) -> BeamSearchOutput:
+        """What `generate` gave, with the prompts in front."""
+        return BeamSearchOutput([_sequence(output, one) for one in output.outputs])
+
+
+def _sequence(output: RequestOutput, one: CompletionOutput) -> BeamSearchSequence:
+    tokens, text = [*output.prompt_token_ids, *one.token_ids], (output.prompt or "") + one.text
+    return BeamSearchSequence(tokens, text, one.cumulative_logprob or 0.0, one.finish_reason, one.stop_reason)

@@ -1,0 +1,95 @@
+"""vLLM's flags in a command line."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, Name
+from toolkit_lm_vllm_names.values import parsed
+
+_LISTS = ("served_model_name", "api_key", "allowed_media_domains", "lora_modules", "cudagraph_capture_sizes", "logits_processors")
+"""Options whose flags take several words."""
+
+
+class Flag(NamedTuple):
+    """One flag of a line, with its value."""
+
+    row: Name
+    value: Any
+    words: list[str]
+    """As they are in the line."""
+
+
+def read_flag(words: Sequence[str]) -> Flag | None:
+    """The flag that a line begins with; None where it begins with another word, or a flag that vLLM does not have."""
+    name, has_value, text = words[0].partition("=")
+    is_off = name.startswith("--no-")
+    row = _row(name.replace("--no-", "--", 1) if is_off else name)
+    if row is None:
+        return None
+    if has_value:
+        return Flag(row, _value(row, [text]), [words[0]])
+    if is_off or (row.is_switch and not _is_truth(words[1:2])):
+        return Flag(row, not is_off, [words[0]])
+    given = _values(row, words[1:])
+    return Flag(row, _value(row, given), [words[0], *given])
+
+
+def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words after a command, with flags of ours in place of vLLM's.
+
+    `known` are the command's own flags; one that vLLM has, too, is left as it is unless its values are to be translated. Raises
+    ConfigError for what cannot be had.
+    """
+    made: list[str] = []
+    rest = list(words)
+    while rest:
+        flag = None if rest[0] == "--" else read_flag(rest)
+        if rest[0] == "--":
+            return [*made, *rest]
+        if flag is None or (rest[0].partition("=")[0] in known and (flag.row.convert is None or flag.row.name in _LISTS)):
+            made.append(rest.pop(0))
+            continue
+        made += flags_of(flag.row.translate(flag.value))
+        del rest[: len(flag.words)]
+    return made
+
+
+def flags_of(options: dict[str, Any]) -> list[str]:
+    """Options in our names, as flags."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [flag, str(one)]
+    return words
+
+
+def _row(name: str) -> Name | None:
+    if name in SHORT_FLAGS:
+        return TABLE[SHORT_FLAGS[name]]
+    return TABLE.get(name[2:].replace("-", "_")) if name.startswith("--") else None
+
+
+def _is_truth(words: Sequence[str]) -> bool:
+    return [word.lower() for word in words] in (["true"], ["false"])
+
+
+def _values(row: Name, words: Sequence[str]) -> list[str]:
+    """The words that are a flag's values."""
+    if row.name not in _LISTS:
+        return list(words[:1])
+    end = next((place for place, word in enumerate(words) if word.startswith("-")), len(words))
+    return list(words[:end])
+
+
+def _value(row: Name, given: Sequence[str]) -> Any:
+    if len(given) > 1:
+        return list(given)
+    # What is a text here stays as it is written.
+    text = given[0] if given else None
+    return text if row.kind in ("same", "renamed") and not row.is_switch else parsed(text)

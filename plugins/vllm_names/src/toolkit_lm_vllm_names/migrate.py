@@ -1,0 +1,89 @@
+"""`toolkit migrate-vllm`: the line of ours that does what a `vllm serve` line does."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from toolkit_lm.errors import ConfigError, nearest
+
+from toolkit_lm_vllm_names.flags import flags_of, read_flag
+from toolkit_lm_vllm_names.table import TABLE
+
+_MODULE = "vllm.entrypoints.openai.api_server"
+
+
+class Migration(NamedTuple):
+    """A line of ours, and what it leaves out."""
+
+    line: str
+    left_out: list[str]
+    """What asks for something that cannot be had: flag and what to use."""
+    needless: list[str]
+    """What changes nothing here: flag and why."""
+
+
+def migrate(line: str) -> Migration:
+    """Translates "vllm serve MODEL --flags", or a line of python -m that runs its server. Raises ConfigError for another line."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise ConfigError(f"the line cannot be read: {error}.") from None
+    words = _after_command(words)
+    options: dict[str, Any] = {}
+    left_out, needless, models, kept = [], [], [], []
+    while words:
+        word = words[0]
+        flag = read_flag(words)
+        if flag is None:
+            del words[0]
+            if not word.startswith("-"):
+                models.append(word)
+            elif word.partition("=")[0] == "--config":
+                kept = [word] if "=" in word else [word, *words[:1]]
+                del words[: len(kept) - 1]
+                left_out.append("--config: the file may have vLLM's names in it. Write ours in place of them.")
+            else:
+                left_out.append(f"{word}: vLLM has no such flag. {nearest(word, [row.flag for row in TABLE.values()])}")
+            continue
+        del words[: len(flag.words)]
+        written = shlex.join(flag.words)
+        if flag.row.kind == "free":
+            needless.append(f"{written}: {flag.row.note}")
+            continue
+        try:
+            made = flag.row.translate(flag.value)
+        except ConfigError as error:
+            left_out.append(f"{written}: {error}")
+            continue
+        if not made:
+            needless.append(f"{written}: it is the default")
+        options |= made
+    model = options.pop("model", None) or (models.pop(0) if models else None)
+    left_out += [f"{word}: there is one model already." for word in models]
+    return Migration(shlex.join(["toolkit", "serve", *([model] if model else []), *kept, *flags_of(options)]), left_out, needless)
+
+
+def migrate_vllm(
+    line: Annotated[list[str], typer.Argument(metavar="LINE", help='"vllm serve MODEL --flags", in quotes or after --.')],
+) -> None:
+    """Print the `toolkit serve` line that does what a `vllm serve` line does, and what of it has no equivalent."""
+    found = migrate(line[0] if len(line) == 1 else shlex.join(line))
+    typer.echo(found.line)
+    for title, rows in (("Without an equivalent:", found.left_out), ("Not needed:", found.needless)):
+        if rows:
+            typer.echo(f"\n{title}")
+        for row in rows:
+            typer.echo(f"  {row}")
+
+
+def _after_command(words: list[str]) -> list[str]:
+    while words and "=" in words[0] and not words[0].startswith("-"):
+        # Variables that are set before the command.
+        words = words[1:]
+    if words[:2] == ["vllm", "serve"]:
+        return words[2:]
+    if words[1:3] == ["-m", _MODULE]:
+        return words[3:]
+    raise ConfigError(f'give a line "vllm serve MODEL --flags", not {" ".join(words[:2])!r}.')

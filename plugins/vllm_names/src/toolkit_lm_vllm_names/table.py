@@ -1,0 +1,244 @@
+"""The table: what vLLM calls an option of its engine or of its server, and what it is here, or why it is not.
+
+Aliases, hints in errors, `toolkit migrate-vllm` and the page "Coming from vLLM" are made from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+from toolkit_lm.errors import ConfigError
+
+from toolkit_lm_vllm_names import values
+
+Kind = Literal["same", "renamed", "free", "refused"]
+"""same: as here. renamed: another option here. free: any value is taken, for it changes nothing. refused: only what asks for nothing."""
+Convert = Callable[[Any], dict[str, Any]]
+"""From vLLM's value to options in our names. It raises ValueError, with what to use, for a value that cannot be had."""
+
+
+class Name(NamedTuple):
+    """One option of vLLM."""
+
+    name: str
+    kind: Kind
+    ours: str = ""
+    """The option here; empty: there is none."""
+    note: str = ""
+    """What becomes of its values; of what is refused: what to use."""
+    convert: Convert | None = None
+    is_switch: bool = False
+    """Its flag takes no value."""
+    neutral: tuple[Any, ...] = ()
+    """Values that ask for nothing, beside those of `values.asks_nothing`."""
+    of_server: bool = False
+    """Of `vllm serve` alone."""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def translate(self, value: Any) -> dict[str, Any]:
+        """Options in our names. Raises ConfigError for what cannot be had."""
+        if value is None or self.kind == "free":
+            return {}
+        try:
+            if self.convert is not None:
+                return self.convert(value)
+            if self.kind != "refused":
+                return {self.ours: value}
+            if values.asks_nothing(value, self.neutral):
+                return {}
+            raise ValueError(self.note)
+        except ValueError as error:
+            raise ConfigError(f"vLLM's {self.name!r} cannot be {values.shown(value)} here: {error}") from None
+
+
+def _same(*names: str, **traits: Any) -> list[Name]:
+    return [Name(name, "same", name, **traits) for name in names]
+
+
+def _free(note: str, *names: str, **traits: Any) -> list[Name]:
+    return [Name(name, "free", note=note, **traits) for name in names]
+
+
+def _refused(note: str, *names: str, **traits: Any) -> list[Name]:
+    return [Name(name, "refused", note=note, **traits) for name in names]
+
+
+def _renamed(name: str, ours: str, convert: Convert | None = None, note: str = "", **traits: Any) -> list[Name]:
+    return [Name(name, "renamed", ours, note, convert, **traits)]
+
+
+_ONE_DEVICE = "no model is spread by this kind of parallelism. Use tensor_parallel_size or pipeline_parallel_size, or several servers."
+_NO_ADAPTERS = "adapters (LoRA) are not loaded. Merge them into the checkpoint."
+_NO_GRAPHS = "there are no graphs to capture and nothing is compiled"
+_NO_OFFLOAD = "weights and caches stay on their device."
+_NO_TRANSFER = "an engine neither sends nor fetches KV caches or weights."
+_OWN_LAYOUT = "there is one layout of weights and caches, and the results are the same"
+_CHECKPOINT = "put it into the config.json of a copy of the checkpoint's folder."
+_HUB = "set the variables of huggingface_hub: HF_HOME, HF_HUB_CACHE, HF_TOKEN."
+_TRACES = "install toolkit-lm-opentelemetry and set OTEL_EXPORTER_OTLP_ENDPOINT."
+_MEDIA = "media is read as the checkpoint's processor says. A prompt may give mm_processor_kwargs."
+
+_ENGINE: list[Name] = [
+    *_same("model", "revision", "seed", "runner", "convert", "load_format", "tokenizer", "model_impl"),
+    *_same(
+        "tensor_parallel_size", "pipeline_parallel_size", "scheduling_policy", "preemption_mode", "max_logprobs", "block_size", "device"
+    ),
+    *_same("trust_remote_code", "enable_prefix_caching", "enable_chunked_prefill", is_switch=True),
+    *_same("served_model_name"),
+    *_same("dtype", convert=values.dtype, note="half and float, too"),
+    *_same("quantization", convert=values.named("quantization")),
+    *(Name(name, "same", name, "32k, too", values.count(name)) for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs")),
+    *_same("limit_mm_per_prompt", convert=values.limits, note="a mapping, too"),
+    *_same("generation_config", convert=values.generation_config, note="auto: checkpoint; vllm: none"),
+    *_same("attention_backend", convert=values.attention_backend, note="FLASH_ATTN: flash_attn; ..."),
+    *_renamed("task", "runner, convert", values.task, "one task: the runner type and the pooling adapter that serve it"),
+    *_renamed("gpu_memory_utilization", "kv_cache_memory", values.memory_share, "a share of what the model leaves; 0.9 is auto"),
+    *_renamed("kv_cache_memory_bytes", "kv_cache_memory", values.memory),
+    *_renamed("num_gpu_blocks_override", "num_kv_blocks"),
+    *_renamed("swap_space", "swap_memory", values.gibibytes("swap_memory"), "GiB"),
+    *_renamed("mm_processor_cache_gb", "feature_cache_memory", values.gibibytes("feature_cache_memory", none="0"), "GiB"),
+    *_renamed("skip_tokenizer_init", "renderer", values.when("renderer", "tokens"), "True: tokens", is_switch=True),
+    *_renamed("tokenizer_mode", "renderer", values.tokenizer_mode, "mistral: mistral; auto, hf: by the checkpoint"),
+    *_renamed("distributed_executor_backend", "executor", values.executor, "mp, uni: auto"),
+    *_renamed("async_scheduling", "overlap", is_switch=True),
+    *_renamed("attention_config", "attention_backend", values.attention_config, "its backend"),
+    *_renamed("pooler_config", "pooling_type, ...", values.pooler_config, "its fields are options of their own"),
+    *_renamed("override_pooler_config", "pooling_type, ...", values.pooler_config, "as pooler_config"),
+    *_renamed("allowed_media_domains", "allowed_media_hosts"),
+    *_free(_NO_GRAPHS, "enforce_eager", "enable_flashinfer_autotune", is_switch=True),
+    *_free(_NO_GRAPHS, "compilation_config", "optimization_level", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *_free(_NO_GRAPHS, "cuda_graph_sizes", "max_seq_len_to_capture", "use_cudagraph", "kernel_config"),
+    *_free(_OWN_LAYOUT, "disable_custom_all_reduce", "disable_cascade_attn", "use_v2_block_manager", is_switch=True),
+    *_free(_OWN_LAYOUT, "disable_hybrid_kv_cache_manager", "disable_chunked_mm_input", "use_tqdm_on_load", is_switch=True),
+    *_free(_OWN_LAYOUT, "pt_load_map_location", "safetensors_load_strategy", "ignore_patterns", "max_parallel_loading_workers"),
+    *_free(_OWN_LAYOUT, "prefix_caching_hash_algo", "mm_processor_cache_type", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc"),
+    *_free(_OWN_LAYOUT, "max_num_partial_prefills", "max_long_partial_prefills", "long_prefill_token_threshold", "stream_interval"),
+    *_free(_OWN_LAYOUT, "num_lookahead_slots", "performance_mode", "offload_backend", "config_format", "hf_config_path"),
+    *_free("the server's log and metrics have options of their own", "disable_log_stats", "aggregate_engine_logging", is_switch=True),
+    *_free("prompts are never logged", "disable_log_requests", "fail_on_environ_validation", is_switch=True),
+    *_free("there is no profiling of media at the start", "skip_mm_profiling", is_switch=True),
+    *_refused(
+        "prompts and answers are never logged. A plugin may watch requests: the hook toolkit_watch.", "enable_log_requests", is_switch=True
+    ),
+    *_refused(_ONE_DEVICE, "data_parallel_size", "data_parallel_size_local", "decode_context_parallel_size", neutral=(1,)),
+    *_refused(_ONE_DEVICE, "prefill_context_parallel_size", "nnodes", neutral=(1,)),
+    *_refused(_ONE_DEVICE, "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
+    *_refused(_ONE_DEVICE, "data_parallel_backend", neutral=("mp",)),
+    *_refused(_ONE_DEVICE, "data_parallel_hybrid_lb", "data_parallel_external_lb", "enable_expert_parallel", is_switch=True),
+    *_refused(_ONE_DEVICE, "enable_eplb", "enable_elastic_ep", "enable_dbo", "ray_workers_use_nsight", "numa_bind", is_switch=True),
+    *_refused(_ONE_DEVICE, "eplb_config", "expert_placement_strategy", "all2all_backend", "master_addr", "master_port", "node_rank"),
+    *_refused(_NO_ADAPTERS, "enable_lora", "fully_sharded_loras", "enable_prompt_adapter", "enable_lora_bias", is_switch=True),
+    *_free("no adapters are loaded", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_extra_vocab_size"),
+    *_refused(_NO_ADAPTERS, "default_mm_loras", "lora_target_modules"),
+    *_refused(_NO_OFFLOAD, "cpu_offload_gb", "cpu_offload_params", "kv_offloading_size"),
+    *_refused(_NO_TRANSFER, "kv_transfer_config", "kv_events_config", "ec_transfer_config", "weight_transfer_config"),
+    *_refused("the cache has the dtype of the model.", "kv_cache_dtype"),
+    *_refused("the cache has the dtype of the model.", "calculate_kv_scales", is_switch=True),
+    *_refused("the state has the dtype of the model.", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_block_size"),
+    *_refused(_CHECKPOINT, "hf_overrides", "rope_scaling", "rope_theta", "quantization_config", "override_attention_dtype"),
+    *_refused(_CHECKPOINT, "disable_sliding_window", "allow_deprecated_quantization", is_switch=True),
+    *_refused("write a generation_config.json, and give its folder as generation_config.", "override_generation_config"),
+    *_refused(_HUB, "download_dir", "hf_token"),
+    *_refused("the revision is that of the model.", "code_revision", "tokenizer_revision"),
+    *_refused("set plugin_option, or load a plugin for the format of weights.", "model_loader_extra_config", "additional_config"),
+    *_refused("write a drafter: the hook toolkit_register_drafters.", "speculative_config"),
+    *_refused("write a logits processor: the hook toolkit_register_logits_processors.", "logits_processors", "logits_processor_pattern"),
+    *_refused("write a scheduling policy: the hook toolkit_register_scheduling_policies.", "scheduler_cls"),
+    *_refused("write an executor: the hook toolkit_register_executors.", "worker_cls", "worker_extension_cls"),
+    *_refused("write a renderer: the hook toolkit_register_renderers.", "io_processor_plugin"),
+    *_refused("write a parser: the hook toolkit_register_parsers.", "reasoning_parser_plugin"),
+    *_refused(
+        "structured output is by the plugin that is installed.",
+        "structured_outputs_config",
+        "guided_decoding_backend",
+        neutral=("xgrammar", "guidance"),
+    ),
+    *_refused("log probabilities are those of the model, before sampling parameters.", "logprobs_mode", neutral=("raw_logprobs",)),
+    *_refused("prompts are texts and token ids.", "enable_prompt_embeds", is_switch=True),
+    *_refused(_MEDIA, "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "mm_encoder_attn_backend"),
+    *_refused(_MEDIA, "enable_mm_embeds", "interleave_mm_strings", "mm_encoder_only", "language_model_only", is_switch=True),
+    *_refused(_MEDIA, "mm_encoder_tp_mode", neutral=("weights",)),
+    *_refused("media is fetched from hosts, and comes as data; files of the server are never read.", "allowed_local_media_path"),
+    *_refused("stop the engine, and start it again.", "enable_sleep_mode", is_switch=True),
+    *_refused(_TRACES, "otlp_traces_endpoint", "collect_detailed_traces", "profiler_config"),
+    *_refused("the metrics have no other names.", "show_hidden_metrics_for_version"),
+    *_refused("start several servers.", "renderer_num_workers", neutral=(1,)),
+    *_refused("start the server with renderer=tokens.", "tokens_only", is_switch=True),
+]
+
+_SERVER: list[Name] = [
+    *_same("host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "chat_template", of_server=True),
+    *_same("api_key", convert=values.api_key, note="several: api_keys_file", of_server=True),
+    *_same("tool_call_parser", convert=values.parser("tool_call_parser"), note="or auto: by the chat template", of_server=True),
+    *_same("reasoning_parser", convert=values.parser("reasoning_parser"), note="or auto: by the chat template", of_server=True),
+    *_renamed("trust_request_chat_template", "allow_request_chat_template", is_switch=True, of_server=True),
+    *_renamed("uvicorn_log_level", "log_level", values.log_level, "trace: debug", of_server=True),
+    *_renamed("disable_uvicorn_access_log", "access_log", values.when("access_log", False), is_switch=True, of_server=True),
+    *_renamed("enable_tokenizer_info_endpoint", "admin_routes", values.when("admin_routes", True), is_switch=True, of_server=True),
+    *_free("tools of a request are always read", "enable_auto_tool_choice", is_switch=True, of_server=True),
+    *_free(
+        "always so",
+        "enable_request_id_headers",
+        "enable_prompt_tokens_details",
+        "enable_server_load_tracking",
+        is_switch=True,
+        of_server=True,
+    ),
+    *_free("/docs needs no other host", "enable_offline_docs", is_switch=True, of_server=True),
+    *_free("polls are never logged", "disable_access_log_for_endpoints", of_server=True),
+    *_free("prompts are never logged", "max_log_len", of_server=True),
+    *_free("prompts are never logged", "enable_log_deltas", is_switch=True, of_server=True),
+    *_free("headers have a limit, max_header_size", "h11_max_incomplete_event_size", "h11_max_header_count", of_server=True),
+    *_free("scores are made where it is fastest", "enable_flash_late_interaction", is_switch=True, of_server=True),
+    *_refused("prompts and answers are never logged.", "enable_log_outputs", is_switch=True, of_server=True),
+    *_refused("a request asks for it: stream_options.", "enable_force_include_usage", is_switch=True, of_server=True),
+    *_refused("a request asks for it: return_tokens_as_token_ids.", "return_tokens_as_token_ids", is_switch=True, of_server=True),
+    *_refused("a request's tools are in the prompt.", "exclude_tools_when_tool_choice_none", is_switch=True, of_server=True),
+    *_refused("write a parser: the hook toolkit_register_parsers.", "tool_parser_plugin", of_server=True),
+    *_refused("the server runs no tools.", "tool_server", of_server=True),
+    *_refused("a request may give chat_template_kwargs.", "default_chat_template_kwargs", of_server=True),
+    *_refused("content is given to the template as it reads it.", "chat_template_content_format", of_server=True),
+    *_refused("the role is assistant.", "response_role", neutral=("assistant",), of_server=True),
+    *_refused(_NO_ADAPTERS, "lora_modules", of_server=True),
+    *_refused("one process serves; put several servers behind a proxy.", "api_server_count", neutral=(1,), of_server=True),
+    *_refused("one process serves; put several servers behind a proxy.", "headless", "grpc", is_switch=True, of_server=True),
+    *_refused("set log_level and log_format.", "log_config_file", of_server=True),
+    *_refused("timings are metrics and traces.", "enable_per_request_metrics", is_switch=True, of_server=True),
+    *_refused("terminate TLS at a proxy for that.", "enable_ssl_refresh", is_switch=True, of_server=True),
+    *_refused("terminate TLS at a proxy for that.", "ssl_cert_reqs", "ssl_ciphers", of_server=True),
+    *_refused("the description of the API is public.", "disable_fastapi_docs", is_switch=True, of_server=True),
+]
+
+TABLE: dict[str, Name] = {one.name: one for one in (*_ENGINE, *_SERVER)}
+"""All names of vLLM, those of its engine first."""
+
+SHORT_FLAGS = {
+    "-tp": "tensor_parallel_size",
+    "-pp": "pipeline_parallel_size",
+    "-dp": "data_parallel_size",
+    "-dpl": "data_parallel_size_local",
+    "-dcp": "decode_context_parallel_size",
+    "-q": "quantization",
+    "-O": "optimization_level",
+    "-cc": "compilation_config",
+    "-asc": "api_server_count",
+}
+"""vLLM's short flags."""
+
+
+def translate(options: dict[str, Any]) -> dict[str, Any]:
+    """Options in our names; those that vLLM does not have are left as they are, and win. Raises ConfigError."""
+    made: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in TABLE:
+            made |= TABLE[name].translate(value)
+    return made | {name: value for name, value in options.items() if name not in TABLE}
+
+
+def names(rows: Iterable[Name], *, of_server: bool) -> list[Name]:
+    """Those of the server, or of the engine."""
+    return [row for row in rows if row.of_server == of_server]
