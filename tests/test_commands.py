@@ -61,6 +61,13 @@ def test_complete(where, request):
     assert len(done.stdout.split()) > 10
 
 
+def test_complete_takes_a_text_after_the_model_and_standard_input():
+    greedy = ("--temperature", "0", "--max-tokens", "8")
+    whole = toolkit("complete", "tiny", "Once upon a time", *greedy)
+    assert (whole.returncode, whole.stderr) == (0, "") and len(whole.stdout.split()) > 3
+    assert toolkit("complete", "tiny", *greedy, stdin="Once upon a time\n").stdout == whole.stdout
+
+
 def test_generate_keeps_order_and_survives_a_bad_line(tmp_path):
     lines = [
         {"messages": [{"role": "user", "content": "What is the capital of Japan?"}]},
