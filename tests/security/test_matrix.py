@@ -23,6 +23,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 GENERATED = {
     "/v1/chat/completions": {**HI, "max_tokens": 2},
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/invocations": {"prompt": "a", "max_tokens": 2},
     "/infill": {"prompt": "a", "n_predict": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
     "/tokenize": {"prompt": "a"},
@@ -42,8 +43,10 @@ POOLED = {
 }
 BODIES = {**GENERATED, **POOLED}
 """Of each route that takes a body, a good one."""
-OTHERS = {("GET", path) for path in ("/v1/models", "/v1/models/{model:path}", "/version", "/metrics")} | {("POST", "/reset_prefix_cache")}
-OPEN = {("GET", "/live"), ("GET", "/health"), ("GET", "/ready")}
+OTHERS = {("GET", path) for path in ("/v1/models", "/v1/models/{model:path}", "/load", "/version", "/metrics")} | {
+    ("POST", "/reset_prefix_cache")
+}
+OPEN = {("GET", "/live"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")}
 """Routes that look at nothing of a request."""
 NOT_SERVED = ("/classify",)
 """What neither engine does: its good body is refused too."""

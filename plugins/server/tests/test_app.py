@@ -673,12 +673,14 @@ async def test_openapi_describes_the_answers(engine, key, limit, tmp_path):
     options = ServerOptions(api_key=key, api_keys_file=str(tmp_path / "keys") if key else None)
     paths = create_app(engine, options, metrics=Metrics()).openapi()["paths"]
     found = {path: set(operation["responses"]) for path, operations in paths.items() for operation in operations.values()}
-    assert found.pop("/live") == found.pop("/health") == found.pop("/ready") == {"200", "503"}
+    assert found.pop("/live") == found.pop("/health") == found.pop("/ready") == found.pop("/ping") == {"200", "503"}
     every = {"200", "400", "413", "415", "500", "default"} | ({"401"} if key else set())
     for path, statuses in found.items():
         ready = set() if path in ("/version", "/metrics") else {"503", *(["429"] if limit else [])}
         model = (
-            {"404"} if path in (*POSTED, "/v1/models/{model}", "/infill", "/v1/responses", "/v1/score", "/rerank", "/v1/rerank") else set()
+            {"404"}
+            if path in (*POSTED, "/v1/models/{model}", "/infill", "/invocations", "/v1/responses", "/v1/score", "/rerank", "/v1/rerank")
+            else set()
         )
         work = {"429", "504"} if model and "token" not in path and "models" not in path else set()
         assert statuses == every | ready | model | work, path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 from toolkit_lm.params import FinishReason
 
 from toolkit_lm_server.errors import ErrorBody
@@ -141,7 +141,7 @@ class ChatCompletionChunk(Head):
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -366,6 +366,25 @@ class RenderedList(BaseModel):
 
 class Derendered(BaseModel):
     text: str
+
+
+class TokenizerInfo(BaseModel):
+    """tokenizer_config.json, with what is added to it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str
+    chat_template: str | None
+
+
+class ServerLoad(BaseModel):
+    server_load: int
+
+
+class AnyAnswer(BaseModel):
+    """That of the route whose fields the body has."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class Status(BaseModel):

@@ -17,6 +17,7 @@ from toolkit_lm import __version__
 
 from toolkit_lm_server.answer_schemas import (
     NOT_NOW,
+    AnyAnswer,
     ChatCompletion,
     ChatCompletionChunk,
     Classifications,
@@ -30,9 +31,11 @@ from toolkit_lm_server.answer_schemas import (
     PooledList,
     Ranking,
     Scores,
+    ServerLoad,
     Status,
     Text,
     TokenIds,
+    TokenizerInfo,
     answers,
     streams,
 )
@@ -42,6 +45,7 @@ from toolkit_lm_server.cost import BudgetedLLM, CostBudget
 from toolkit_lm_server.embeddings import Embeddings
 from toolkit_lm_server.errors import as_api_error, described
 from toolkit_lm_server.infill import Infill, InfillBody
+from toolkit_lm_server.invocations import Invocations
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
@@ -91,6 +95,17 @@ class About:
         assert self._metrics is not None
         self._metrics.observe(self._readiness.engine)
         return PlainTextResponse(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+class Load:
+    """How much is under way."""
+
+    def __init__(self, budget: CostBudget) -> None:
+        self._budget = budget
+
+    async def load(self) -> dict[str, int]:
+        """How many prompts and inputs of requests are under way or wait."""
+        return {"server_load": self._budget.num_requests}
 
 
 class Served:
@@ -163,12 +178,20 @@ def create_router(
         responses = success | described(404, 429, 504)
         router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=responses)
     add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
-    _add_pooling_routes(router, engine, options)
+    embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
+    _add_pooling_routes(router, embeddings, reranking)
+    invocations = Invocations(engine, chat, completions, embeddings, reranking)
+    whichever = with_body(invocations.create, dict[str, Any])
+    responses = answers(AnyAnswer) | described(404, 429, 504)
+    router.add_api_route("/invocations", whichever, methods=["POST"], response_model=None, responses=responses)
+    router.add_api_route("/load", Load(budget).load, response_model=None, responses=answers(ServerLoad))
     router.add_api_route("/v1/models", served.models, response_model=None, responses=answers(ModelList))
     unknown = described(404)
     router.add_api_route("/v1/models/{model:path}", served.model, response_model=None, responses=answers(ModelCard) | unknown)
     for path, convert, kind in (("/tokenize", tokens.tokenize, TokenIds), ("/detokenize", tokens.detokenize, Text)):
         router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=answers(kind) | unknown)
+    if options.tokenizer_info:
+        router.add_api_route("/tokenizer_info", tokens.info, response_model=None, responses=answers(TokenizerInfo))
     if options.admin_routes:
         router.add_api_route("/reset_prefix_cache", served.reset_prefix_cache, methods=["POST"])
     add_own_routes(router, options, keys, readiness, metrics)
@@ -185,13 +208,19 @@ def add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None,
     if metrics is not None:
         router.add_api_route("/metrics", about.metrics, response_model=None, response_class=PlainTextResponse, route_class_override=always)
     # These are open to all, so they are no ServerRoutes.
-    for path, handler in (("/live", readiness.live), ("/health", readiness.health), ("/ready", readiness.health)):
-        router.add_api_route(path, handler, response_model=None, route_class_override=APIRoute, responses=answers(Status) | NOT_NOW)
+    for method, path, handler in (
+        ("GET", "/live", readiness.live),
+        ("GET", "/health", readiness.health),
+        ("GET", "/ready", readiness.health),
+        ("GET", "/ping", readiness.health),
+        ("POST", "/ping", readiness.health),
+    ):
+        responses = answers(Status) | NOT_NOW
+        router.add_api_route(path, handler, methods=[method], response_model=None, route_class_override=APIRoute, responses=responses)
 
 
-def _add_pooling_routes(router: APIRouter, engine: AsyncLLM, options: ServerOptions) -> None:
+def _add_pooling_routes(router: APIRouter, embeddings: Embeddings, reranking: Reranking) -> None:
     """They are there whatever the model: a task that it does not serve is an error that says which it does."""
-    embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
     handlers: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
         "/v1/embeddings": (embeddings.embed, EmbeddingList),
         "/v1/embed": (embeddings.old_cohere_embed, OldCohereEmbeddings),

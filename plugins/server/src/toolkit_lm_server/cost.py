@@ -136,6 +136,12 @@ class Shares:
         """By client."""
         self._lock = threading.Lock()
 
+    @property
+    def taken(self) -> int:
+        """By all of them."""
+        with self._lock:
+            return self._taken.total()
+
     @contextmanager
     def take(self, client: str, amount: int, told: Callable[[int], str]) -> Iterator[None]:
         """Raises QueueFullError where that is too much. `told`: how it says an amount."""
@@ -164,6 +170,11 @@ class CostBudget:
         self._most = most
         self._bytes = Shares(_REQUESTS * most)
         self._requests = Shares(None if max_queued is None or max_queued < _SHORT else max_queued)
+
+    @property
+    def num_requests(self) -> int:
+        """Prompts and inputs that are under way or wait."""
+        return self._requests.taken
 
     @contextmanager
     def spend(self, cost: Cost, client: str = "", num_requests: int = 1) -> Iterator[None]:

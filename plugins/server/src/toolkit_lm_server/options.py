@@ -37,9 +37,9 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     ssl_ca_certs: Annotated[
         str | None, option("PEM file of authorities: clients must have a certificate of theirs.", none="clients need none")
     ] = None
-    api_key: Annotated[str | None, option("API key that clients must send, except to /live, /health and /ready.", none="none needed")] = (
-        None
-    )
+    api_key: Annotated[
+        str | None, option("API key that clients must send, except to /live, /health, /ready and /ping.", none="none needed")
+    ] = None
     allowed_hosts: Annotated[
         list[str],
         option("Hosts that requests may name in their Host header, beside those of this machine. Checked on loopback without an API key."),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.processing.validation import check_token_ids
+from toolkit_lm.resolution.checkpoint import read_json
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import HoldRendering
@@ -40,6 +42,17 @@ class Tokens:
         """The text of token ids."""
         check_model(self._engine, body.model)
         return await answer(lambda: {"prompt": self._detokenize(body.tokens)})
+
+    async def info(self) -> Response:
+        """What tokenizer_config.json says, and the chat template."""
+        return await answer(self._info)
+
+    def _info(self) -> dict[str, Any]:
+        config = self._engine.config
+        assert config.checkpoint is not None, "the engine is ready"
+        path = Path(config.renderer.tokenizer or config.checkpoint.path) / "tokenizer_config.json"
+        stated = read_json(path) if path.is_file() else {}
+        return {"tokenizer_class": "", **stated, "chat_template": self._engine.renderer.chat_template_source or None}
 
     def _tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         renderer = self._engine.renderer

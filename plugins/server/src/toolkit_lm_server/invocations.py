@@ -1,0 +1,57 @@
+"""POST /invocations, as SageMaker asks a container: the body's fields say which route is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request, Response
+
+from toolkit_lm_server.chat import Chat
+from toolkit_lm_server.completions import Completions
+from toolkit_lm_server.embeddings import Embeddings
+from toolkit_lm_server.errors import ApiError, validated
+from toolkit_lm_server.pooling_protocol import AnyPoolingBody, ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
+from toolkit_lm_server.protocol import Body
+from toolkit_lm_server.reranking import Reranking
+
+if TYPE_CHECKING:
+    from toolkit_lm.frontend import AsyncLLM
+
+Handler = Callable[[Any, Request], Awaitable[Response]]
+
+
+class Invocations:
+    """Hands a body to the route whose fields it has."""
+
+    def __init__(self, engine: AsyncLLM, chat: Chat, completions: Completions, embeddings: Embeddings, reranking: Reranking) -> None:
+        self._engine = engine
+        self._generating: dict[str, tuple[Handler, type[Body]]] = {
+            "messages": (chat.create, chat.body),
+            "prompt": (completions.create, completions.body),
+        }
+        self._scoring: dict[str, tuple[Handler, type[Body]]] = {
+            "query": (reranking.rerank, RerankBody),
+            "queries": (reranking.score, ScoreBody),
+            "text_1": (reranking.score, ScoreBody),
+        }
+        self._pooling: dict[str, tuple[Handler, type[Body]]] = {
+            "embed": (embeddings.embed, EmbeddingBody),
+            "classify": (embeddings.classify, ClassifyBody),
+        }
+        self._any_pooling: tuple[Handler, type[Body]] = embeddings.pooling, AnyPoolingBody
+
+    async def create(self, body: dict[str, Any], request: Request) -> Response:
+        """Answers as the route of such bodies: chats, completions, embeddings, classes, pooling, scores, ranks."""
+        handler, kind = self._route(body)
+        return await handler(validated(kind, body), request)
+
+    def _route(self, body: dict[str, Any]) -> tuple[Handler, type[Body]]:
+        generates, tasks = "generate" in self._engine.tasks, self._engine.tasks
+        for name, route in {**(self._generating if generates or "prompt" in body else {}), **self._scoring}.items():
+            if name in body:
+                return route
+        if "input" in body or "messages" in body:
+            return next((route for task, route in self._pooling.items() if task in tasks and "task" not in body), self._any_pooling)
+        names = ", ".join([*self._generating, "input", *self._scoring])
+        raise ApiError(400, f"The body has the fields of no route. It needs one of: {names}.")
