@@ -1,0 +1,119 @@
+"""The Grafana board asks for metrics that exist, under our names and vLLM's."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from toolkit_lm.events import RequestEvent
+from toolkit_lm.frontend.health import Health
+from toolkit_lm_server.metric_names import VLLM_NAMES
+from toolkit_lm_server.metrics import Metrics
+
+FILE = Path(__file__).parents[3] / "deploy" / "grafana" / "toolkit-lm.json"
+ENDED = {"request_id": "1", "time": 2.0, "arrival_time": 1.0, "num_prompt_tokens": 1}
+OF_SCRAPES = {"instance", "job", "le"}
+"""Labels that a series has from elsewhere."""
+
+
+class Engine:
+    num_restarts = num_queued_tokens = 0
+    served_model_name = "tiny"
+
+    def __init__(self) -> None:
+        self.engine = self.client = self.process = self
+        self.pid = os.getpid()
+
+    def health(self) -> Health:
+        return Health("ready")
+
+
+def samples(names: str) -> dict[str, set[str]]:
+    """Each series' name, and its labels."""
+    metrics = Metrics(names=names)
+    metrics.observe(Engine())
+    metrics.answered("/v1/models", "GET", 200, 0.1)
+    metrics.refused(429)
+    for kind, reason in (("finished", "stop"), ("aborted", "timeout")):
+        metrics.toolkit_event(RequestEvent(kind=kind, finish_reason=reason, **ENDED))
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(metrics.text().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+OWN, VLLM = samples("toolkit-lm"), samples("vllm")
+
+
+@pytest.fixture(scope="module")
+def board():
+    return json.loads(FILE.read_text())
+
+
+def expressions(board) -> list[str]:
+    asked = [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+    return asked + [one["query"]["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+
+
+def selectors(expression: str) -> list[tuple[list[str], set[str]]]:
+    """The names that each selector takes, and the labels that it compares."""
+    found = []
+    for name, inside in re.findall(r"([a-z_:]*)\{([^}]*)\}", expression):
+        labels = dict(re.findall(r'(\w+)=~?"([^"]*)"', inside))
+        names = labels.pop("__name__", name).split("|")
+        found.append((names, set(labels)))
+    return found
+
+
+def test_the_board_asks_for_what_exists(board):
+    asked = [one for expression in expressions(board) for one in selectors(expression)]
+    assert len(asked) > 60
+    for names, labels in asked:
+        known = OWN | VLLM
+        assert [name for name in names if name not in known] == []
+        for name in names:
+            assert labels - known[name] <= OF_SCRAPES, name
+
+
+def test_each_of_its_figures_is_there_under_either_name(board):
+    for expression in expressions(board):
+        for names, _ in selectors(expression):
+            assert sum(name in OWN for name in names) == 1, names
+            assert sum(name in VLLM for name in names) == 1, names
+
+
+def test_what_is_grouped_by_is_a_label(board):
+    for expression in expressions(board):
+        labels = set().union(*((OWN | VLLM)[name] for names, _ in selectors(expression) for name in names), OF_SCRAPES)
+        for group in re.findall(r"\bby \(([\w, ]+)\)", expression):
+            assert set(group.split(", ")) <= labels, expression
+
+
+def test_all_that_vllm_has_is_shown(board):
+    shown = {name for expression in expressions(board) for names, _ in selectors(expression) for name in names}
+    missing = [name for name in VLLM_NAMES if not any(one.startswith(f"toolkit_lm_{name}") for one in shown)]
+    assert missing == ["request_inference_time_seconds"]
+
+
+def test_the_board_is_well_formed(board):
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert board["id"] is None and board["uid"] == "toolkit-lm"
+    variables = {one["name"] for one in board["templating"]["list"]} | {"__rate_interval"}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps([panels, board["templating"]]))) - {"__all"}
+    assert used == variables
+    places = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & places, panel["title"]
+        places |= cells
+        if panel["type"] != "row":
+            assert panel["title"] and panel["targets"] and panel["datasource"]["uid"] == "${datasource}"
+            assert all(target["expr"].count("(") == target["expr"].count(")") for target in panel["targets"])
