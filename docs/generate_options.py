@@ -1,4 +1,5 @@
-"""Writes the tables of options in docs/configuration.md and of parameters in docs/sampling.md, from where these are stated.
+"""Writes the tables of options in docs/configuration.md, of parameters in docs/sampling.md and of models in docs/models.md, from where
+these are stated.
 
 usage: python docs/generate_options.py
 """
@@ -6,6 +7,7 @@ usage: python docs/generate_options.py
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import get_args, get_origin, get_type_hints
 
@@ -13,7 +15,7 @@ from msgspec import Struct
 from toolkit_lm.config import Option, PluginsConfig, VllmConfig, options_of
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import ModelEntry, ModelRegistry, Plugins
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
@@ -32,7 +34,7 @@ def main() -> None:
 
 def pages() -> dict[Path, str]:
     """Each page with its tables as they should be."""
-    written = {DOCS / "configuration.md": tables(), DOCS / "sampling.md": sampling_table()}
+    written = {DOCS / "configuration.md": tables(), DOCS / "sampling.md": sampling_table(), DOCS / "models.md": model_tables()}
     return {page: with_tables(page.read_text(encoding="utf-8"), text) for page, text in written.items()}
 
 
@@ -64,6 +66,29 @@ def table(title: str, section: type[Struct]) -> str:
 def sampling_table() -> str:
     """The tables of sampling parameters: core's, then those of plugins."""
     return params_table(SAMPLING_PARAMS.values()) + "".join(map(plugin_table, PLUGINS))
+
+
+def model_tables() -> str:
+    """Architectures and what they do, by plugin, as the registry has them."""
+    files = sorted((DOCS.parent / "contrib_models").glob("*/pyproject.toml"))
+    names = [file.parent.name for file in files if "[project.entry-points.toolkit_lm]" in file.read_text(encoding="utf-8")]
+    models = Plugins.load(PluginsConfig(plugins=names)).models
+    made = ""
+    for owner, entries in groupby(models.entries(), key=lambda entry: entry.owner):
+        rows = "".join(model_row(models, entry) for entry in entries if not entry.is_fallback)
+        if rows:
+            made += f"\n### {owner.distribution}\n\n| architecture | does | takes |\n| --- | --- | --- |\n{rows}"
+    return made + "\n"
+
+
+def model_row(models: ModelRegistry, entry: ModelEntry) -> str:
+    """What an architecture does, and what it takes."""
+    media = () if entry.multimodal is None else models.load_multimodal(entry.key).modalities
+    takes = ["text", *(f"{kind}s" for kind in media), *(["a prompt of its encoder"] if entry.encoder_decoder else [])]
+    does = "pools" if entry.runner == "pooling" else "generates"
+    if does == "generates" and not media and not entry.encoder_decoder:
+        does += ", also pools"
+    return f"| `{entry.key}` | {does} | {', '.join(takes)} |\n"
 
 
 def plugin_table(plugin: str) -> str:
