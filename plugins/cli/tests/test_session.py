@@ -63,7 +63,7 @@ class Screen:
 
 @pytest.fixture
 def session():
-    return ChatSession(Fake(), Conversation("Be brief."), SamplingFlags(Plugins.load(PluginsConfig()).logits_processors), Screen())
+    return ChatSession(Fake(), Conversation("Be brief."), SamplingFlags(Plugins.load(PluginsConfig(plugins=["cli"])).logits_processors), Screen())
 
 
 def said(session):
