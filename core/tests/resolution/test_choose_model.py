@@ -11,7 +11,7 @@ from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, UnsupportedError
 from toolkit_lm.model import FallbackModel
 from toolkit_lm.plugin import Plugins, PluginWarning, hookimpl
-from toolkit_lm.resolution.checkpoint import choose_model, read_checkpoint
+from toolkit_lm.resolution.checkpoint import choose_model, find_tokenizer, read_checkpoint
 
 KNOWN, UNKNOWN = {"architectures": ["KnownForCausalLM"]}, {"architectures": ["KnowmForCausalLM"]}
 
@@ -115,3 +115,27 @@ def test_code_is_had_from_the_hub_only_where_it_is_trusted(tmp_path, monkeypatch
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, allow_patterns, **__: asked.extend(allow_patterns) or tmp_path)
     read_checkpoint(VllmConfig.make(model="someone/some-model", trust_remote_code=trusted), plugins())
     assert ("*.py" in asked) == trusted
+
+
+def test_a_tokenizer_has_a_hub_id_too(tmp_path, monkeypatch):
+    """Its files are had without weights. What is no hub id is left to the renderer."""
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **how: asked.append((names, how)) or tmp_path)
+    found = find_tokenizer(VllmConfig.make(model="x", revision="main", tokenizer="someone/some-tokenizer"))
+    [((name,), how)] = asked
+    assert (found, name, how["revision"]) == (str(tmp_path), "someone/some-tokenizer", None)
+    assert "*.json" in how["allow_patterns"] and "*.safetensors" not in how["allow_patterns"]
+    for other in (None, str(tmp_path), "no folder", "/absent/a/b"):
+        assert find_tokenizer(VllmConfig.make(tokenizer=other)) == other
+    assert len(asked) == 1
+
+
+def test_a_tokenizer_that_the_hub_does_not_give(monkeypatch):
+    def fail(*_, **__):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer 'a/b' is not a local folder, and cannot be downloaded from the hub: OSError: no net"
+    ):
+        find_tokenizer(VllmConfig.make(tokenizer="a/b"))

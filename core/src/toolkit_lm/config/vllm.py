@@ -197,7 +197,7 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     """How input becomes tokens, and tokens become text."""
 
     renderer: Annotated[str, option("Renderer, by name. auto: the model's, else the first that can read the checkpoint.")] = "auto"
-    tokenizer: Annotated[str | None, option("Folder of the tokenizer.", none="the model's")] = None
+    tokenizer: Annotated[str | None, option("Folder or hub id of the tokenizer.", none="the model's")] = None
     chat_template: Annotated[str | None, option("Jinja chat template, or a file with one.", none="the checkpoint's")] = None
     renderer_url: Annotated[
         list[str], option("Render servers (toolkit render), such as http://127.0.0.1:8001, that render in place of this process.")

@@ -41,17 +41,25 @@ def find_source(config: ModelConfig, plugins: Plugins) -> Path:
     )
 
 
-def _download(config: ModelConfig) -> Path:
+def find_tokenizer(config: VllmConfig) -> str | None:
+    """The option `tokenizer`; of a hub id the folder. What else is no folder is refused by the renderer. Raises CheckpointError."""
+    name = config.renderer.tokenizer
+    if name is None or Path(name).exists() or not _HUB_ID.fullmatch(name):
+        return name
+    return str(_download(msgspec.structs.replace(config.model, model=name, revision=None), "tokenizer"))
+
+
+def _download(config: ModelConfig, what: str = "model") -> Path:
     from huggingface_hub import snapshot_download
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "artifact.metadata"]
+    patterns = ["*.json", *["*.safetensors"] * (what == "model"), "*.jinja", "*.model", "*.txt", "artifact.metadata"]
     if config.trust_remote_code:
         patterns.append("*.py")
     try:
         return Path(snapshot_download(config.model, revision=config.revision, allow_patterns=patterns))
     except Exception as error:
         raise CheckpointError(
-            f"model {config.model!r} is not a local folder, and cannot be downloaded from the hub: {type(error).__name__}: {error}"
+            f"{what} {config.model!r} is not a local folder, and cannot be downloaded from the hub: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -13,7 +13,7 @@ from toolkit_lm.config import Checkpoint, PoolerConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import ExecutorEntry, ModelEntry, Plugins, RendererEntry
-from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, read_checkpoint
+from toolkit_lm.resolution.checkpoint import choose_load_format, choose_quantization, find_tokenizer, read_checkpoint
 from toolkit_lm.resolution.runner_type import RunnerChoice, choose_runner
 
 _MOST_UNCUT = 8192
@@ -36,6 +36,7 @@ def resolve(config: VllmConfig, plugins: Plugins) -> VllmConfig:
 def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     """As `resolve`, for a config that the plugins' `toolkit_configure` has seen, and without a look at the device. Imports no torch."""
     asked_len = config.model.max_model_len
+    config = config.replace(tokenizer=find_tokenizer(config))
     checkpoint = read_checkpoint(config, plugins)
     config = config.with_checkpoint(checkpoint)
     config = config.replace(
