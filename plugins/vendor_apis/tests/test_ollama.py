@@ -72,6 +72,18 @@ async def test_vectors(serve):
         assert (await client.post("/api/embed", json={**long, "truncate": False})).status_code == 400
 
 
+async def test_bodies_need_not_say_that_they_are_json(serve):
+    """As curl sends them; a page of another site could, too."""
+    content = json.dumps({**ASK, "stream": False})
+    async with serve() as client:
+        for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}, {"content-type": "text/plain", "x-request-id": "mine"}):
+            response = await client.post("/api/chat", content=content, headers=headers)
+            assert response.json()["message"]["content"] == PARIS
+            assert response.headers["x-request-id"] == headers.get("x-request-id", response.headers["x-request-id"])
+            refused = await client.post("/api/chat", content=content, headers={**headers, "origin": "https://elsewhere"})
+            assert refused.status_code == 400
+
+
 async def test_models(serve):
     async with serve() as client:
         tags = (await client.get("/api/tags")).json()["models"]

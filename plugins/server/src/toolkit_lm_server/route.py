@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
-from starlette.types import Message, Receive
+from starlette.types import Message, Receive, Scope
 
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_error, described, printable
 from toolkit_lm_server.keys import Keys
@@ -100,8 +100,9 @@ def _body(status: str, reason: str) -> dict[str, Any]:
 class JsonRequest(Request):
     """A request whose JSON is UTF-8, has no NaN or infinity, and is neither nested too deeply nor of too many values."""
 
-    def __init__(self, request: Request, body: bytes, bodies: Bodies) -> None:
-        super().__init__(request.scope, _replay(body))
+    def __init__(self, request: Request, body: bytes, bodies: Bodies, scope: Scope | None = None) -> None:
+        """`scope`: in the place of the request's own."""
+        super().__init__(scope or request.scope, _replay(body))
         self._bytes = body
         self._bodies = bodies
 
@@ -214,6 +215,8 @@ class ServerRoute(APIRoute):
     bodies: Bodies
     readiness: Readiness | None
     metrics: Metrics | None
+    takes_any_type: bool = False
+    """A body is JSON, whatever its content type is."""
     error_body: type[BaseModel] = ErrorBody
     """What `refusal` gives, for the description of the API."""
 
@@ -230,6 +233,15 @@ class ServerRoute(APIRoute):
         other = {"default": {"model": cls.error_body, "description": "Any other error."}}
         limits = (429,) if engine and cls.keys is not None and cls.keys.limited else ()
         return described(400, *key, 413, 415, *limits, 500, *engine, kind=cls.error_body) | other
+
+    def _scope(self, request: Request) -> Scope:
+        """With the content type of JSON, where bodies need not say that they are. A page of another site could send it: then they must."""
+        if not self.takes_any_type or "origin" in request.headers:
+            return request.scope
+        # It is kept in the scope.
+        request_id(request)
+        others = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+        return {**request.scope, "headers": [*others, (b"content-type", b"application/json")]}
 
     @staticmethod
     def refusal(error: ApiError) -> Response:
@@ -254,7 +266,9 @@ class ServerRoute(APIRoute):
                 check_encoding(request)
                 with self.bodies.hold() as take:
                     body = await read_body(request, self.max_body_bytes, take)
-                    response = await unless_disconnected(request.receive, handle(JsonRequest(request, body, self.bodies)))
+                    response = await unless_disconnected(
+                        request.receive, handle(JsonRequest(request, body, self.bodies, self._scope(request)))
+                    )
                 if unknown.header:
                     response.headers[IGNORED] = unknown.header
             except ClientDisconnect:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
@@ -11,7 +11,7 @@ from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.route import ServerRoute
 
 
-def route_kind(router: APIRouter, body: type[BaseModel], refusal: Callable[[ApiError], Response]) -> type[ServerRoute]:
-    """The class of a router's routes. `body`: what `refusal` makes of an error, for the description of the API."""
-    kind = type("VendorRoute", (router.route_class,), {"refusal": staticmethod(refusal), "error_body": body})
+def route_kind(router: APIRouter, body: type[BaseModel], refusal: Callable[[ApiError], Response], **more: Any) -> type[ServerRoute]:
+    """The class of a router's routes. `body`: what `refusal` makes of an error, for the description of the API. `more`: of the class."""
+    kind = type("VendorRoute", (router.route_class,), {"refusal": staticmethod(refusal), "error_body": body, **more})
     return cast("type[ServerRoute]", kind)

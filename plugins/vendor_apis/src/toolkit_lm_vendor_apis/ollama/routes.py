@@ -122,7 +122,7 @@ def _vector(output: PoolingRequestOutput) -> list[float]:
 
 def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
     """Adds the routes."""
-    kind = route_kind(router, schemas.OllamaError, _refusal)
+    kind = route_kind(router, schemas.OllamaError, _refusal, takes_any_type=True)
     models = Models(engine)
     ollama, lines = Ollama(engine, api, models), {"application/x-ndjson": {}}
     limits = described(404, 429, 504, kind=schemas.OllamaError)
