@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse
 from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.events import LoadEvent
-from toolkit_lm_server.log import ACCESS, JsonFormat, TextFormat, configure, fields
+from toolkit_lm_server.log import ACCESS, JsonFormat, TextFormat, announce, configure, fields
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.report import Throughput, as_size, report_start, summary
@@ -52,9 +52,9 @@ async def ask(app, *paths: str) -> list[httpx.Response]:
 
 
 async def test_a_line_for_each_request(app, lines):
-    await ask(RequestLog(app, Metrics()), "/items/a%20b?q=%22", "/nothing")
+    await ask(RequestLog(app, Metrics()), "/items/a%20b?key=secret", "/nothing")
     (first, second) = lines()
-    assert re.fullmatch(r'1\.2\.3\.4:5 "GET /items/a%20b\?q=%22 HTTP/1\.1" 200 \d\.\d{3} s', first[1])
+    assert re.fullmatch(r'1\.2\.3\.4:5 "GET /items/a%20b HTTP/1\.1" 200 \d\.\d{3} s', first[1])
     assert re.fullmatch(r'1\.2\.3\.4:5 "GET /nothing HTTP/1\.1" 404 \d\.\d{3} s "Not Found"', second[1])
 
 
@@ -162,6 +162,13 @@ def test_lines_of_json():
     except ValueError as error:
         line = JsonFormat().format(record("x", exc_info=(type(error), error, error.__traceback__)))
     assert "\n" not in line and json.loads(line)["traceback"].endswith("ValueError: why")
+
+
+def test_the_line_that_says_where(capsys):
+    for form in ("text", "json"):
+        announce("Serving tiny at x", ServerOptions(log_format=form))
+    text, line = capsys.readouterr().out.splitlines()
+    assert (text, json.loads(line)["message"], json.loads(line)["level"]) == ("Serving tiny at x", "Serving tiny at x", "info")
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from toolkit_lm_server.connections import HttpServer
 from toolkit_lm_server.garbage import Garbage
 from toolkit_lm_server.hosts import HostCheck, host_names
 from toolkit_lm_server.listening import UNIX, url_of
+from toolkit_lm_server.log import announce
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.report import Throughput, report_start
@@ -181,7 +182,7 @@ class Lifecycle:
             garbage, throughput = Garbage(), Throughput(self._metrics)
             sys.setswitchinterval(_SWITCH)
             self._gate.open()
-            print(f"Serving {engine.served_model_name} at {self._url}", flush=True)
+            announce(f"Serving {engine.served_model_name} at {self._url}", self._options)
             while engine.health().status != "dead":
                 self._check_stopped()
                 garbage.tend()

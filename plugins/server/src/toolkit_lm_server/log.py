@@ -61,6 +61,12 @@ def configure(options: ServerOptions) -> None:
     logging.getLogger(ACCESS).propagate = False
 
 
+def announce(text: str, options: ServerOptions) -> None:
+    """Prints a line to stdout, whatever the log's level."""
+    line = {"msg": text, "name": __name__, "levelno": logging.INFO, "levelname": "INFO"}
+    print(JsonFormat().format(logging.makeLogRecord(line)) if options.log_format == "json" else text, flush=True)
+
+
 class Clock:
     """Tells when seconds are over, again and again."""
 

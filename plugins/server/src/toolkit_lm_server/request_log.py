@@ -23,7 +23,7 @@ _LEFT = 499
 _MOST_BODY = 2**14
 """Bytes of an error's body that is looked at."""
 _REASON, _TARGET = 200, 500
-"""Characters of a reason, and of a path with its query, that a line shows. They may be a client's."""
+"""Characters of a reason, and of a path, that a line shows. They may be a client's."""
 
 _logger = logging.getLogger(ACCESS)
 
@@ -78,7 +78,8 @@ def log_request(scope: Scope, status: int, seconds: float | None, reason: str = 
     """Writes a request's line. `reason`: what was wrong with it."""
     client, account = scope.get("client"), scope.get("toolkit_lm.account")
     address = f"{client[0]}:{client[1]}" if client else ""
-    target = quote(scope["path"]) + (f"?{scope['query_string'].decode('latin-1')}" if scope.get("query_string") else "")
+    # Without the query, where some clients put keys.
+    target = quote(scope["path"])
     log_answer(
         address,
         f"{scope['method']} {target[:_TARGET]} HTTP/{scope['http_version']}",
