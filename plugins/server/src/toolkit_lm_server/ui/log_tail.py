@@ -59,5 +59,4 @@ class LogTail(logging.Handler):
 
     def since(self, number: int) -> list[Line]:
         """The lines after the one with this number."""
-        with self.lock or logging.Lock():
-            return [line for line in self._lines if line.number > number]
+        return [line for line in tuple(self._lines) if line.number > number]
