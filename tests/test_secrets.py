@@ -28,16 +28,25 @@ def guarded(request, serve, tmp_path) -> Server:
 def pages(server: Server, key: str | None) -> str:
     """What a client may read with this key, headers included."""
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    paths = ("/docs", "/redoc", "/openapi.json", "/metrics", "/version", "/live", "/health", "/ready", "/v1/models", "/nothing")
+    paths = ("/docs", "/redoc", "/openapi.json", "/metrics", "/version", "/live", "/health", "/ready", "/v1/models", "/", "/nothing")
     bodies = ({"prompt": "a", "max_tokens": 1}, {"prompt": 5}, {"prompt": "a", "model": "x"}, {"prompt": "a", "api_key": "x"})
     with httpx.Client(base_url=server.url, headers=headers, timeout=30) as client:
         found = [client.get(path) for path in paths] + [client.post("/v1/completions", json=body) for body in bodies]
-    return "\n".join(f"{one.status_code} {one.headers} {one.text}" for one in found)
+        with client.stream("GET", "/ui/events") as stream:
+            # Of what the page shows: the server, its log, the engine.
+            news = "".join(line for _, line in zip(range(8), stream.iter_lines(), strict=False))
+    return "\n".join([*(f"{one.status_code} {one.headers} {one.text}" for one in found), news])
 
 
 def test_the_key_is_told_to_nobody(guarded):
     right, wrong, none = (pages(guarded, key) for key in (KEY, "wrong-key", None))
-    assert "toolkit_lm_engine_status" in right and "invalid_api_key" in wrong and "invalid_api_key" in none
+    assert (
+        "toolkit_lm_engine_status" in right
+        and '"type":"log"' in right
+        and '"type":"view"' in right
+        and "invalid_api_key" in wrong
+        and "invalid_api_key" in none
+    )
     assert all(KEY not in text and "wrong-key" not in text for text in (right, wrong, none))
     titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in guarded.pids()]
     assert len(titles) == 2 and not any(KEY in title for title in titles)
