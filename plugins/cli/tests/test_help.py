@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from toolkit_lm.config import VllmConfig, options_of
 from toolkit_lm_server.options import ServerOptions
@@ -15,9 +17,10 @@ def narrow(toolkit, monkeypatch):
 
 def test_the_help_shows_every_option(narrow):
     shown = narrow("serve", "--help=all").out
+    flags = set(re.findall(r"--[a-z][\w-]*", shown))
     for o in VllmConfig.options() + options_of(ServerOptions):
-        assert o.name == "model" or o.flag in shown
-        assert o.is_flag is (f"--no-{o.flag[2:]}" in shown)
+        assert o.name == "model" or o.flag in flags
+        assert o.is_flag is (f"--no-{o.flag[2:]}" in flags)
     for part in ("MODEL", "Default: 16.", "--no-trust-remote-code", "auto|float32|bfloat16|float16"):
         assert part in shown
 
@@ -33,7 +36,7 @@ def test_no_name_is_cut_and_no_line_too_long(narrow, arguments, page):
 
 def test_the_help_explains_the_commands_own_options_and_names_the_others(narrow):
     whole, short = narrow("serve", "--help=all").out, narrow("serve", "--help").out
-    assert len(short.splitlines()) < len(whole.splitlines()) / 2
+    assert len(short.splitlines()) < len(whole.splitlines()) * 2 / 3
     assert "Address to listen on." in short
     for o in VllmConfig.options():
         assert o.name == "model" or o.flag in short
