@@ -10,6 +10,8 @@ from toolkit_lm_vllm_names.values import parsed
 
 _LISTS = ("served_model_name", "api_key", "allowed_media_domains", "lora_modules", "cudagraph_capture_sizes", "logits_processors")
 """Options whose flags take several words."""
+_ATTACHED = ("-O0", "-O1", "-O2", "-O3", "-O.", "-cc.")
+"""Beginnings of flags that have their value attached."""
 
 
 class Flag(NamedTuple):
@@ -23,6 +25,9 @@ class Flag(NamedTuple):
 
 def read_flag(words: Sequence[str]) -> Flag | None:
     """The flag that a line begins with; None where it begins with another word, or a flag that vLLM does not have."""
+    if words[0].startswith(_ATTACHED):
+        # -O3, -O.mode=3, -cc.mode=3
+        return Flag(TABLE["compilation_config"], words[0], [words[0]])
     name, has_value, text = words[0].partition("=")
     is_off = name.startswith("--no-")
     row = _row(name.replace("--no-", "--", 1) if is_off else name)

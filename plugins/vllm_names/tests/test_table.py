@@ -1,0 +1,127 @@
+"""The table of vLLM's names: it names options that exist, translates values, and is what docs/vllm.md says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from toolkit_lm import LLM
+from toolkit_lm.config import VllmConfig, options_of
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, translate
+
+DOCS = Path(__file__).parents[3] / "docs"
+OURS = {o.name for o in VllmConfig.options()} | {o.name for o in options_of(ServerOptions)}
+
+TRANSLATED = [
+    ({"dtype": "half"}, {"dtype": "float16"}),
+    ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}),
+    ({"gpu_memory_utilization": 0.5}, {"kv_cache_memory": "0.5"}),
+    ({"gpu_memory_utilization": 0.9}, {}),
+    ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": "1073741824"}),
+    ({"kv_cache_memory_bytes": "2GiB"}, {"kv_cache_memory": "2GiB"}),
+    ({"swap_space": 4}, {"swap_memory": "4GiB"}),
+    ({"swap_space": 0}, {}),
+    ({"num_gpu_blocks_override": 64}, {"num_kv_blocks": 64}),
+    ({"skip_tokenizer_init": True}, {"renderer": "tokens"}),
+    ({"skip_tokenizer_init": False}, {}),
+    ({"tokenizer_mode": "auto"}, {}),
+    ({"tokenizer_mode": "mistral"}, {"renderer": "mistral"}),
+    ({"max_model_len": "32k"}, {"max_model_len": 32000}),
+    ({"max_model_len": "2K"}, {"max_model_len": 2048}),
+    ({"max_model_len": -1}, {}),
+    ({"limit_mm_per_prompt": {"image": 2, "video": {"count": 1}}}, {"limit_mm_per_prompt": ["image=2", "video=1"]}),
+    ({"limit_mm_per_prompt": '{"image": 2}'}, {"limit_mm_per_prompt": ["image=2"]}),
+    ({"limit_mm_per_prompt": {}}, {}),
+    ({"generation_config": "vllm"}, {"generation_config": "none"}),
+    ({"attention_backend": "FLASH_ATTN"}, {"attention_backend": "flash_attn"}),
+    ({"attention_config": {"backend": "TORCH_SDPA"}}, {"attention_backend": "sdpa"}),
+    ({"pooler_config": {"pooling_type": "MEAN", "softmax": True}}, {"pooling_type": "MEAN", "use_activation": True}),
+    ({"pooler_config": '{"normalize": false}'}, {"normalize": False}),
+    ({"task": "embed"}, {"runner": "pooling", "convert": "embed"}),
+    ({"async_scheduling": True}, {"overlap": True}),
+    ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
+    ({"tool_call_parser": "llama4_json", "reasoning_parser": "qwen3"}, {"tool_call_parser": "llama3_json", "reasoning_parser": "think"}),
+    ({"api_key": ["one"]}, {"api_key": "one"}),
+    ({"data_parallel_size": 1, "cpu_offload_gb": 0, "enable_lora": False, "hf_overrides": {}, "kv_cache_dtype": "auto"}, {}),
+    ({"enforce_eager": True, "compilation_config": 3, "disable_log_stats": True, "max_seq_len_to_capture": 8192}, {}),
+    ({"nobody_has_it": 1, "block_size": 8}, {"nobody_has_it": 1, "block_size": 8}),
+    ({"gpu_memory_utilization": 0.5, "kv_cache_memory": "1GiB"}, {"kv_cache_memory": "1GiB"}),
+]
+REFUSED = [
+    ({"enable_lora": True}, r"'enable_lora' cannot be True here: adapters .* Merge them"),
+    ({"data_parallel_size": 2}, "tensor_parallel_size"),
+    ({"cpu_offload_gb": 1}, "stay on their device"),
+    ({"hf_overrides": {"rope_theta": 1.0}}, "config.json"),
+    ({"kv_cache_dtype": "fp8"}, "dtype of the model"),
+    ({"gpu_memory_utilization": 1.5}, "above 0 and at most 1"),
+    ({"tokenizer_mode": "slow"}, "Use renderer"),
+    ({"pooler_config": {"dimensions": 3}}, "no 'dimensions'"),
+    ({"api_key": ["one", "two"]}, "api_keys_file"),
+    ({"max_model_len": "longk"}, "such as 32768 or 32k"),
+]
+
+
+def test_each_row_names_options_that_exist():
+    for row in TABLE.values():
+        ours = [name for name in row.ours.split(", ") if name not in ("", "...")]
+        assert [name for name in ours if name not in OURS] == [], row.name
+        assert bool(ours) == (row.kind in ("same", "renamed")), row.name
+        assert row.note or row.kind in ("same", "renamed"), row.name
+    assert {*SHORT_FLAGS.values()} <= {*TABLE}
+
+
+def test_a_name_of_ours_is_the_same_in_the_table():
+    """Else the table would take it away from its users."""
+    assert [row.name for row in TABLE.values() if row.name in OURS and row.ours != row.name] == []
+
+
+@pytest.mark.parametrize(("given", "expected"), TRANSLATED, ids=str)
+def test_translation(given, expected):
+    assert translate(given) == expected
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_none_asks_for_nothing(row):
+    assert row.translate(None) == {}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED, ids=str)
+def test_what_cannot_be_had_is_refused_with_what_to_use(given, message):
+    with pytest.raises(ConfigError, match=message):
+        translate(given)
+
+
+def test_the_page_has_the_table():
+    spec = importlib.util.spec_from_file_location("generate_vllm_names", DOCS / "generate_vllm_names.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert (DOCS / "vllm.md").read_text(encoding="utf-8") == generator.page(), "run python docs/generate_vllm_names.py"
+
+
+class TestLLM:
+    def test_it_takes_vllms_names(self):
+        names = {"gpu_memory_utilization": 0.5, "swap_space": 0, "enforce_eager": True, "quantization": None, "dtype": "float"}
+        with LLM("tiny", **names, hf_overrides={}, disable_log_stats=True, max_num_seqs=8) as llm:
+            config = llm.config
+        assert (config.cache.kv_cache_memory, config.model.dtype, config.scheduler.max_num_seqs) == ("0.5", "float32", 8)
+
+    def test_it_says_what_to_use(self):
+        with pytest.raises(ConfigError, match="Use tensor_parallel_size"):
+            LLM("tiny", data_parallel_size=2)
+
+    def test_a_slip_is_told_as_without_a_translator(self):
+        with pytest.raises(ConfigError, match=r"unknown option 'max_num_seq'\. Did you mean 'max_num_seqs'"):
+            LLM("tiny", max_num_seq=2)
+
+    def test_without_the_plugin_the_names_are_unknown(self):
+        with pytest.raises(ConfigError, match="unknown option 'gpu_memory_utilization'"):
+            LLM("tiny", gpu_memory_utilization=0.5, disable_plugins=["vllm_names"])
+
+    def test_plugins_that_are_loaded_already_are_asked(self):
+        with LLM("tiny", gpu_memory_utilization=0.5, plugins=Plugins.load()) as llm:
+            assert llm.config.cache.kv_cache_memory == "0.5"
