@@ -76,7 +76,7 @@ class ChatTemplate:
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         elif add_generation_prompt and continue_final_message:
-            raise RequestError("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
+            raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
         extra = _plain(chat_template_kwargs or {}, "chat_template_kwargs", hide)
         for key in extra:
             if key in _RESERVED:
@@ -213,7 +213,8 @@ class _Form(NamedTuple):
         """`message` as plain data. Keys without a value are left out, as in transformers."""
         if not isinstance(message, Mapping):
             raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
-        message = with_calls(message, as_text=self.takes_calls_as_text)
+        if message.get("tool_calls"):
+            message = with_calls(message, as_text=self.takes_calls_as_text)
         plain = {key: value for key, value in _plain(message, "messages", self.hide).items() if value is not None}
         if not isinstance(plain.get("role"), str):
             raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")

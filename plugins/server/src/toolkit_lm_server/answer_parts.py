@@ -12,7 +12,7 @@ from toolkit_lm.plugin import ParserRegistry
 from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, ToolCallDelta
 
 from toolkit_lm_server.generation import Generation, Piece
-from toolkit_lm_server.tools import ToolUse
+from toolkit_lm_server.tools import NO_TOOLS, ToolUse
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -94,6 +94,10 @@ class Plan(NamedTuple):
         return _Chain(self.reasoning.parser(prompt_end, ()), self.tools.parser("", self.use.tools))
 
 
+PLAIN = Plan(None, None, NO_TOOLS, None, shows_reasoning=False)
+"""All of an answer is content."""
+
+
 class AnswerParts:
     """How the answers of a model are read."""
 
@@ -102,11 +106,11 @@ class AnswerParts:
         self._parsers = engine.plugins.parsers
         template = engine.renderer.chat_template_source
         self._tools = choose_format(self._parsers, "tool_calls", options.tool_call_parser, template)
-        self._reasoning = choose_format(self._parsers, "reasoning", options.reasoning_parser, template)
+        self.reasoning = choose_format(self._parsers, "reasoning", options.reasoning_parser, template)
 
     def plan(self, body: ChatBody, use: ToolUse) -> Plan:
         """Of one request. Raises RequestError for tools that could not be called."""
-        tools, reasoning, kwargs = None, self._reasoning, body.template_kwargs() or {}
+        tools, reasoning, kwargs = None, self.reasoning, body.template_kwargs() or {}
         structure: dict[str, Any] | None = None
         if use.tools:
             tools = self._tools

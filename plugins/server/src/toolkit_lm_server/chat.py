@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from toolkit_lm_server.answer_parts import AnswerParts, Parts, Plan
+from toolkit_lm_server.answer_parts import PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.event_stream import stream_of
@@ -68,8 +68,10 @@ class Chat:
         """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
-        plan = self._parts.plan(body, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls))
-        params, options = plan.applied(body.params()), body.request_options(context)
+        plan, params, options = PLAIN, body.params(), body.request_options(context)
+        if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:
+            plan = self._parts.plan(body, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls))
+            params = plan.applied(params)
         check_priority(self._engine, options)
         rendering = body.render_options() | ({"tools": plan.use.tools} if plan.use.tools else {})
         outputs = self._engine.chat_many([body.messages], params, options=options, **rendering)
@@ -112,19 +114,17 @@ class ChatAnswer:
         body, generation = self._body, self._generation
         found = (_choice(choice, body, self._parts) for choice in choices)
         prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids} if body.return_token_ids else {}
-        reply = {**self._head("chat.completion"), "choices": found, "usage": generation.usage(), **prompt}
-        if body.prompt_logprobs is not None:
-            reply["prompt_logprobs"] = prompt_logprobs(generation.prompt(0).prompt_logprobs)
-        return reply
+        of_prompt = prompt_logprobs(None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs)
+        return {**self._head("chat.completion"), "choices": found, "usage": generation.usage(), "prompt_logprobs": of_prompt, **prompt}
 
     async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError."""
         body, generation = self._body, self._generation
-        head = self._head("chat.completion.chunk") | ({"usage": None} if body.include_usage else {})
+        head = self._head("chat.completion.chunk")
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
-            return {**head, "choices": [choice]}
+            return {**head, "choices": [choice], **body.usage_so_far(generation)}
 
         yield [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
         async for deltas in generation.pieces():
@@ -132,11 +132,12 @@ class ChatAnswer:
             for delta in deltas:
                 wanted = generation.token_ids(delta) if body.return_token_ids else {}
                 parts, reason = self._parts.read(delta)
+                end = {} if reason is None else {"finish_reason": reason, "stop_reason": delta.stop_reason}
                 if parts or delta.logprobs or wanted.get("token_ids"):
                     logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
-                    chunks.append(chunk(delta.index, self._parts.delta(parts), logprobs, **wanted))
-                if reason is not None:
-                    chunks.append(chunk(delta.index, {}, finish_reason=reason, stop_reason=delta.stop_reason))
+                    chunks.append(chunk(delta.index, self._parts.delta(parts), logprobs, **wanted, **end))
+                elif end:
+                    chunks.append(chunk(delta.index, {}, **end))
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]
