@@ -63,7 +63,8 @@ class Screen:
 
 @pytest.fixture
 def session():
-    return ChatSession(Fake(), Conversation("Be brief."), SamplingFlags(Plugins.load(PluginsConfig(plugins=["cli"])).logits_processors), Screen())
+    processors = Plugins.load(PluginsConfig(plugins=["cli"])).logits_processors
+    return ChatSession(Fake(), Conversation("Be brief."), SamplingFlags(processors), Screen())
 
 
 def said(session):
