@@ -17,6 +17,7 @@ from random import Random
 
 import httpx
 import pytest
+from faulty_server import wait_for
 from PIL import Image
 from toolkit_lm_tiny.drawings import draw
 
@@ -43,8 +44,8 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def serve():
-    """serve(model, *flags): the address of `toolkit serve`."""
+def served():
+    """served(model, *flags): the address of `toolkit serve`."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> str:
@@ -63,8 +64,8 @@ def serve():
 
 
 @pytest.fixture(scope="module")
-def tiny(serve) -> str:
-    return serve("tiny", "--num-kv-blocks", "400")
+def tiny(served) -> str:
+    return served("tiny", "--num-kv-blocks", "400")
 
 
 @pytest.fixture
@@ -202,8 +203,8 @@ def test_text_of_a_model_stays_text(visit, tiny):
     assert page.evaluate("window.bad") is None
 
 
-def test_a_picture(visit, serve):
-    page = visit(f"{serve('tiny-vision')}/")
+def test_a_picture(visit, served):
+    page = visit(f"{served('tiny-vision')}/")
     expect(page.locator("#attach")).to_be_visible()
     file = io.BytesIO()
     Image.fromarray(draw(Random(2), held_out=True).pixels()).save(file, "PNG")
@@ -215,8 +216,8 @@ def test_a_picture(visit, serve):
     expect(page.locator("#attached")).to_be_hidden()
 
 
-def test_a_server_with_a_key(visit, serve):
-    url = serve("tiny", "--api-key", KEY)
+def test_a_server_with_a_key(visit, served):
+    url = served("tiny", "--api-key", KEY)
     page = visit(f"{url}/", expected="401")
     expect(page.locator("#key-dialog")).to_be_visible()
     page.fill("#key", "wrong")
@@ -231,6 +232,28 @@ def test_a_server_with_a_key(visit, serve):
     assert KEY not in page.content()
     page.reload()
     expect(page.locator("#status-dot")).to_have_class("dot ready")
+
+
+def test_a_model_that_writes_nothing(visit, served):
+    page = visit(f"{served('tiny', '--runner', 'pooling')}/")
+    expect(page.locator("#status-dot")).to_have_class("dot ready")
+    expect(page.locator("#chat")).to_be_hidden()
+    expect(page.locator("#engine")).to_be_visible()
+
+
+def test_from_the_start_to_the_end_of_a_server(visit, serve):
+    server = serve(FAULTY_LOADING="5")
+    wait_for(lambda: server.status() is not None, 60)
+    page = visit(f"{server.url}/", expected="Failed to load resource")
+    expect(page.locator("#banner")).to_contain_text("The engine starts")
+    # Without another visit.
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#model-name")).to_have_text("tiny")
+    assert ask(page, "What is the capital of France?")
+    server.process.terminate()
+    server.end()
+    expect(page.locator("#banner")).to_contain_text("cannot be reached")
+    expect(page.locator("#status-dot")).to_have_class("dot offline")
 
 
 @pytest.mark.parametrize("size", [(1400, 900), (390, 800)])
