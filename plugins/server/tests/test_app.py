@@ -173,7 +173,9 @@ async def test_prompt_logprobs(client, engine):
     assert reply["choices"][0]["prompt_logprobs"] == expected
     assert (await client.post(CHAT, json={**HI, "prompt_logprobs": 2})).json()["prompt_logprobs"][0] is None
     assert engine.asked[-1][1].prompt_logprobs == 2
-    assert "prompt_logprobs" not in (await client.post(CHAT, json=HI)).json()
+    for path, body in ((CHAT, HI), (COMPLETE, {"prompt": "ab"})):
+        reply = (await client.post(path, json=body)).json()
+        assert (reply if path == CHAT else reply["choices"][0])["prompt_logprobs"] is None
 
 
 async def test_sampling_parameters_go_by_name(client, engine):
@@ -866,6 +868,8 @@ async def test_a_lifespan_that_fails_names_its_plugin(make_engine):
         {"max_body_size": "much"},
         {"max_header_size": "much"},
         {"api_key": ""},
+        {"api_key": []},
+        {"api_key": ["secret", ""]},
         {"api_key": "sécret"},
         {"api_key": "secret\n"},
         {"api_key": "sec\x00ret"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from toolkit_lm.config import options_of
 from toolkit_lm.errors import ConfigError
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.errors import ApiError
@@ -122,3 +123,20 @@ def test_a_bad_file_is_told_without_its_keys(tmp_path, text, told):
     with pytest.raises(ConfigError, match=told) as error:
         Keys.of(ServerOptions(api_keys_file=str(path)))
     assert "sec" not in str(error.value)
+
+
+async def test_several_keys_without_a_file(engine, client_of):
+    """Each is a client of its own."""
+    async with client_of(create_app(engine, ServerOptions(api_key=["key-of-one", "key-of-two"]))) as client:
+        assert [(await ask(client, who)).status_code for who in ("one", "two", "three")] == [200, 200, 401]
+    assert [options["context"]["client"] for _, _, options in engine.asked] == ["api_key", "api_key-2"]
+
+
+@pytest.mark.parametrize("given", ["one,two", ["one", "two"]])
+def test_several_keys_come_from_a_variable_or_a_file(given):
+    [option] = [one for one in options_of(ServerOptions) if one.name == "api_key"]
+    assert ServerOptions(api_key=option.convert(given, "here")).own_keys == ["one", "two"]
+    # YAML makes a number of it.
+    assert ServerOptions(api_key=option.convert(123, "here")).own_keys == ["123"]
+    with pytest.raises(ConfigError, match="is empty"):
+        ServerOptions(api_key=option.convert("", "here"))

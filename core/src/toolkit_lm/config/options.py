@@ -108,7 +108,7 @@ class Option(NamedTuple):
     def convert(self, value: Any, source: str) -> Any:
         """`value` as this option's type. `source` is named in the error (ConfigError)."""
         try:
-            if isinstance(value, int | float) and not isinstance(value, bool) and self.kinds in ((str,), (str, types.NoneType)):
+            if isinstance(value, int | float) and not isinstance(value, bool) and {int, float, str} & {*self.kinds} == {str}:
                 # YAML and Python make a number of what a flag gives as text ("0.5").
                 value = str(value)
             if isinstance(value, str) or (self.is_mapping and isinstance(value, list)):

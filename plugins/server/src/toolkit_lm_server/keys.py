@@ -126,7 +126,8 @@ class Keys:
         if not options.needs_key:
             return None
         listed = [] if options.api_keys_file is None else cls._read(options.api_keys_file)
-        return cls([*listed, *([] if options.api_key is None else [ApiKey(name="api_key", key=options.api_key)])])
+        own = [ApiKey(name="api_key" if number == 0 else f"api_key-{number + 1}", key=key) for number, key in enumerate(options.own_keys)]
+        return cls([*listed, *own])
 
     @staticmethod
     def _read(path: str) -> list[ApiKey]:

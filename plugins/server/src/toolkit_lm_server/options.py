@@ -38,7 +38,8 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
         str | None, option("PEM file of authorities: clients must have a certificate of theirs.", none="clients need none")
     ] = None
     api_key: Annotated[
-        str | None, option("API key that clients must send, except to /live, /health, /ready and /ping.", none="none needed")
+        list[str] | str | None,
+        option("API key that clients must send, except to /live, /health, /ready and /ping. Of several, any.", none="none needed"),
     ] = None
     allowed_hosts: Annotated[
         list[str],
@@ -117,11 +118,15 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
             raise ConfigError("ssl_keyfile and ssl_ca_certs need ssl_certfile: there is no TLS without a certificate.")
         if self.max_connections is not None and self.max_connections > (most := _open_files() - _OTHER_FILES):
             raise ConfigError(f"max_connections is {self.max_connections}, but the open files of this process (ulimit -n) allow {most}.")
-        if self.api_key == "":
+        if self.api_key is not None and not all(self.own_keys or [""]):
             raise ConfigError("api_key is empty. Give a key, or none at all.")
-        key = self.api_key or ""
-        if not (key.isascii() and key.isprintable() and key == key.strip()):
+        if not all(key.isascii() and key.isprintable() and key == key.strip() for key in self.own_keys):
             raise ConfigError("api_key must be printable ASCII characters, without spaces around it: others do not fit in a header.")
+
+    @property
+    def own_keys(self) -> list[str]:
+        """Those that are options, and not in a file."""
+        return [self.api_key] if isinstance(self.api_key, str) else self.api_key or []
 
     @property
     def needs_key(self) -> bool:

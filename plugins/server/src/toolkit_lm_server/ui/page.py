@@ -33,7 +33,7 @@ class Page:
         # Where clients have keys of their own, they are strangers to each other.
         self._is_private = options.api_keys_file is None
         self._needs_key = options.needs_key
-        self.log = LogTail([options.api_key or ""])
+        self.log = LogTail(options.own_keys)
         self.watch = Watch(metrics, shows_requests=self._is_private)
 
     def add_routes(self, router: APIRouter, kind: type[APIRoute], readiness: Readiness, engine: AsyncLLM | None) -> None:
