@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import RequestOutputKind
@@ -32,7 +31,7 @@ def scripted(make_engine):
     class Scripted(make_engine):
         def __init__(self, text, *, template=HERMES, reason="stop"):
             super().__init__()
-            self.plugins = Plugins.load(PluginsConfig(plugins=["server", "parsers", "llguidance"]))
+            self.plugins = Plugins.load()
             self.text, self.reason = text, reason
             type(self.renderer).chat_template_source = template
 
