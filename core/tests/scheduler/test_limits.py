@@ -49,7 +49,9 @@ def test_what_is_asked_or_what_the_context_leaves_room_for(num_tokens, asked, gi
 def test_a_prompt_without_room_for_output(num_tokens):
     with pytest.raises(ContextLengthError) as caught:
         Limits().check(num_tokens)
-    wanted = "this model's maximum context length is 16 tokens (max_model_len), output included."
+    wanted = (
+        "this model's maximum context length is 16 tokens (max_model_len), output included. Please reduce the length of the input prompt."
+    )
     assert str(caught.value) == f"the prompt has {num_tokens} tokens; {wanted}"
     assert caught.value.param == "prompt"
 

@@ -170,7 +170,7 @@ def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
         ([{"role": "user"}], {}, "refuses this conversation|cannot render this conversation"),
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "cannot set 'messages'"),
         (CHAT, {"chat_templates": "{{ 1 }}"}, "no option 'chat_templates'"),
-        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+        (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "Cannot set both"),
         ([{"role": "user", "content": ""}], {"continue_final_message": True}, "content to continue"),
     ],
 )

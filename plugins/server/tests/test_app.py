@@ -68,13 +68,23 @@ async def test_chat_stream(client):
         {"content": "U"},
         {"content": "S"},
         {"content": "E"},
-        {},
     ]
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 4 + ["stop"]
-    assert [chunk["choices"][0].get("stop_reason", "") for chunk in chunks] == [""] * 4 + [None]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * 3 + ["stop"]
+    assert [chunk["choices"][0].get("stop_reason", "") for chunk in chunks] == [""] * 3 + [None]
     assert {chunk["usage"] for chunk in chunks} == {None}
     assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 3)
     assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
+
+
+@pytest.mark.parametrize(("path", "body"), [(CHAT, HI), (COMPLETE, {"prompt": "abc"})])
+async def test_a_stream_with_the_usage_so_far(client, path, body):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    found = events_of(await client.post(path, json={**body, "max_tokens": 3, "stream": True, "stream_options": options}))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == ([0] if path == CHAT else []) + [1, 2, 3, 3]
+    options["include_usage"] = False
+    found = events_of(await client.post(path, json={**body, "max_tokens": 3, "stream": True, "stream_options": options}))
+    assert not any("usage" in chunk for chunk in found)
 
 
 async def test_chat_logprobs(client):

@@ -272,8 +272,20 @@ async def test_a_conversation(engine_of, client_of, path):
         assert (both.status_code, both.json()["error"]["param"]) == (400, "input")
         neither = (await client.post(path, json={"task": "embed"})).json()["error"]
         assert (neither["param"], neither["code"]) == ("input", "missing_required_parameter")
-        wrong = await client.post(path, json={"input": "a", "add_special_tokens": False, "task": "embed"})
+        wrong = await client.post(path, json={"input": "a", "add_special_tokens": False, "prompt_name": "query", "task": "embed"})
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "add_special_tokens")
+
+
+async def test_inputs_without_special_tokens(ask):
+    async def asked(**fields):
+        reply = (await ask("encoder", "/v1/embeddings", **fields)).json()
+        return reply["data"][0]["embedding"], reply["usage"]["prompt_tokens"]
+
+    assert (await asked(input="hi"))[1] == 3
+    bare, count = await asked(input="hi", add_special_tokens=False)
+    ids = (await ask("encoder", "/tokenize", prompt="hi", add_special_tokens=False)).json()["tokens"]
+    expected, _ = await asked(input=ids)
+    assert count == len(ids) == 2 and np.allclose(bare, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["native", "little", "big"])
@@ -515,8 +527,8 @@ async def test_long_documents_are_cut(engine_of, ask, name):
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "greater than or equal to 1"),
         ("/rerank", {"query": ["a"], "documents": ["b"]}, "query", "valid string"),
         ("/rerank", {"documents": ["b"]}, "query", "You must provide"),
-        ("/score", {"queries": "a"}, "documents", "Give either 'documents' or 'text_2'."),
-        ("/score", {"queries": "a", "text_1": "a", "text_2": "b"}, "queries", "Give either 'queries' or 'text_1'."),
+        ("/score", {"queries": "a"}, "documents", "Give one of 'documents', 'text_2', 'data_2', 'items'."),
+        ("/score", {"queries": "a", "text_1": "a", "text_2": "b"}, "queries", "Give one of 'queries', 'text_1', 'data_1'."),
         ("/score", {"queries": ["a", "b"], "documents": ["c", "d", "e"]}, "queries", "2 queries for 3 documents"),
         ("/score", {"queries": ["a", 1], "documents": ["c", "d"]}, "queries", "queries[1] must be a text"),
         ("/v2/embed", {"texts": ["a", ""]}, "texts", "texts[1]: the text is empty"),

@@ -11,7 +11,7 @@ from toolkit_lm.config.tasks import PoolingTask, way_to_serve
 from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.messages import EngineRequest, MultiModalFeatureSpec, PoolingRules
 
-_CUT = "Shorten it, or have it cut: truncate_prompt_tokens."
+_CUT = "Please reduce the length of the input prompt, or have it cut: truncate_prompt_tokens."
 
 
 class RequestLimits:
@@ -63,7 +63,7 @@ class RequestLimits:
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
         if prompt >= self.max_model_len:
-            raise ContextLengthError(f"{self._too_long(prompt)}, output included.", "prompt")
+            raise ContextLengthError(f"{self._too_long(prompt)}, output included. Please reduce the length of the input prompt.", "prompt")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
         if params.min_tokens > max_tokens:
             room = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"

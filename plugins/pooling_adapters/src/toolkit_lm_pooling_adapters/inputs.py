@@ -172,8 +172,10 @@ class PoolingInputProcessor(PoolingInputs):
         if truncate_prompt_tokens is None:
             return None
         if type(truncate_prompt_tokens) is not int or not (truncate_prompt_tokens == -1 or 1 <= truncate_prompt_tokens <= self.max_tokens):
+            smaller = isinstance(truncate_prompt_tokens, int) and truncate_prompt_tokens > self.max_tokens
+            hint = " Please request a smaller truncation size." if smaller else ""
             raise RequestError(
-                f"truncate_prompt_tokens must be -1 or an integer from 1 to {self.max_tokens}, not {truncate_prompt_tokens!r}.",
+                f"truncate_prompt_tokens must be -1 or an integer from 1 to {self.max_tokens}, not {truncate_prompt_tokens!r}.{hint}",
                 "truncate_prompt_tokens",
             )
         return self.max_tokens if truncate_prompt_tokens == -1 else truncate_prompt_tokens

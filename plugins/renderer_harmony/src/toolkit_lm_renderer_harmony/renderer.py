@@ -60,7 +60,7 @@ class HarmonyRenderer(Renderer):
         goes_on = kwargs.get("continue_final_message", False)
         generates = kwargs.get("add_generation_prompt", not goes_on)
         if goes_on and generates:
-            raise RequestError("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
+            raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
         chat = Chat(self._max_chars).read(messages, kwargs.get("tools"), kwargs.get("chat_template_kwargs"))
         if goes_on and (chat[-1]["role"], chat[-1].get("channel")) != ("assistant", "final"):
             raise RequestError("continue_final_message needs a final message of the assistant, with content.", "continue_final_message")

@@ -81,7 +81,7 @@ class Chat:
 
 def _check_end(final: Mapping[str, Any], add_generation_prompt: bool | None, continue_final_message: bool) -> None:
     if add_generation_prompt and continue_final_message:
-        raise RequestError("add_generation_prompt and continue_final_message exclude each other.", "continue_final_message")
+        raise RequestError("Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message")
     is_answer = final["role"] == "assistant"
     if continue_final_message and not (is_answer and final.get("content")):
         raise RequestError("continue_final_message needs a final message of the assistant, with content.", "continue_final_message")

@@ -8,12 +8,11 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 
 from toolkit_lm_server.answer_parts import PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
+from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
@@ -47,22 +46,17 @@ class Chat:
 
     async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> ChatAnswer:
         """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""
-        return await self.begin(self._checked(fields), context)
+        return await self.begin(validated(self.body, fields), context)
 
     async def count(self, fields: Mapping[str, Any], context: dict[str, str]) -> int:
         """The tokens of a prompt. Raises as `ask`."""
-        body = self._checked(fields)
+        body = validated(self.body, fields)
         check_model(self._engine, body.model)
-        options = body.render_options()
+        use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        options = body.render_options() | ({"tools": use.tools} if use.tools else {})
         with cast(BudgetedLLM, self._engine).hold_rendering([(body.messages, options)], {"context": context}):
             rendered = await asyncio.to_thread(self._engine.renderer.render_conversation, body.messages, **options)
         return len(rendered.token_ids)
-
-    def _checked(self, fields: Mapping[str, Any]) -> ChatBody:
-        try:
-            return self.body.model_validate(fields)
-        except ValidationError as error:
-            raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_input=False)]) from None
 
     async def begin(self, body: ChatBody, context: dict[str, str]) -> ChatAnswer:
         """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""

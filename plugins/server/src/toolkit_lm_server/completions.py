@@ -92,7 +92,7 @@ class Completions:
 
     def _whole_choices(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         """With the log probabilities of a prompt, which may be many, made once for its choices."""
-        known, made = None, {}
+        known, made = None, {"prompt_logprobs": None}
         for one in choices:
             prompt = generation.prompt(one.index)
             if body.prompt_logprobs is not None and prompt is not known:
@@ -108,7 +108,7 @@ class Completions:
         return choice
 
     async def _chunks(self, body: CompletionBody, generation: Generation) -> AsyncGenerator[list[dict[str, Any]], None]:
-        head = self._head(generation) | ({"usage": None} if body.include_usage else {})
+        head = self._head(generation)
         echoed: dict[int, int] = {}
         """By choice, the characters of its prompt."""
         async for pieces in generation.pieces():
@@ -118,10 +118,11 @@ class Completions:
                 if body.echo and one.index not in echoed:
                     echo = await asyncio.to_thread(self._echo, body, generation, one.index)
                     echoed[one.index] = len(echo["text"])
-                    chunks.append({**head, "choices": [echo]})
+                    chunks.append({**head, "choices": [echo], **body.usage_so_far(generation)})
                 wanted = generation.token_ids(one) if body.return_token_ids else {}
                 if one.text or one.logprobs or one.finish_reason is not None or wanted.get("token_ids"):
-                    chunks.append({**head, "choices": [_choice(one, body.logprobs, echoed.get(one.index, 0)) | wanted]})
+                    choice = _choice(one, body.logprobs, echoed.get(one.index, 0)) | wanted
+                    chunks.append({**head, "choices": [choice], **body.usage_so_far(generation)})
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]

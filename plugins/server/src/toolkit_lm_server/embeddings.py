@@ -12,7 +12,7 @@ from toolkit_lm.config.tasks import POOLING_TASKS
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.prompts import TokensPrompt
+from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
@@ -149,6 +149,8 @@ class Embeddings:
             prompts, names = Inputs([await self._rendered(body.messages, body.render_options(), request)], ["messages"])
         else:
             prompts, names = read_inputs(body.input, self._options.max_inputs)
+            if body.add_special_tokens is False:
+                prompts = await self._bare(body, prompts, request)
         try:
             return await pool(
                 self._engine,
@@ -164,6 +166,19 @@ class Embeddings:
             if "is not in the vocabulary" in str(error) and body.messages is None:
                 raise RequestError(f"{error}{_OTHER_TOKENIZER}", "input") from None
             raise
+
+    async def _bare(self, body: InputBody, prompts: list[Prompt], request: Request) -> list[Prompt]:
+        """Texts in tokens, without those that the tokenizer adds."""
+        if body.prompt_name is not None:
+            raise RequestError("add_special_tokens false is not supported with prompt_name.", "add_special_tokens")
+        render = self._engine.renderer.render_prompt
+        texts = [one for one in prompts if isinstance(one, str)]
+
+        def rendered() -> list[Prompt]:
+            return [TokensPrompt(prompt_token_ids=render(one, add_special_tokens=False).token_ids) for one in texts]
+
+        with cast(BudgetedLLM, self._engine).hold_rendering(texts, {"context": request_context(request)}):
+            return await asyncio.to_thread(rendered) if texts else prompts
 
     async def _rendered(self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request) -> TokensPrompt:
         """A conversation in tokens."""

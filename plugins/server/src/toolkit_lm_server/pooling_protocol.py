@@ -36,6 +36,8 @@ class PoolingBody(EngineBody):
 
     truncate_prompt_tokens: int | None = None
     """Longer inputs are cut; -1: to what the model takes. None: they are an error."""
+    truncation_side: Literal["right"] | None = None
+    """Inputs are cut at their end."""
 
 
 class InputBody(PoolingBody, RenderBody):
@@ -50,8 +52,6 @@ class InputBody(PoolingBody, RenderBody):
         if self.messages is None:
             if self.input is None:
                 raise missing("input")
-            if self.add_special_tokens is False:
-                raise RequestError("add_special_tokens false is supported for messages only.", "add_special_tokens")
         elif self.input is not None:
             raise RequestError("Give either 'input' or 'messages'.", "input")
 
@@ -103,24 +103,27 @@ class AnyPoolingBody(EmbeddingBody):
 
 
 class ScoreBody(PoolingBody):
-    """POST /score. The two names of each side mean the same."""
+    """POST /score. The names of each side mean the same."""
 
     model_config = examples({"queries": "capital of France", "documents": ["Paris", "Rome"]})
 
     queries: Texts | None = None
     text_1: Texts | None = None
+    data_1: Texts | None = None
     documents: Texts | None = None
     text_2: Texts | None = None
+    data_2: Texts | None = None
+    items: Texts | None = None
     instruction: str | None = None
     use_activation: bool | None = None
 
     def texts(self, most: int) -> dict[str, str | list[str]]:
         """Queries and documents, in this order, by the names under which they came. Raises RequestError."""
         sides: dict[str, str | list[str]] = {}
-        for names in (("queries", "text_1"), ("documents", "text_2")):
+        for names in (("queries", "text_1", "data_1"), ("documents", "text_2", "data_2", "items")):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) != 1:
-                raise RequestError(f"Give either {names[0]!r} or {names[1]!r}.", names[0])
+                raise RequestError(f"Give one of {', '.join(map(repr, names))}.", names[0])
             value = getattr(self, given[0])
             sides[given[0]] = value if isinstance(value, str) else read_texts(value, given[0], most)
         return sides

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
 from pydantic_core import CoreSchema, PydanticCustomError
@@ -22,6 +22,8 @@ from toolkit_lm_server.unknown_fields import NEUTRAL, NOTES, asks_nothing, is_ne
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
     from toolkit_lm.processing.requests import RequestOptions
+
+    from toolkit_lm_server.generation import Generation
 
 _NO_EFFECT = {"description": "It has no effect."}
 
@@ -171,6 +173,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     """The answer has the token ids of prompts and outputs, too."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name each token "token_id:7": texts of tokens may be alike."""
+    truncation_side: Literal["left"] | None = None
+    """Prompts are cut at their beginning."""
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
@@ -201,6 +205,12 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def usage_so_far(self, generation: Generation) -> dict[str, Any]:
+        """A field of a stream's events before the last."""
+        if self.stream_options is None or not self.stream_options.include_usage:
+            return {}
+        return {"usage": generation.usage() if self.stream_options.continuous_usage_stats else None}
 
 
 BodyT = TypeVar("BodyT", bound=SamplingBody)
@@ -366,7 +376,12 @@ class TokenizeBody(RenderBody):
 
     prompt: str | None = None
     messages: Items[dict[str, Any]] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    """For the chat template."""
     return_token_strs: bool = False
+
+    def render_options(self) -> dict[str, Any]:
+        return super().render_options() | ({"tools": self.tools} if self.tools else {})
 
 
 class DetokenizeBody(Body):
