@@ -22,6 +22,7 @@ KNOWN = ["--port", "--max-model-len", "--served-model-name", "--dtype", "--enabl
         ("tiny --async-scheduling --no-enforce-eager", "tiny --overlap"),
         ("tiny --disable-log-stats --nobody-has-it 1", "tiny --nobody-has-it 1"),
         ("tiny --enable-lora false --skip-tokenizer-init true", "tiny --renderer tokens"),
+        ("tiny --guided-decoding-backend guidance -O3", "tiny --plugin-option structured_output.backend=llguidance"),
         ("tiny -- --enforce-eager", "tiny -- --enforce-eager"),
     ],
 )

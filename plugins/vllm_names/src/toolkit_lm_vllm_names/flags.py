@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, Name
 from toolkit_lm_vllm_names.values import parsed
 
-_LISTS = ("served_model_name", "api_key", "allowed_media_domains", "lora_modules", "cudagraph_capture_sizes", "logits_processors")
+_LISTS = (
+    "served_model_name",
+    "api_key",
+    "allowed_media_domains",
+    "lora_modules",
+    "cudagraph_capture_sizes",
+    "logits_processors",
+    "numa_bind_nodes",
+)
 """Options whose flags take several words."""
 _ATTACHED = ("-O0", "-O1", "-O2", "-O3", "-O.", "-cc.")
 """Beginnings of flags that have their value attached."""
@@ -69,9 +77,16 @@ def flags_of(options: dict[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
-            for one in value if isinstance(value, list | tuple) else [value]:
-                words += [flag, str(one)]
+            for one in _texts(value):
+                words += [flag, one]
     return words
+
+
+def _texts(value: Any) -> list[str]:
+    """The values of a flag, which is given once for each of them."""
+    if isinstance(value, dict):
+        return [f"{name}.{key}={one}" for name, fields in value.items() for key, one in fields.items()]
+    return [str(one) for one in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _row(name: str) -> Name | None:

@@ -40,6 +40,8 @@ _PARSERS = {
     "seed_oss": "seed_think",
 }
 """vLLM's names of parsers that have other names here, of tool calls and of reasoning."""
+_GRAMMARS = {"auto": "auto", "guidance": "llguidance", "llguidance": "llguidance", "xgrammar": "xgrammar"}
+"""vLLM's names of what compiles grammars."""
 _POOLER = {
     "pooling_type": "pooling_type",
     "seq_pooling_type": "pooling_type",
@@ -203,12 +205,32 @@ def pooler_config(value: Any) -> dict[str, Any]:
     return {_POOLER[name]: one for name, one in given.items()}
 
 
-def api_key(value: Any) -> dict[str, Any]:
-    """One key, or a list of one."""
-    keys = [value] if isinstance(value, str) else list(value)
-    if len(keys) > 1:
-        raise ValueError("give one key, or a file with several: api_keys_file.")
-    return {"api_key": keys[0]} if keys else {}
+def structured_outputs(value: Any) -> dict[str, Any]:
+    """{"backend": ...}, or the backend."""
+    found = parsed(value)
+    fields = dict(found) if isinstance(found, Mapping) else {"backend": getattr(found, "backend", found)}
+    backend = str(fields.pop("backend", "auto"))
+    if others := sorted(name for name, one in fields.items() if not asks_nothing(one)):
+        raise ValueError(f"{others[0]!r} is asked for by requests: structured_outputs.")
+    if backend not in _GRAMMARS:
+        raise ValueError(f"use one of {', '.join(_GRAMMARS)}.")
+    return {} if backend == "auto" else {"plugin_option": {"structured_output": {"backend": _GRAMMARS[backend]}}}
+
+
+def texts(ours: str) -> Callable[[Any], dict[str, Any]]:
+    """Of a list of texts, or one in JSON."""
+
+    def convert(value: Any) -> dict[str, Any]:
+        found = parsed(value)
+        return {ours: [found] if isinstance(found, str) else found}
+
+    return convert
+
+
+def middleware(value: Any) -> dict[str, Any]:
+    """Of one or of a list: "module.Class" -> "module:Class"."""
+    found = [value] if isinstance(value, str) else list(value)
+    return {"middleware": [one if ":" in one else ":".join(one.rsplit(".", 1)) for one in found]} if found else {}
 
 
 def parser(ours: str) -> Callable[[Any], dict[str, Any]]:
