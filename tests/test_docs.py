@@ -27,6 +27,7 @@ from toolkit_lm_cli.explanation import explain
 from toolkit_lm_cli.sampling import sampling_flags
 from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_vllm_names.table import TABLE
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "toolkit_lm"
@@ -237,6 +238,7 @@ def test_the_flags_in_the_guides_exist():
     known |= {"--runs", "--ways", "--states", "--repeats", "--batch-size", "--request-rate", "--concurrency", "--output", "--plot"}
     known |= {"--concurrencies", "--request-rates", "--minutes", "--attackers", "--python", "--instructions"}
     known |= {"--folder", "--peer", "--preload", "--prepare", "--shapes", "--only", "--seconds"}
+    known |= {row.flag for row in TABLE.values()} | {"--ctx-size"}
     for page in [*GUIDES, *DOCS.glob("hooks/*.md")]:
         lines = [line for line in read(page).splitlines() if not line.lstrip().startswith(("pip ", "curl "))]
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines))) <= known, name(page)
