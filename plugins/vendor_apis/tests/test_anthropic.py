@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from toolkit_lm.renderer import Rendered
 from toolkit_lm_vendor_apis.anthropic.body import MessagesBody
 from toolkit_lm_vendor_apis.anthropic.output import Output
 
@@ -35,6 +36,17 @@ async def test_a_message(serve):
         stopped = (await client.post("/v1/messages", json={**ASK, "stop_sequences": [" is"]})).json()
         assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", " is")
         assert stopped["content"][0]["text"] == "The capital of France"
+
+
+async def test_tools_are_counted(serve, engines, monkeypatch):
+    """As the chat template writes them."""
+    seen = []
+    renderer = engines["generate"].renderer
+    monkeypatch.setattr(renderer, "render_conversation", lambda *_, **options: seen.append(options) or Rendered([1, 2, 3]))
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    async with serve() as client:
+        counted = await client.post("/v1/messages/count_tokens", json={"messages": ASK["messages"], "tools": tools})
+    assert (counted.json(), seen[0]["tools"][0]["function"]["name"]) == ({"input_tokens": 3}, "f")
 
 
 async def test_a_stream(serve):
