@@ -5,10 +5,11 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RENDERERS := $(VENV)-renderers
+CLIENTS := $(VENV)-clients
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-renderers lint audit bench docs wheels clean
+.PHONY: demo test test-all test-renderers test-clients lint audit bench docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -16,13 +17,18 @@ demo: $(STAMP)
 test: lint docs test-renderers
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: lint docs test-renderers
+test-all: lint docs test-renderers test-clients
 	$(BIN)/python -m pytest
 
 # mistral-common needs an older numpy than the workspace has: an environment of its own, over that of the workspace.
 # litellm carries the vocabulary of gpt-oss, and is not run.
 test-renderers: $(RENDERERS)/.installed
 	$(RENDERERS)/bin/python -m pytest -q plugins/renderer_mistral/tests plugins/renderer_harmony/tests
+
+# Clients of other people's, in an environment without the workspace. Where all pass, docs/clients.md is written.
+test-clients: $(STAMP) $(CLIENTS)/.installed
+	TOOLKIT_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini \
+		--rootdir tests/clients --confcutdir tests/clients tests/clients
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -62,5 +68,10 @@ $(RENDERERS)/.installed: $(STAMP) requirements-renderers.txt
 	@$(RENDERERS)/bin/pip install --quiet --disable-pip-version-check --no-deps litellm==1.109.1
 	@touch $@
 
+$(CLIENTS)/.installed: requirements-clients.txt
+	@rm -rf $(CLIENTS) && $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r requirements-clients.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(RENDERERS) site dist build
+	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) site dist build

@@ -1,0 +1,70 @@
+"""A server of tiny, which chats, and one which embeds, for clients that know nothing of them but the URL and a key."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import page
+
+KEY = "secret"
+PYTHON = os.environ.get("TOOLKIT_PYTHON", str(page.ROOT / ".venv" / "bin" / "python"))
+"""Of the environment with the workspace."""
+# What clients would ask of other hosts.
+os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "COHERE_API_KEY": KEY, "ANONYMIZED_TELEMETRY": "False"}
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """The URL of `toolkit serve`, in a process of its own."""
+    flags = ["--port", "0", "--device", "cpu", "--max-num-seqs", "8", "--no-access-log", "--api-key", KEY, "--tool-call-parser", "hermes"]
+    command = [PYTHON, "-c", "from toolkit_lm_cli import main; main()", "serve", "tiny", *flags, *arguments]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("Serving tiny at http://"), line
+        yield line.split()[-1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def url() -> Iterator[str]:
+    """Of a server that chats."""
+    with serving() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def embed_url() -> Iterator[str]:
+    """Of a server that embeds."""
+    with serving("--convert", "embed") as found:
+        yield found
+
+
+@pytest.fixture
+def key() -> str:
+    return KEY
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Writes the page where all clients were tried, and work."""
+    if exitstatus == 0 and session.testscollected == session.config.stash.get(_FOUND, None) and not session.config.option.keyword:
+        page.PAGE.write_text(page.page(), encoding="utf-8")
+
+
+_FOUND = pytest.StashKey[int]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if {Path(item.path).name for item in session.items} == {path.name for path in page.HERE.glob("test_*.py")}:
+        session.config.stash[_FOUND] = len(session.items)
