@@ -44,6 +44,16 @@ def test_the_command_line_takes_them(capsys):
     assert "Merge them into the checkpoint" in capsys.readouterr().err
 
 
+def test_a_file_of_options_may_have_them(tmp_path, capsys):
+    file = tmp_path / "options.yaml"
+    file.write_text("gpu-memory-utilization: 0.5\nenforce_eager: true\ndtype: float\nport: 8001\n")
+    assert run(["explain", "tiny", "--config", str(file), "--json"]) == 0, capsys.readouterr().err
+    assert '"float32"' in capsys.readouterr().out
+    file.write_text("enable_lora: true\n")
+    assert run(["explain", "tiny", "--config", str(file)]) == 2
+    assert "Merge them into the checkpoint" in capsys.readouterr().err
+
+
 class TestMigration:
     def test_a_line(self):
         found = migrate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +32,17 @@ def merge_options(
     environ: Mapping[str, str],
     file: str | Path | None,
     foreign: Sequence[str] = (),
+    translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
     """As `load_options`, with the values of a file below those of the environment. `foreign` may stand in the file too.
+
+    `translate` makes our names of those of other projects in the file.
 
     Raises ConfigError, also for an unknown key of the file.
     """
     known = {o.name: o for o in options}
     stated: dict[str, Any] = {}
-    for key, value in (read_file(file) if file is not None else {}).items():
+    for key, value in (translate(read_file(file)) if file is not None else {}).items():
         if key in known:
             stated[key] = known[key].convert(value, f"config file {str(file)!r}")
         elif key not in foreign:

@@ -63,7 +63,8 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                 given = _given(ctx, options, values)
                 file = given.pop("config", None)
                 foreign = _foreign_names(plugins, file, {o.name for o in options})
-                merged = merge_options(options, given, environ=os.environ, file=file, foreign=foreign)
+                translate = plugins.option_names.translate
+                merged = merge_options(options, given, environ=os.environ, file=file, foreign=foreign, translate=translate)
                 config = VllmConfig.make(**{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged})
                 if config.plugins != plugins.config:
                     plugins = Plugins.load(config.plugins)

@@ -43,7 +43,6 @@ def migrate(line: str) -> Migration:
             elif word.partition("=")[0] == "--config":
                 kept = [word] if "=" in word else [word, *words[:1]]
                 del words[: len(kept) - 1]
-                left_out.append("--config: the file may have vLLM's names in it. Write ours in place of them.")
             else:
                 left_out.append(f"{word}: vLLM has no such flag. {nearest(word, [row.flag for row in TABLE.values()])}")
             continue
