@@ -188,6 +188,7 @@ class Parts:
         if reason is not None:
             # A stop text may stand in a call, too.
             deltas.append(parser.finish(cut=reason != "stop" or isinstance(piece.stop_reason, str)))
+            del self._parsers[piece.index]
             if reason == "stop" and parser.calls_tools:
                 reason = "tool_calls"
         return [one for one in deltas if any(one)], reason

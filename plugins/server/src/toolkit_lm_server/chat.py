@@ -126,7 +126,7 @@ class ChatAnswer:
             for delta in deltas:
                 wanted = generation.token_ids(delta) if body.return_token_ids else {}
                 parts, reason = self._parts.read(delta)
-                end = {} if reason is None else {"finish_reason": reason, "stop_reason": delta.stop_reason}
+                end: dict[str, Any] = {} if reason is None else {"finish_reason": reason, "stop_reason": delta.stop_reason}
                 if parts or delta.logprobs or wanted.get("token_ids"):
                     logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
                     chunks.append(chunk(delta.index, self._parts.delta(parts), logprobs, **wanted, **end))
