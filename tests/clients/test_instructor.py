@@ -1,4 +1,4 @@
-"""instructor: models of pydantic by tools, by JSON schemas and by JSON, streams of parts, lists, async."""
+"""instructor: models of pydantic by tools and by JSON schemas, streams of parts, async."""
 
 from __future__ import annotations
 

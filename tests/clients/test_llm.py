@@ -1,4 +1,4 @@
-"""llm: prompts on the command line and in Python, streams, conversations, schemas."""
+"""llm: prompts on the command line, streams, conversations, schemas."""
 
 from __future__ import annotations
 
