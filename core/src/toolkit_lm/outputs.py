@@ -92,10 +92,8 @@ class PoolingOutput:
         """Of embed: the vector."""
         return None if self.data is None else self.data.tolist()
 
-    @property
-    def probs(self) -> list[float] | None:
-        """Of classify: the probability of each label."""
-        return self.embedding
+    probs = embedding
+    """Of classify: the probability of each label."""
 
     @property
     def score(self) -> float:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
 from toolkit_lm.config import PluginsConfig, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.frontend.pooling_mixin import PoolingMixin, check_names, no_pair
+from toolkit_lm.frontend.pooling_mixin import PoolingMixin, Progress, check_names, no_pair
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.pooling_requests import listed
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt
-
-Progress = Callable[[int, int], None]
-"""Called with (finished requests, all requests)."""
 
 
 class LLM(PoolingMixin):
@@ -58,10 +55,9 @@ class LLM(PoolingMixin):
                 config = _config_of(options)
             except ConfigError:
                 # Others' names are looked up only where ours do not do.
-                plugins = _loaded(options, plugins)
-                if (translated := plugins.option_names.translate(options)) == options:
-                    raise
-                config = _config_of(translated)
+                own = {name: options[name] for name in PluginsConfig.__struct_fields__ if name in options}
+                plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(_config_of(own).plugins, plugins)
+                config = _config_of(plugins.option_names.translate(options))
         self.engine = self.llm_engine = LLMEngine(config, plugins=plugins)
         self._ids = count()
         self._lock = threading.Lock()
@@ -193,10 +189,3 @@ class LLM(PoolingMixin):
 
 def _config_of(options: Mapping[str, Any]) -> VllmConfig:
     return VllmConfig.make(**load_options(VllmConfig.options(), options, environ=os.environ))
-
-
-def _loaded(options: Mapping[str, Any], plugins: Plugins | Sequence[object]) -> Plugins:
-    """The plugins that `options` ask for, and `plugins`."""
-    if isinstance(plugins, Plugins):
-        return plugins
-    return Plugins.load(_config_of({name: options[name] for name in PluginsConfig.__struct_fields__ if name in options}).plugins, plugins)

@@ -18,6 +18,7 @@ from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.prompts import Prompt, TextPair
 
 Progress = Callable[[int, int], None]
+"""Called with (finished requests, all requests)."""
 Prompts = Prompt | Sequence[Prompt]
 Params = PoolingParams | Sequence[PoolingParams] | None
 """For all prompts, or one for each."""

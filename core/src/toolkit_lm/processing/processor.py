@@ -125,10 +125,8 @@ class Processor:
         given: Any = prompts
         render = self.renderer.render_prompt
         salt = (options or {}).get("cache_salt")
-        rendered = (
-            self._rendered(render, one, one.get("prompt") if hasattr(one, "get") else None if isinstance(one, list) else one, salt)
-            for one in given
-        )
+        texts = [one if isinstance(one, str) else one.get("prompt") if hasattr(one, "get") else None for one in given]
+        rendered = (self._rendered(render, one, text, salt) for one, text in zip(given, texts, strict=True))
         return self._generation(request_ids, rendered, params, options or {})
 
     def prepare_chat(
