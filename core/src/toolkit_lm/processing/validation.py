@@ -110,7 +110,8 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
     if token_ids:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < vocab_size:
-                raise RequestError(f"token id {token} is not in the vocabulary, which has the ids from 0 to {vocab_size - 1}.", param)
+                known = f"which has the ids from 0 to {vocab_size - 1} (out of vocabulary: {vocab_size} tokens)"
+                raise RequestError(f"token id {token} is not in the vocabulary, {known}.", param)
 
 
 def check_tokens_of_params(params: SamplingParams, bad_words: Sequence[list[int]], vocab_size: int) -> None:

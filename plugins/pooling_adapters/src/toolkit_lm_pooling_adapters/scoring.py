@@ -169,7 +169,7 @@ class TextScoring(Scoring):
             except RequestError as its:
                 return type(its)(f"{name}: {its}", self._fields[0])
             if is_too_long and len(rendered.token_ids) >= most:
-                limit = f"with a document it must stay within max_model_len, {most}"
+                limit = f"with a document it must stay within max_model_len, {most}. Please reduce the length of the input prompt"
                 return ContextLengthError(f"{name} alone has {len(rendered.token_ids)} tokens; {limit}.", self._fields[0])
         return error
 

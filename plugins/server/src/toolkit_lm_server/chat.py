@@ -106,8 +106,8 @@ class ChatAnswer:
     def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """As `completion`, whose choices are made when they are taken."""
         body, generation = self._body, self._generation
-        found = (_choice(choice, body, self._parts) for choice in choices)
-        prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids} if body.return_token_ids else {}
+        found = (_choice(choice, body, self._parts, self._echo) for choice in choices)
+        prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids if body.return_token_ids else None}
         of_prompt = prompt_logprobs(None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs)
         return {**self._head("chat.completion"), "choices": found, "usage": generation.usage(), "prompt_logprobs": of_prompt, **prompt}
 
@@ -120,11 +120,14 @@ class ChatAnswer:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
             return {**head, "choices": [choice], **body.usage_so_far(generation)}
 
-        yield [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
+        first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
+        if body.return_token_ids:
+            first[0]["prompt_token_ids"] = generation.first_prompt_token_ids
+        yield first + [chunk(index, {"content": self._echo}) for index in range(body.n or 1) if self._echo]
         async for deltas in generation.pieces():
             chunks = []
             for delta in deltas:
-                wanted = generation.token_ids(delta) if body.return_token_ids else {}
+                wanted = {"token_ids": delta.token_ids} if body.return_token_ids else {}
                 parts, reason = self._parts.read(delta)
                 end: dict[str, Any] = {} if reason is None else {"finish_reason": reason, "stop_reason": delta.stop_reason}
                 if parts or delta.logprobs or wanted.get("token_ids"):
@@ -136,6 +139,14 @@ class ChatAnswer:
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]
 
+    @property
+    def _echo(self) -> str:
+        """What the answer begins with."""
+        last = self._body.messages[-1]
+        content = last.get("content") if self._body.echo and last.get("role") == "assistant" else None
+        parts = content if isinstance(content, list) else [{"text": content}]
+        return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{self._generation.id}",
@@ -145,13 +156,17 @@ class ChatAnswer:
         }
 
 
-def _choice(choice: Piece, body: ChatBody, reader: Parts) -> dict[str, Any]:
+def _choice(choice: Piece, body: ChatBody, reader: Parts, echo: str) -> dict[str, Any]:
     parts, reason = reader.read(choice)
     logprobs = chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None
+    message = reader.message(parts)
+    if echo:
+        message["content"] = echo + (message["content"] or "")
     return {
         "index": choice.index,
-        "message": reader.message(parts),
+        "message": message,
         "logprobs": logprobs,
         "finish_reason": reason,
         "stop_reason": choice.stop_reason,
-    } | ({"token_ids": choice.token_ids} if body.return_token_ids else {})
+        "token_ids": choice.token_ids if body.return_token_ids else None,
+    }

@@ -78,6 +78,11 @@ class Generation:
         """Aborts what is not finished."""
         await self._rest.aclose()
 
+    @property
+    def first_prompt_token_ids(self) -> list[int]:
+        """Of the first prompt: they are known before there are pieces."""
+        return self._first[0][1].prompt_token_ids
+
     def prompt(self, choice: int) -> RequestOutput:
         """What is known of a choice's prompt: the tokens that the engine read, its log probabilities once the choice has a token."""
         return self._latest[choice // self._n]

@@ -71,9 +71,13 @@ class EmbeddingBody(InputBody):
     """Byte order of numbers in base64. native: little."""
     dimensions: int | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's name of `normalize`."""
 
     def params(self) -> PoolingParams:
-        return PoolingParams(task="embed", dimensions=self.dimensions, normalize=self.normalize)
+        return PoolingParams(
+            task="embed", dimensions=self.dimensions, normalize=self.use_activation if self.normalize is None else self.normalize
+        )
 
 
 class ClassifyBody(InputBody):

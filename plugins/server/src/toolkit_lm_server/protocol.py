@@ -129,6 +129,8 @@ class EngineBody(Body):
         return {"priority": self.priority, "timeout": self.timeout, "cache_salt": self.cache_salt, "context": context}
 
 
+_TOLD = 5
+"""Wrong keys of a mapping that an error names."""
 _ELSEWHERE = ("logprobs", "detokenize", "extra_args")
 """Each route has a field `logprobs` of its own, an answer is text, and the parameters of plugins have fields as core's have."""
 
@@ -197,9 +199,10 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
         return params
 
     def _logit_bias(self) -> dict[int, float] | None:
-        for key in self.logit_bias or {}:
-            if not (key.isascii() and key.isdigit() and len(key) < 12):
-                raise RequestError(f"logit_bias maps token ids to numbers; {key[:20]!r} is not a token id.", "logit_bias")
+        wrong = [key for key in self.logit_bias or {} if not (key.isascii() and key.isdigit() and len(key) < 12)]
+        if wrong:
+            told = ", ".join(repr(key[:20]) for key in wrong[:_TOLD])
+            raise RequestError(f"logit_bias maps token ids to numbers; not a token id: {told}.", "logit_bias")
         return None if self.logit_bias is None else {int(key): value for key, value in self.logit_bias.items()}
 
     @property
@@ -270,6 +273,8 @@ class ChatBody(SamplingBody, RenderBody):
 
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
+    echo: bool = False
+    """The answer begins with the last message, where that is the assistant's."""
     tools: Items[dict[str, Any]] | None = None
     """Functions that the model may call, as OpenAI has them."""
     tool_choice: str | dict[str, Any] | None = None

@@ -25,7 +25,6 @@ NOTES = frozenset(
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "echo": (),
     "extra_args": (),
     "function_call": ("none", "auto"),
     "functions": (),
