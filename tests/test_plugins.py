@@ -42,12 +42,14 @@ SHIPPED = [
     "sdpa",
     "sentence_transformers",
     "server",
+    "structured_output",
     "tiny",
     "transformers",
     "vision",
     "vllm_names",
     "whisper",
     "xformers",
+    "xgrammar",
 ]
 
 

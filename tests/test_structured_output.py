@@ -110,7 +110,7 @@ async def refused(http, asked, param, message):
 
 @pytest.mark.anyio
 async def test_without_the_plugin():
-    async with client(disable_plugins=["llguidance"]) as http:
+    async with client(disable_plugins=["structured_output"]) as http:
         answer = await http.post(COMPLETE, json={"prompt": "a", "structured_outputs": {"regex": "a"}})
         assert answer.status_code == 400
         assert "'structured_outputs'. It comes with toolkit-lm-llguidance." in answer.json()["error"]["message"]

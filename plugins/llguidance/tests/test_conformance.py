@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from toolkit_lm.config import VllmConfig
 from toolkit_lm_devkit import LogitsProcessorConformance
-from toolkit_lm_llguidance.params import StructuredOutputs
-from toolkit_lm_llguidance.preparing import prepare
-from toolkit_lm_llguidance.processor import StructuredOutput
+from toolkit_lm_structured_output.params import StructuredOutputs
+from toolkit_lm_structured_output.preparing import prepare
+from toolkit_lm_structured_output.processor import StructuredOutput
 
 EOS = 0
 
@@ -31,7 +32,9 @@ def bytes_renderer(tmp_path_factory):
         "model": {"type": "BPE", "vocab": {letter: index for index, letter in enumerate(letters)}, "merges": []},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = SimpleNamespace(checkpoint=SimpleNamespace(path=str(folder)), renderer=SimpleNamespace(tokenizer=None))
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(path=str(folder)), renderer=SimpleNamespace(tokenizer=None), plugins=VllmConfig.make(model="any").plugins
+    )
     return Renderer(config, Tokenizer.from_file(str(folder / "tokenizer.json")))
 
 

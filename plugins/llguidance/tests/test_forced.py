@@ -9,7 +9,7 @@ from schemas import SCHEMAS
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.events import StepEvent
 from toolkit_lm.plugin import hookimpl
-from toolkit_lm_llguidance.processor import StructuredOutput
+from toolkit_lm_structured_output.processor import StructuredOutput
 
 SCHEMA = {
     "type": "object",
@@ -158,7 +158,7 @@ def test_masks_are_made_while_the_forward_pass_runs(llm, in_turns, monkeypatch):
 
         lacking = sum(sequence.mask is None for sequence, _ in pairs)
         prepare(self, pairs)
-        made.append((threading.current_thread().name.startswith("llguidance"), lacking))
+        made.append((threading.current_thread().name.startswith("structured_output"), lacking))
 
     monkeypatch.setattr(StructuredOutput, "_prepare", watched)
     beside, _ = run(llm, {"temperature": 1.0})

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import toolkit_lm_tiny
 from llguidance import LLMatcher
+from toolkit_lm_llguidance.backend import LLGuidanceCompiler
 from toolkit_lm_llguidance.grammars import grammar_of_schema, options_of
-from toolkit_lm_llguidance.trial import Job, error_of
-from toolkit_lm_llguidance.vocabulary import Source, Vocabulary, limits
-from toolkit_lm_llguidance.wishes import Wish
+from toolkit_lm_llguidance.vocabulary import Vocabulary, limits
+from toolkit_lm_structured_output.contract import Source
+from toolkit_lm_structured_output.wishes import Wish
 
 SUITE = json.loads(Path(__file__).with_name("json_schema_test_suite.json").read_text())
 DRAFTS = {
@@ -61,13 +62,13 @@ def wrong(validator, text):
 
 
 def check(vocabulary, draft, draws):
-    kind, accepted = DRAFTS[draft], 0
+    kind, accepted, compiler = DRAFTS[draft], 0, LLGuidanceCompiler(vocabulary.source)
     closing = vocabulary.tokenizer.tokenize_str('"}],: 0')
     for file, description, schema in SUITE[draft]:
         schema = {} if schema is True else {"not": {}} if schema is False else {"$schema": kind.META_SCHEMA["$schema"], **schema}
         options = options_of(Wish("", "json", schema))
         grammar = grammar_of_schema(schema, options)
-        if error_of(Job(grammar, schema, options), vocabulary):
+        if compiler.error_of(grammar, {"schema": schema, "options": options}):
             continue
         accepted += 1
         validator, generator = kind(schema, format_checker=kind.FORMAT_CHECKER), random.Random(description)

@@ -8,20 +8,25 @@ from types import SimpleNamespace
 
 import pytest
 import toolkit_lm_tiny
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm_llguidance.backend import LLGuidanceReader
 from toolkit_lm_llguidance.locating import locate
-from toolkit_lm_llguidance.params import StructuredOutputs
-from toolkit_lm_llguidance.preparing import Preparation
-from toolkit_lm_llguidance.trial import Job
-from toolkit_lm_llguidance.trials import Trials
-from toolkit_lm_llguidance.vocabulary import Source, Vocabulary
+from toolkit_lm_llguidance.vocabulary import Vocabulary
+from toolkit_lm_structured_output.contract import Source
+from toolkit_lm_structured_output.params import StructuredOutputs
+from toolkit_lm_structured_output.preparing import Preparation
+from toolkit_lm_structured_output.trial import Job
+from toolkit_lm_structured_output.trials import Trials
 
 TINY = Path(toolkit_lm_tiny.__file__).parent / "checkpoint"
 SOURCE = Source(str(TINY / "tokenizer.json"), (3,))
 
 
 def renderer(folder=TINY, eos_token_ids=(3,), texts=None):
-    config = SimpleNamespace(checkpoint=SimpleNamespace(path=str(folder)), renderer=SimpleNamespace(tokenizer=None))
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(path=str(folder)), renderer=SimpleNamespace(tokenizer=None), plugins=VllmConfig.make(model="any").plugins
+    )
     made = SimpleNamespace(config=config, eos_token_ids=list(eos_token_ids), vocab_size=1536)
     made.token_texts = texts or (lambda ids: [Vocabulary.of(SOURCE).tokenizer.decode_str([token]) for token in ids])
     return made
@@ -37,7 +42,7 @@ def test_renderers_that_do_not_serve(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(RequestError, match=r"llguidance cannot read"):
         Preparation(renderer(tmp_path))
-    assert Preparation(renderer()).vocabulary.size == 1536
+    assert Preparation(renderer()).source.size == 1536
 
 
 def test_a_request_names_what_it_gave(tmp_path):
@@ -59,7 +64,7 @@ def test_a_vocabulary_is_shared_while_it_is_used():
 
 
 def test_the_processes_end_with_what_uses_them():
-    trials = Trials(SOURCE)
+    trials = Trials(SOURCE, LLGuidanceReader.compiler)
     assert trials.error_of(Job('{"grammars": [{"lark_grammar": "start: \\"a\\""}]}')) == ""
     [process] = trials._idle
     popen = process._popen
@@ -70,7 +75,7 @@ def test_the_processes_end_with_what_uses_them():
 
 
 def test_a_process_that_dies_is_replaced():
-    trials = Trials(SOURCE)
+    trials = Trials(SOURCE, LLGuidanceReader.compiler)
     jobs = [Job(f'{{"grammars": [{{"lark_grammar": "start: \\"{letter}\\""}}]}}') for letter in "abc"]
     assert trials.error_of(jobs[0]) == ""
     trials._idle[0]._popen.kill()

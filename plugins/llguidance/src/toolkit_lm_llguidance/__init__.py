@@ -1,12 +1,9 @@
 """Structured output by llguidance. This entry module only registers it; llguidance is imported when a request asks for it."""
 
-from toolkit_lm.plugin import LogitsProcessorRegistry, hookimpl
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_structured_output.registry import StructuredOutputRegistry
 
-from toolkit_lm_llguidance.params import StructuredOutputs
 
-
-@hookimpl
-def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
-    target = "toolkit_lm_llguidance.processor:StructuredOutput"
-    # It has the last word: what the grammar rules out must not come back, and at its end one token must be left.
-    processors.add("structured_outputs", target, params=StructuredOutputs, priority=-10_000)
+@hookimpl(optionalhook=True)
+def toolkit_register_structured_output(backends: StructuredOutputRegistry) -> None:
+    backends.add("llguidance", "toolkit_lm_llguidance.backend:LLGuidanceReader")

@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
 from llguidance import LLParserLimits, LLTokenizer
-from msgspec import Struct
 from toolkit_lm.errors import RequestError
+from toolkit_lm_structured_output.contract import Source
 
 FUEL = 200_000
 """What may be spent on the lexer of one grammar: some tenths of a second."""
-
-
-class Source(Struct, frozen=True):
-    """Where a vocabulary comes from."""
-
-    path: str
-    """Of a tokenizer.json."""
-    eos_token_ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, renderer: Any) -> Source:
-        """That of a renderer. Raises RequestError for one that has none."""
-        config = renderer.config
-        if config.checkpoint is None:
-            raise RequestError("structured output needs a checkpoint with a tokenizer.json.")
-        path = Path(config.renderer.tokenizer or config.checkpoint.path, "tokenizer.json")
-        if not path.is_file():
-            raise RequestError(f"structured output needs a tokenizer.json, and {path.parent} has none.")
-        if not renderer.eos_token_ids:
-            raise RequestError("structured output needs an end-of-sequence token, and this model has none.")
-        return cls(str(path), tuple(renderer.eos_token_ids))
 
 
 class Vocabulary:

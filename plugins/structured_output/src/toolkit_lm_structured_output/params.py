@@ -36,6 +36,6 @@ class StructuredOutputs(ProcessorParams):
 
     def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
         # Here, because most requests ask for no structure.
-        from toolkit_lm_llguidance.preparing import prepare
+        from toolkit_lm_structured_output.preparing import prepare
 
         return prepare({name: value for name, value in structs.asdict(self).items() if value is not None}, renderer)

@@ -6,17 +6,15 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.sampling import LogitsProcessor, ProcessorRow
 from torch import Tensor
 
-from toolkit_lm_llguidance.vocabulary import Source, Vocabulary, limits
+from toolkit_lm_structured_output.contract import GrammarCompiler, Matcher, Source, load_compiler
 
 _COMPILED = 64
 """Grammars that are kept: sequences of one request have the same, and so have many requests."""
@@ -24,27 +22,35 @@ _MOST_FORCED = 64
 """Tokens that a step computes of what must follow."""
 
 
+class _Grammar(NamedTuple):
+    compiler: GrammarCompiler
+    start: Matcher
+
+
 class _Sequence:
     """Where one sequence stands in its grammar.
 
-    Where the bytes to come are known, so are the tokens: those that the tokenizer makes of them. The matcher has consumed them already.
+    Where the text to come is known, so are the tokens: those that the tokenizer makes of it. The matcher has consumed them already.
     """
 
-    def __init__(self, vocabulary: Vocabulary, compiled: Future[LLMatcher]) -> None:
-        self.vocabulary = vocabulary
+    def __init__(self, compiled: Future[_Grammar]) -> None:
         self.forced: deque[int] = deque()
         """Tokens that must follow."""
         self.mask: np.ndarray | None = None
-        """[1, words]: what may follow them; None until it is computed."""
+        """[words]: what may follow them; None until it is computed."""
         self._compiled = compiled
-        self._matcher: LLMatcher | None = None
+        self._matcher: Matcher | None = None
         self._num_read = 0
 
-    def read(self, row: ProcessorRow) -> LLMatcher:
+    @property
+    def compiler(self) -> GrammarCompiler:
+        return self._compiled.result().compiler
+
+    def read(self, row: ProcessorRow) -> Matcher:
         """Goes on to the output so far. Raises ValueError where that does not follow the grammar."""
         matcher = self._matcher
         if matcher is None:
-            matcher = self._matcher = self._compiled.result().deep_copy()
+            matcher = self._matcher = self._compiled.result().start.copy()
             self._force(matcher)
         new = row.token_ids[row.num_prompt_tokens + self._num_read :].tolist()
         self._num_read += len(new)
@@ -53,16 +59,17 @@ class _Sequence:
                 if self.forced.popleft() != token:
                     raise ValueError("the output does not follow the grammar")
             # A request may ignore the end: the same last token comes again and again.
-            elif not matcher.is_stopped():
-                matcher.consume_token(token)
+            elif not matcher.is_stopped:
+                matcher.consume(token)
                 self._force(matcher)
-        return _checked(matcher)
+        return matcher
 
-    def _force(self, matcher: LLMatcher) -> None:
+    def _force(self, matcher: Matcher) -> None:
         self.mask = None
-        if not matcher.is_stopped() and (forced := matcher.compute_ff_tokens()):
-            matcher.consume_tokens(forced)
-            self.forced.extend(forced)
+        if not matcher.is_stopped:
+            for token in matcher.forced():
+                matcher.consume(token)
+                self.forced.append(token)
 
 
 class StructuredOutput(LogitsProcessor):
@@ -73,23 +80,29 @@ class StructuredOutput(LogitsProcessor):
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)
         self._sequences: dict[int, _Sequence] = {}
-        self._compiled: OrderedDict[tuple[Source, str], Future[LLMatcher]] = OrderedDict()
-        self._compiler = ThreadPoolExecutor(1, "llguidance")
+        self._compilers: dict[tuple[str, Source], GrammarCompiler] = {}
+        self._compiled: OrderedDict[tuple[str, Source, str], Future[_Grammar]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, "structured_output-compiler")
         """Compiles while the sequence's prompt is computed."""
-        self._filler = ThreadPoolExecutor(1, "llguidance-masks")
+        self._filler = ThreadPoolExecutor(1, "structured_output-masks")
         """Makes masks while the forward pass runs."""
         self._filling: Future[None] | None = None
-        self._executor = LLExecutor()
 
     def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
-        source = Source(arguments["tokenizer"], tuple(arguments["eos_token_ids"]))
-        vocabulary, key = Vocabulary.of(source), (source, arguments["grammar"])
+        source = Source(arguments["tokenizer"], tuple(arguments["eos_token_ids"]), arguments["vocab_size"])
+        key = (arguments["compiler"], source, arguments["grammar"])
         if key not in self._compiled:
-            self._compiled[key] = self._compiler.submit(_compile, vocabulary, arguments["grammar"])
+            self._compiled[key] = self._thread.submit(self._compile, *key)
         self._compiled.move_to_end(key)
         while len(self._compiled) > _COMPILED:
             self._compiled.popitem(last=False)
-        self._sequences[row.key] = _Sequence(vocabulary, self._compiled[key])
+        self._sequences[row.key] = _Sequence(self._compiled[key])
+
+    def _compile(self, target: str, source: Source, grammar: str) -> _Grammar:
+        compiler = self._compilers.get((target, source))
+        if compiler is None:
+            compiler = self._compilers[target, source] = load_compiler(target, source)
+        return _Grammar(compiler, compiler.compile(grammar))
 
     def remove(self, key: int) -> None:
         self._join()
@@ -108,21 +121,16 @@ class StructuredOutput(LogitsProcessor):
 
     def _prepare(self, pairs: Sequence[tuple[_Sequence, ProcessorRow]]) -> None:
         """Reads the outputs so far, and makes the masks of what follows them, and what is forced."""
-        lacking = []
+        lacking: dict[GrammarCompiler, list[tuple[_Sequence, Matcher]]] = {}
         for sequence, row in pairs:
             matcher = sequence.read(row)
             if sequence.mask is None:
-                lacking.append((sequence, matcher))
-        if not lacking:
-            return
-        masks = allocate_token_bitmask(len(lacking), max(sequence.vocabulary.size for sequence, _ in lacking))
-        if len(lacking) == 1:
-            lacking[0][1].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
-        else:
-            fill_next_token_bitmask_par(self._executor, [(matcher, index) for index, (_, matcher) in enumerate(lacking)], masks)
-        for index, (sequence, matcher) in enumerate(lacking):
-            _checked(matcher)
-            sequence.mask = masks[index : index + 1]
+                lacking.setdefault(sequence.compiler, []).append((sequence, matcher))
+        for compiler, some in lacking.items():
+            masks = np.zeros((len(some), -(-compiler.size // 32)), np.int32)
+            compiler.fill([matcher for _, matcher in some], masks)
+            for (sequence, _), mask in zip(some, masks, strict=True):
+                sequence.mask = mask
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         self._join()
@@ -135,16 +143,16 @@ class StructuredOutput(LogitsProcessor):
                 forbidden[index, sequence.forced[0]] = False
             else:
                 assert sequence.mask is not None, "it was made"
-                bits = np.unpackbits(sequence.mask.view(np.uint8), axis=-1, count=values.shape[-1], bitorder="little")
-                np.equal(bits[0], 0, out=forbidden[index])
+                bits = np.unpackbits(sequence.mask.view(np.uint8), count=values.shape[-1], bitorder="little")
+                np.equal(bits, 0, out=forbidden[index])
         if values.device.type == "cpu":
             # In one thread: starting more takes longer than the work.
             np.copyto(values.numpy(), -np.inf, where=forbidden)
         else:
             values.masked_fill_(torch.from_numpy(forbidden).to(values.device, non_blocking=True), -torch.inf)
         for index, (sequence, _) in enumerate(pairs):
-            if not sequence.forced and matchers[index].is_stopped():
-                self._end(values[index], sequence.vocabulary.source.eos_token_ids)
+            if not sequence.forced and matchers[index].is_stopped:
+                self._end(values[index], sequence.compiler.source.eos_token_ids)
         return values
 
     def drafts(self, row: ProcessorRow) -> list[int]:
@@ -160,13 +168,3 @@ class StructuredOutput(LogitsProcessor):
         """The grammar is at its end, and so is the sequence, whatever rules out its last token: there is no other."""
         if not (values > -torch.inf).any():
             values[eos_token_ids[0]] = 0.0
-
-
-def _compile(vocabulary: Vocabulary, grammar: str) -> LLMatcher:
-    return _checked(LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits()))
-
-
-def _checked(matcher: LLMatcher) -> LLMatcher:
-    if matcher.is_error():
-        raise ValueError(matcher.get_error().removesuffix("<non-verbose/>").strip())
-    return matcher

@@ -13,8 +13,8 @@ from weakref import finalize
 
 import msgspec
 
-from toolkit_lm_llguidance.trial import SECONDS, Job
-from toolkit_lm_llguidance.vocabulary import Source
+from toolkit_lm_structured_output.contract import Source
+from toolkit_lm_structured_output.trial import SECONDS, Job
 
 _PROCESSES = 2
 """At a time: what one grammar takes, others need not wait for."""
@@ -28,8 +28,9 @@ _BROKEN = "it is too complex: it is nested too deeply, or takes too much memory"
 class Trials:
     """Tries grammars, several at a time, and remembers what it found. The processes start with the first grammar."""
 
-    def __init__(self, source: Source) -> None:
-        self._source = source
+    def __init__(self, source: Source, compiler: str) -> None:
+        """`compiler`: as WishReader has it."""
+        self._command = [sys.executable, "-m", "toolkit_lm_structured_output.trial", compiler, msgspec.json.encode(source).decode()]
         self._slots = BoundedSemaphore(_PROCESSES)
         self._lock = Lock()
         self._idle: list[_Process] = []
@@ -46,7 +47,7 @@ class Trials:
         with self._slots:
             with self._lock:
                 process = self._idle.pop() if self._idle else None
-            process = process or _Process(self._source)
+            process = process or _Process(self._command)
             error = process.ask(line)
             with self._lock:
                 if process.is_alive:
@@ -58,8 +59,7 @@ class Trials:
 
 
 class _Process:
-    def __init__(self, source: Source) -> None:
-        command = [sys.executable, "-m", "toolkit_lm_llguidance.trial", msgspec.json.encode(source).decode()]
+    def __init__(self, command: list[str]) -> None:
         # A session of its own: what interrupts the engine from the terminal is the engine's.
         self._popen = subprocess.Popen(  # nosec B603 # our own words
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True

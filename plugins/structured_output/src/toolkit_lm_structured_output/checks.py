@@ -1,0 +1,95 @@
+"""The limits of what requests ask for, whatever compiles it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from toolkit_lm.errors import RequestError
+
+from toolkit_lm_structured_output.wishes import Wish, read_json
+
+MAX_SCHEMA = 256 * 1024
+"""Characters of a schema, or of all choices together."""
+MAX_TEXT = 32 * 1024
+"""Characters of a regular expression or a grammar."""
+MAX_DEPTH = 64
+"""Of a schema: objects and lists in each other."""
+MAX_CHOICES = 5_000
+MAX_TAGS = 64
+
+
+def schema_of(wish: Wish) -> dict[str, Any] | None:
+    """The schema of a wish for JSON; None for others. Raises RequestError."""
+    if wish.kind == "json_object":
+        return {"type": "object"}
+    return checked_schema(wish.value, wish) if wish.kind == "json" else None
+
+
+def checked_schema(given: Any, wish: Wish) -> dict[str, Any]:
+    """A schema within its limits, as a mapping. Raises RequestError."""
+    schema = read_json(given, wish.param, "the schema")
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{wish.param}: a JSON Schema is a mapping, not a {type(schema).__name__}.", wish.param)
+    for _, depth, where in _parts(schema):
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{wish.param}: the schema is nested more than {MAX_DEPTH} deep at {where[:200]}.", wish.param)
+    try:
+        length = len(json.dumps(schema, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{wish.param}: the schema is not JSON: {error}.", wish.param) from None
+    if length > MAX_SCHEMA:
+        raise RequestError(f"{wish.param}: the schema has {length} characters; at most {MAX_SCHEMA} are allowed.", wish.param)
+    if isinstance(schema, bool):
+        return {} if schema else {"not": {}}
+    # What llguidance would read there is the request's business only where this plugin asks for it.
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
+    return schema if wish.additional_properties else _closed(schema)
+
+
+def _parts(schema: Any) -> Iterator[tuple[Any, int, str]]:
+    """Everything in a schema, with its depth and JSON pointer."""
+    left = [(schema, 0, "#")]
+    while left:
+        one, depth, where = left.pop()
+        yield one, depth, where
+        if depth > MAX_DEPTH:
+            continue
+        if isinstance(one, dict):
+            left += [(value, depth + 1, f"{where}/{name}") for name, value in one.items()]
+        elif isinstance(one, list):
+            left += [(value, depth + 1, f"{where}/{index}") for index, value in enumerate(one)]
+
+
+def _closed(schema: Any) -> Any:
+    """The schema whose objects have no properties but those that it names."""
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: value if name in ("const", "enum", "default", "examples") else _closed(value) for name, value in schema.items()}
+    if isinstance(closed.get("properties"), dict) or isinstance(closed.get("patternProperties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def text_of(wish: Wish, what: str) -> str:
+    """The text that a wish has, within its limits. Raises RequestError, which calls it `what`."""
+    text = wish.value
+    if not isinstance(text, str) or not text:
+        raise RequestError(f"{wish.param}: a {what} must be a text, and not an empty one.", wish.param)
+    if len(text) > MAX_TEXT:
+        raise RequestError(f"{wish.param}: the {what} has {len(text)} characters; at most {MAX_TEXT} are allowed.", wish.param)
+    return text
+
+
+def choices_of(wish: Wish) -> list[str]:
+    """Each choice once. Raises RequestError."""
+    choices = wish.value
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) for one in choices):
+        raise RequestError(f"{wish.param}: choice must be a list of texts, at least one.", wish.param)
+    if len(choices) > MAX_CHOICES or sum(map(len, choices)) > MAX_SCHEMA:
+        most = f"at most {MAX_CHOICES} of {MAX_SCHEMA} characters together"
+        raise RequestError(f"{wish.param}: there are {len(choices)} choices; {most} are allowed.", wish.param)
+    return list(dict.fromkeys(choices))

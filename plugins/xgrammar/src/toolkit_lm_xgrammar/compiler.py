@@ -1,0 +1,109 @@
+"""xgrammar in the sampler, and in the process that tries grammars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xgrammar
+from toolkit_lm_structured_output.contract import GrammarCompiler, Matcher, Source
+from transformers import PreTrainedTokenizerFast
+
+_LENGTH = 500
+"""Characters of an error."""
+
+
+class XGrammarMatcher(Matcher):
+    def __init__(self, matcher: Any, source: Source, size: int) -> None:
+        self._matcher = matcher
+        self._source = source
+        self._size = size
+
+    def copy(self) -> XGrammarMatcher:
+        return XGrammarMatcher(self._matcher.fork(), self._source, self._size)
+
+    def consume(self, token_id: int) -> None:
+        if not self._matcher.accept_token(token_id):
+            raise ValueError(f"the grammar does not allow the token {token_id}")
+
+    def fill(self, mask: np.ndarray) -> None:
+        mask[:] = -1
+        self._matcher.fill_next_token_bitmask(mask[None, :], 0)
+
+    @property
+    def is_stopped(self) -> bool:
+        if self._matcher.is_terminated():
+            return True
+        if not self._matcher.is_completed():
+            return False
+        mask = np.zeros(-(-self._size // 32), np.int32)
+        self.fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self._size, bitorder="little"))
+        return bool(np.isin(allowed, self._source.eos_token_ids).all())
+
+
+class XGrammarCompiler(GrammarCompiler):
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._tokens = _tokens(source)
+        self._compiler = xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_enabled=False)
+
+    @property
+    def size(self) -> int:
+        size: int = self._tokens.vocab_size
+        return size
+
+    def compile(self, grammar: str) -> XGrammarMatcher:
+        try:
+            compiled = self._compiled(json.loads(grammar))
+        except Exception as error:  # of xgrammar's own, and RuntimeError
+            raise ValueError(_reason(error)) from None
+        return XGrammarMatcher(xgrammar.GrammarMatcher(compiled), self.source, self.size)
+
+    def _compiled(self, told: dict[str, Any]) -> Any:
+        match told["kind"]:
+            case "json":
+                return self._compiler.compile_json_schema(
+                    json.dumps(told["schema"]),
+                    any_whitespace=told["any_whitespace"],
+                    max_whitespace_cnt=told["most"] if told["any_whitespace"] else None,
+                    strict_mode=False,
+                )
+            case "regex":
+                return self._compiler.compile_regex(told["text"])
+            case "grammar":
+                return self._compiler.compile_grammar(told["text"])
+            case _:
+                return self._compiler.compile_structural_tag(json.dumps(told["tag"]))
+
+
+def _tokens(source: Source) -> Any:
+    """The vocabulary, without the special tokens but for those that end a text. Raises ValueError."""
+    try:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=source.path)
+        size = source.size or len(tokenizer)
+        found = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size, stop_token_ids=list(source.eos_token_ids))
+        added = json.loads(Path(source.path).read_text(encoding="utf-8")).get("added_tokens", [])
+    except Exception as error:  # of any kind, of several libraries
+        raise ValueError(f"xgrammar cannot read {source.path}: {_reason(error)}") from None
+    special = {one["id"] for one in added if one.get("special")}
+    vocabulary = [""] * size
+    for text, token_id in tokenizer.get_vocab().items():
+        if token_id < size and token_id not in special:
+            vocabulary[token_id] = text
+    return xgrammar.TokenizerInfo(
+        vocabulary,
+        vocab_type=found.vocab_type,
+        vocab_size=size,
+        stop_token_ids=list(source.eos_token_ids),
+        add_prefix_space=found.add_prefix_space,
+    )
+
+
+def _reason(error: Exception) -> str:
+    """In one line, without the compiler's time and file."""
+    text = " ".join(str(error).split())
+    head, _, tail = text.partition(".cc:")
+    return (tail.partition(": ")[2] if "/" in head and tail else text)[:_LENGTH] or type(error).__name__
