@@ -29,8 +29,7 @@ class RequestOutputKind(Enum):
 class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     """How tokens are drawn and when a sequence ends. Names and meanings are vLLM's. None stands for a default.
 
-    Raises RequestError (with `param` set) when a value is out of range; of one that is changed later, when a request is made of it. A
-    request has a copy of its own.
+    Raises RequestError (with `param` set) when a value is out of range, also where one is changed. A request has a copy of its own.
     """
 
     n: Annotated[int, param("Sequences per prompt, at most max_n. The prompt is computed once.", ge=1, use="both")] = 1
@@ -144,6 +143,9 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
             self._check_beam_search()
         else:
             self._refuse_beams()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, getattr(self.replace(**{name: value}), name))
 
     def _check_lengths(self) -> None:
         most = self.max_tokens if self.max_tokens is not None else self.min_tokens

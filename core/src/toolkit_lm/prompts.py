@@ -59,6 +59,15 @@ Conversation = Sequence[Message]
 _MEDIA = tuple(MediaPrompt.__annotations__)
 
 
+def listed(prompts: Prompt | TextPair | Sequence[Prompt | TextPair]) -> list[Prompt | TextPair]:
+    """One prompt, or a list of them, as a list. Raises RequestError for what is neither. A list of token ids is one prompt."""
+    if not isinstance(prompts, str | Mapping | Sequence):
+        raise RequestError(f"prompts must be a text, a dict, a pair of texts or a list of these, not a {type(prompts).__name__}.", "prompt")
+    given: Any = prompts
+    is_one = isinstance(given, str | Mapping | tuple) or (len(given) > 0 and type(given[0]) is int)
+    return [given] if is_one else list(given)
+
+
 def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensPrompt:
     """`prompt` in one of the two dict forms. Raises RequestError, naming what was given and what is allowed.
 

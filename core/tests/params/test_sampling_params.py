@@ -105,11 +105,13 @@ def test_none_stands_for_a_default():
     assert asked == SamplingParams(max_tokens=None)
 
 
-def test_they_can_be_changed_and_are_checked_when_they_are_copied():
+def test_they_can_be_changed_and_are_checked():
     params = SamplingParams()
     params.temperature, params.max_tokens = 0.5, 7
-    assert params.replace() == SamplingParams(temperature=0.5, max_tokens=7)
-    params.top_p = 2
+    assert params == SamplingParams(temperature=0.5, max_tokens=7)
+    params.temperature = None
     with pytest.raises(RequestError, match="top_p must be above 0 and at most 1") as error:
-        params.replace()
-    assert error.value.param == "top_p"
+        params.top_p = 2
+    with pytest.raises(RequestError, match="min_tokens must be at most max_tokens"):
+        params.min_tokens = 8
+    assert error.value.param == "top_p" and params == SamplingParams(max_tokens=7)

@@ -21,10 +21,10 @@ from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import TextOptions
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
+from toolkit_lm.processing.pooling_requests import all_prepared, params_of_each
 from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
-from toolkit_lm.prompts import Conversation, Prompt, TextPair
+from toolkit_lm.prompts import Conversation, Prompt, TextPair, listed
 from toolkit_lm.renderer import Renderer
 
 AnyListener = TypeVar("AnyListener", bound=Listener)

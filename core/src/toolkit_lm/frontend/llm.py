@@ -12,13 +12,12 @@ from typing import Any
 from toolkit_lm.config import PluginsConfig, VllmConfig, load_options
 from toolkit_lm.errors import ConfigError, RequestError, ToolkitError
 from toolkit_lm.frontend.llm_engine import LLMEngine
-from toolkit_lm.frontend.pooling_mixin import PoolingMixin, Progress, check_names, no_pair
+from toolkit_lm.frontend.pooling_mixin import PoolingMixin, Progress, check_names
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.processing.pooling_requests import listed
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
-from toolkit_lm.prompts import Conversation, Prompt
+from toolkit_lm.prompts import Conversation, Prompt, listed
 
 
 class LLM(PoolingMixin):
@@ -82,8 +81,9 @@ class LLM(PoolingMixin):
         `sampling_params` are for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
         anything is computed. Calls from several threads run one after another. Other keywords of vLLM's are taken where they are None.
         """
-        check_names("generate", none, ())
-        given: Any = listed(no_pair(prompts))
+        if none:
+            check_names("generate", none, ())
+        given: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         each = self._params(sampling_params, len(given))
         priorities = [0] * len(given) if priority is None else list(priority)
         if len(priorities) != len(given):
@@ -114,7 +114,7 @@ class LLM(PoolingMixin):
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or self.get_default_sampling_params()] * count
+            return [params or self.engine.processor.default_params] * count
         if not isinstance(params, list | tuple) or len(params) != count or not all(isinstance(p, SamplingParams) for p in params):
             raise RequestError(f"give SamplingParams, or a list of {count} of them, one for each prompt.", "sampling_params")
         return list(params)

@@ -13,9 +13,9 @@ from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RerankResult
 from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_requests import all_prepared, listed, params_of_each
+from toolkit_lm.processing.pooling_requests import all_prepared, params_of_each
 from toolkit_lm.processing.requests import PreparedRequest
-from toolkit_lm.prompts import Prompt, TextPair
+from toolkit_lm.prompts import Prompt, TextPair, listed
 
 Progress = Callable[[int, int], None]
 """Called with (finished requests, all requests)."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.errors import RequestError
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.validation import check_count
-from toolkit_lm.prompts import Prompt, TextPair
 
 _OF_PROMPTS = ("prompt", "prompt_token_ids", "input")
 """What errors that know one prompt only call its parameter."""
-
-
-def listed(prompts: Prompt | TextPair | Sequence[Prompt | TextPair]) -> list[Prompt | TextPair]:
-    """One prompt, or a list of them, as a list. Raises RequestError for what is neither. A list of token ids is one prompt."""
-    if not isinstance(prompts, str | Mapping | Sequence):
-        raise RequestError(f"prompts must be a text, a dict, a pair of texts or a list of these, not a {type(prompts).__name__}.", "prompt")
-    given: Any = prompts
-    is_one = isinstance(given, str | Mapping | tuple) or (len(given) > 0 and type(given[0]) is int)
-    return [given] if is_one else list(given)
 
 
 def params_of_each(

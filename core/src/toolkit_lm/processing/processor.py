@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar, Unpack
@@ -117,7 +118,7 @@ class Processor:
         options: RequestOptions | None = None,
     ) -> list[PreparedRequest]:
         """As `prepare`, of prompts that share parameters: these are worked on once."""
-        params = (params or self.default_params).replace()
+        params = copy(params or self.default_params)
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read, params=params)
             pairs = (RenderedPrompt(*self._render(read, prompt)) for prompt in prompts)
@@ -150,7 +151,7 @@ class Processor:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         """As `prepare_chat`, of conversations that share parameters: these are worked on once."""
-        params = (params or self.default_params).replace()
+        params = copy(params or self.default_params)
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
             pairs = (RenderedPrompt(*self._render(read, one)) for one in conversations)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
-from toolkit_lm.processing.pooling_requests import listed
+from toolkit_lm.prompts import listed
 
 from toolkit_lm_server.keys import Account, Keys
 from toolkit_lm_server.media_cost import Measure, is_item, items_of, media_cost
