@@ -261,10 +261,11 @@ async def test_while_the_engine_is_made(engine, metrics, client_of, make_engine)
             pass
 
 
-async def test_strangers_see_no_requests_of_each_other(engine, metrics, tmp_path):
+@pytest.mark.parametrize("in_file", [True, False])
+async def test_strangers_see_no_requests_of_each_other(engine, metrics, tmp_path, in_file):
     file = tmp_path / "keys.yaml"
     file.write_text("keys:\n  - {name: alice, key: a-key}\n  - {name: bob, key: b-key}\n")
-    options = ServerOptions(api_keys_file=str(file))
+    options = ServerOptions(api_keys_file=str(file)) if in_file else ServerOptions(api_key=["a-key", "b-key"])
     page = Page(options, metrics)
     page.log.handle(record("toolkit_lm.engine", "a line"))
     async with looking(create_app(engine, options, metrics=metrics, page=page), "a-key") as onlooker:

@@ -31,7 +31,7 @@ class Page:
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:
         # Where clients have keys of their own, they are strangers to each other.
-        self._is_private = options.api_keys_file is None
+        self._is_private = options.api_keys_file is None and len(options.own_keys) < 2
         self._needs_key = options.needs_key
         self.log = LogTail(options.own_keys)
         self.watch = Watch(metrics, shows_requests=self._is_private)
