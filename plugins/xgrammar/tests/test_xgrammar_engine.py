@@ -22,7 +22,7 @@ SCHEMA = {
     "required": ["city", "large", "ways"],
     "additionalProperties": False,
 }
-TAG = {"structures": [{"begin": "<call>", "schema": SCHEMA, "end": "</call>"}], "triggers": ["<call>"]}
+TAG = {"structures": [{"begin": "[", "schema": SCHEMA, "end": "]"}], "triggers": ["["]}
 
 
 @pytest.mark.parametrize("compact", [False, True])
@@ -51,10 +51,10 @@ def test_kinds(generate, asked, pattern):
 
 def test_structural_tags(generate, llm):
     """Free text until a trigger comes."""
-    bias = dict.fromkeys(llm.engine.renderer.render_prompt("<call>", add_special_tokens=False).token_ids, 30.0)
-    texts = [one.text for one in generate({"structural_tag": TAG}, n=4, logit_bias=bias, max_tokens=60)]
-    assert any("<call>" in text for text in texts)
-    assert all(re.match(r"\s*(\{|$)", text.partition("<call>")[2]) for text in texts if "<call>" in text), texts
+    [trigger] = llm.engine.renderer.render_prompt("[", add_special_tokens=False).token_ids
+    texts = [one.text for one in generate({"structural_tag": TAG}, n=4, logit_bias={trigger: 12.0}, max_tokens=60)]
+    assert any("[" in text for text in texts)
+    assert all(re.match(r"\s*(\{|$)", text.partition("[")[2]) for text in texts), texts
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_what_is_not_strict_passes(llm):
 
 def test_a_bomb_breaks_no_engine(generate):
     with pytest.raises(RequestError, match="too complex"):
-        generate({"regex": "((a{1,99}){1,99}){1,99}"})
+        generate({"regex": "(" * 6 + "a" + "){1,99}" * 6})
     assert generate({"choice": ["yes"]})[0].text == "yes"
 
 
