@@ -168,7 +168,7 @@ def test_toolkit_register_pooling_profiles(example, tmp_path, monkeypatch):
     assert profiles.read(tmp_path, {"hidden_size": 8}, tmp_path) is None
     (tmp_path / "my_pooling.json").write_text('{"longest": 64, "query_prompt": "Q: "}')
     profile = profiles.read(tmp_path, {"hidden_size": 8}, tmp_path)
-    assert (profile.max_tokens, profile.prompts, profile.pooling.size) == (64, {"query": "Q: "}, 8)
+    assert (profile.max_tokens, profile.details["prompts"], profile.details["pooling"]["size"]) == (64, {"query": "Q: "}, 8)
 
 
 def test_toolkit_register_pooling_inputs(example, monkeypatch):

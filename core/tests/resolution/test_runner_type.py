@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 from toolkit_lm.config import PluginsConfig, PoolingProfile, VllmConfig
-from toolkit_lm.config.pooling_profile import LogitScore
 from toolkit_lm.errors import ConfigError, UnsupportedError
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution.runner_type import choose_runner
@@ -99,12 +98,12 @@ def test_what_is_refused(plugins, checkpoint, options, error, words):
 
 
 def test_a_complete_profile_makes_a_language_model_an_embedder(plugins):
-    profile = PoolingProfile(folder="", is_complete=True)
+    profile = PoolingProfile(is_complete=True)
     assert choose(plugins, *LM, profile=profile) == ("pooling", "embed")
     assert choose(plugins, *LM, profile=profile, convert="classify") == ("pooling", "classify")
     assert choose(plugins, *LM, profile=profile, runner="generate") == ("generate", "none")
     assert choose(plugins, *LM, profile=profile, extra_tasks=["embed"], runner="generate") == ("generate", "none")
     assert choose(plugins, *BERT, profile=profile) == ("pooling", "none")
-    reranker = PoolingProfile(folder="", is_complete=True, logit_score=LogitScore(true_token_id=1))
+    reranker = PoolingProfile(is_complete=True, scores=True)
     assert choose(plugins, *LM, profile=reranker) == ("pooling", "classify")
-    assert choose(plugins, *LM, profile=PoolingProfile(folder="", max_tokens=64)) == ("generate", "none")
+    assert choose(plugins, *LM, profile=PoolingProfile(max_tokens=64)) == ("generate", "none")

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toolkit_lm.config.pooling_profile import Dense, LayerNorm, LogitScore, Normalize
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm_pooling_adapters.pooling_details import Dense, LayerNorm, LogitScore, Normalize
 from toolkit_lm_sentence_transformers.checkpoint_files import SentenceTransformersConfig, read_sentence_transformers
 from toolkit_lm_sentence_transformers.json_file import MOST_BYTES
 from toolkit_lm_sentence_transformers.module_config import PUNCTUATION, QueryExpansion, TokenMask
@@ -442,7 +442,7 @@ def test_reading_imports_no_torch(tmp_path):
         "from toolkit_lm.pooling import PoolingInputs\n"
         "from toolkit_lm_sentence_transformers.profile import read_pooling_profile\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "assert read_pooling_profile(folder, {}, folder).pooling.methods == ('MEAN',)\n"
+        "assert read_pooling_profile(folder, {}, folder).details['pooling']['methods'] == ['MEAN']\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

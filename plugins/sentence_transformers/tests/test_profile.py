@@ -11,11 +11,20 @@ from typing import Any
 
 import msgspec
 import pytest
-from toolkit_lm.config import Checkpoint, PluginsConfig, PoolingProfile, RoleProfile, VllmConfig
-from toolkit_lm.config.pooling_profile import Dense, LayerNorm, Marker, Normalize, Pooling
+from toolkit_lm.config import Checkpoint, PluginsConfig, PoolingProfile, VllmConfig
 from toolkit_lm.errors import CheckpointError, PluginError
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution.checkpoint import read_checkpoint
+from toolkit_lm_pooling_adapters.pooling_details import (
+    Dense,
+    LayerNorm,
+    Marker,
+    Normalize,
+    Pooling,
+    PoolingDetails,
+    RoleProfile,
+    details_of,
+)
 from toolkit_lm_sentence_transformers.profile import read_pooling_profile
 
 MODELS = "sentence_transformers.models"
@@ -70,10 +79,11 @@ def read(folder: Path) -> PoolingProfile | None:
 
 def test_an_embedder(tmp_path):
     profile = read(write(tmp_path, EMBEDDER))
-    assert profile == PoolingProfile(
+    assert (profile.is_complete, profile.max_tokens, profile.scores) == (True, 64, False)
+    details = details_of(profile)
+    assert details == PoolingDetails(
         folder=str(tmp_path),
         is_complete=True,
-        max_tokens=64,
         lower_case=True,
         prompts={"query": "q: "},
         default_prompt_name="query",
@@ -86,23 +96,23 @@ def test_an_embedder(tmp_path):
         embedding_size=4,
         truncate_dim=2,
     )
-    assert profile.ends_normalized
+    assert details.ends_normalized
 
 
 def test_late_interaction(tmp_path):
-    profile = read(write(tmp_path, COLBERT))
-    assert profile.roles == {
+    details = details_of(read(write(tmp_path, COLBERT)))
+    assert details.roles == {
         "query": RoleProfile(prompt="[Q] ", marker=Marker(text="[Q] ", token_id=2), max_tokens=32, filler=0, filled=32, attend=False),
         # A marker that is no token is text.
         "document": RoleProfile(prompt="[D]", max_tokens=40, left_out=frozenset({1})),
     }
-    assert (profile.similarity, profile.token_heads[-1], profile.refusal) == ("maxsim", Normalize(), None)
+    assert (details.similarity, details.token_heads[-1], details.refusal) == ("maxsim", Normalize(), None)
 
 
 def test_tokens_are_those_of_the_tokenizer_that_is_used(tmp_path):
     write(tmp_path, COLBERT)
     other = write(tmp_path / "other", {"tokenizer.json": {"model": {"vocab": {"[MASK]": 7, "!": 8, "[Q] ": 9}}}})
-    roles = read_pooling_profile(tmp_path, {}, other).roles
+    roles = details_of(read_pooling_profile(tmp_path, {}, other)).roles
     assert (roles["query"].filler, roles["query"].marker.token_id, roles["document"].left_out) == (7, 9, {8})
 
 
@@ -133,7 +143,7 @@ def test_the_longest_input_that_only_the_tokenizer_says(tmp_path, said, expected
     ],
 )
 def test_what_only_an_engine_that_pools_cannot_do_is_no_error_of_reading(tmp_path, files, refusal):
-    assert re.search(refusal, read(write(tmp_path, files)).refusal)
+    assert re.search(refusal, details_of(read(write(tmp_path, files))).refusal)
 
 
 def test_no_files(tmp_path):
@@ -159,7 +169,7 @@ def readers(monkeypatch):
         raise KeyError("longest")
 
     module.nothing = lambda folder, hf_config, tokenizer: None
-    module.own = lambda folder, hf_config, tokenizer: PoolingProfile(folder="own")
+    module.own = lambda folder, hf_config, tokenizer: PoolingProfile(max_tokens=7)
     module.fails, module.wrong = fails, lambda folder, hf_config, tokenizer: {"folder": "wrong"}
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
@@ -172,7 +182,7 @@ def readers(monkeypatch):
 def test_third_parties_are_asked_first(readers, tmp_path):
     write(tmp_path, EMBEDDER)
     assert readers("nothing").read(tmp_path, {}, tmp_path).max_tokens == 64
-    assert readers("own", "nothing").read(tmp_path, {}, tmp_path) == PoolingProfile(folder="own")
+    assert readers("own", "nothing").read(tmp_path, {}, tmp_path) == PoolingProfile(max_tokens=7)
 
 
 def test_readers_that_fail(readers, tmp_path):

@@ -6,7 +6,7 @@ from .options import (
     option as option,
     options_of as options_of,
 )
-from .pooling_profile import PoolingProfile as PoolingProfile, RoleProfile as RoleProfile
+from .pooling_profile import PoolingProfile as PoolingProfile
 from .vllm import (
     AttentionConfig as AttentionConfig,
     CacheConfig as CacheConfig,

@@ -26,7 +26,7 @@ def choose_runner(config: VllmConfig, plugins: Plugins) -> RunnerChoice:
     by_name, by_name_convert = default_runner(name)
     profile = config.checkpoint.pooling_profile
     if profile is not None and profile.is_complete and by_name == "generate":
-        by_name, by_name_convert = "pooling", "embed" if profile.logit_score is None else "classify"
+        by_name, by_name_convert = "pooling", "classify" if profile.scores else "embed"
     entry = plugins.models.get(config.checkpoint.architecture)
     if entry.encoder_decoder is not None:
         return _encoder_decoder(config, name)

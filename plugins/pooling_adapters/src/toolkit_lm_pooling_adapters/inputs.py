@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, Unpack
 
-from toolkit_lm.config import PoolingProfile, VllmConfig
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import Task
 from toolkit_lm.errors import CheckpointError, ConfigError, RequestError, nearest
 from toolkit_lm.plugin import Plugins
@@ -17,6 +17,7 @@ from toolkit_lm.renderer import RenderedText, Renderer
 from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole, make_roles
 from toolkit_lm_pooling_adapters.limits import check_params
 from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
+from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails, details_of
 from toolkit_lm_pooling_adapters.registry import PairRendererRegistry
 from toolkit_lm_pooling_adapters.scoring import TextScoring
 
@@ -65,7 +66,7 @@ class PoolingInputProcessor(PoolingInputs):
             self.pair_renderer = plugins.brought_registry(PairRendererRegistry).first_result(kind, config, renderer, plugins)
         elif not config.model.extra_tasks:
             return
-        if found := config.checkpoint.pooling_profile:
+        if found := details_of(config.checkpoint.pooling_profile):
             if found.refusal is not None:
                 raise CheckpointError(found.refusal)
             self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
@@ -205,7 +206,7 @@ class PoolingInputProcessor(PoolingInputs):
             raise RequestError(f"the checkpoint has no prompt {name!r}. {nearest(str(name), self.prompts)}", "prompt_name")
         return PromptPrefix(self.prompts[name] if role is _NO_ROLE else role.prompt, role, is_asked_for)
 
-    def _take_roles(self, found: PoolingProfile, config: VllmConfig) -> None:
+    def _take_roles(self, found: PoolingDetails, config: VllmConfig) -> None:
         self.roles = make_roles(found, lambda text: self.renderer.render_prompt(text, add_special_tokens=False).token_ids)
         self.prompts = {name: role.prompt for name, role in self.roles.items()} | self.prompts
         if config.model.convert != "none" and not all(role.profile.attend for role in self.roles.values()):

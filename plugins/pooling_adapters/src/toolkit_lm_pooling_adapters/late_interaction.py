@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 import numpy as np
 from msgspec import Struct
-from toolkit_lm.config import PoolingProfile, RoleProfile
 from toolkit_lm.renderer import RenderedText
+
+from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails, RoleProfile
 
 Tokenize = Callable[[str], list[int]]
 """The tokens of a text, without special ones around it."""
@@ -51,7 +52,7 @@ class LateInteractionRole(Struct, frozen=True, kw_only=True):
         return np.array([token not in left_out and (kept is None or token in kept) for token in token_ids], bool)
 
 
-def make_roles(profile: PoolingProfile, tokenize: Tokenize) -> dict[str, LateInteractionRole]:
+def make_roles(profile: PoolingDetails, tokenize: Tokenize) -> dict[str, LateInteractionRole]:
     """The roles of a checkpoint that treats queries and documents differently, by name; {} for others."""
     return {name: _make_role(role, profile.lower_case, tokenize) for name, role in profile.roles.items()}
 

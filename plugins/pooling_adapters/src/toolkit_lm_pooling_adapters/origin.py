@@ -10,11 +10,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
-from toolkit_lm.config import PoolingProfile, VllmConfig
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from torch import Tensor
 
 from toolkit_lm_pooling_adapters.poolers import num_labels_of
+from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails, details_of
 from toolkit_lm_pooling_adapters.weight_names import stored_weights
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def classifier_origin(vllm_config: VllmConfig) -> Origin:
         raise ConfigError(f"{name} {value!r} is for checkpoints without a classifier, and {folder!r} has a trained one.")
     if bent := [key for key in _BENT_LOGITS if hf_config.get(key) is not None]:
         raise UnsupportedError(f"no classifier can be made of the head of {name}: config.json's {bent[0]!r} changes logits after the head.")
-    if not given and (found := _logit_score(vllm_config.checkpoint.pooling_profile)) is not None:
+    if not given and (found := _logit_score(details_of(vllm_config.checkpoint.pooling_profile))) is not None:
         return found
     method, words = _asked(vllm_config, known, name)
     if known is not None and options.classifier_method == "auto" and options.score_template is None and vllm_config.parallel.rank == 0:
@@ -138,11 +139,11 @@ def _asked(vllm_config: VllmConfig, known: Reranker | None, name: str) -> tuple[
     return method, tuple(words)
 
 
-def _logit_score(profile: PoolingProfile | None) -> Origin | None:
+def _logit_score(found: PoolingDetails | None) -> Origin | None:
     """What a reranker's own files say."""
-    if profile is None or profile.logit_score is None:
+    if found is None or found.logit_score is None:
         return None
-    score = profile.logit_score
+    score = found.logit_score
     if score.false_token_id is None:
         return Origin(1, token_ids=(score.true_token_id,))
     return Origin(1, token_ids=(score.false_token_id, score.true_token_id), is_difference=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct, field
-from toolkit_lm.config.pooling_profile import Dense, Head, LogitScore, Normalize, Pooling
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm_pooling_adapters.pooling_details import Dense, Head, LogitScore, Normalize, Pooling
 
 from toolkit_lm_sentence_transformers.artifact_metadata import ArtifactMetadata, read_artifact_metadata
 from toolkit_lm_sentence_transformers.json_file import JsonObject, choose, read_json_file

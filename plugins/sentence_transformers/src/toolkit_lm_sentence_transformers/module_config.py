@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct, field
-from toolkit_lm.config.pooling_profile import ACTIVATIONS, Dense, Head, LayerNorm, LogitScore, Normalize, Pooling
 from toolkit_lm.errors import CheckpointError, nearest
+from toolkit_lm_pooling_adapters.pooling_details import ACTIVATIONS, Dense, Head, LayerNorm, LogitScore, Normalize, Pooling
 
 from toolkit_lm_sentence_transformers.json_file import JsonObject, choose
 

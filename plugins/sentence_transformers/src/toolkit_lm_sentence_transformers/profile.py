@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit_lm.config import PoolingProfile
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails
 
 from toolkit_lm_sentence_transformers.checkpoint_files import SentenceTransformersConfig, read_sentence_transformers
 from toolkit_lm_sentence_transformers.json_file import JsonObject
@@ -31,10 +32,9 @@ def read_pooling_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Pat
             roles = read_roles(found, tokenizer)
         except CheckpointError as error:
             refusal = str(error)
-    return PoolingProfile(
+    details = PoolingDetails(
         folder=found.folder,
         is_complete=found.has_modules,
-        max_tokens=None if longest is None or longest >= _UNBOUNDED else longest,
         lower_case=found.transformer.do_lower_case,
         prompts=found.prompts,
         default_prompt_name=found.default_prompt_name,
@@ -49,6 +49,7 @@ def read_pooling_profile(folder: Path, hf_config: dict[str, Any], tokenizer: Pat
         activation=found.activation,
         refusal=refusal,
     )
+    return details.as_profile(None if longest is None or longest >= _UNBOUNDED else longest)
 
 
 def _refusal(found: SentenceTransformersConfig) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from toolkit_lm.config import PoolingProfile, VllmConfig, pooling_profile
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ConfigError, nearest
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from toolkit_lm_pooling_adapters.poolers.methods import METHODS, Concatenated, P
 from toolkit_lm_pooling_adapters.poolers.modules import ACTIVATIONS, Activation, make_heads
 from toolkit_lm_pooling_adapters.poolers.poolers import AllPooler, ClassifierPooler, DispatchPooler, SimplePooler, StepPooler
 from toolkit_lm_pooling_adapters.poolers.rows import RowPooler
+from toolkit_lm_pooling_adapters.pooling_details import Dense, Head, Normalize, PoolingDetails, details_of
 
 Classifier = Callable[[Tensor], Tensor]
 TOKEN_METHODS = ("ALL", "STEP")
@@ -32,7 +33,7 @@ def embedding_pooler(vllm_config: VllmConfig, default: str | PoolingMethod = "ME
     Raises CheckpointError for files that are not understood or do not fit, ConfigError for an option that does not.
     """
     check_pooler_options(vllm_config.pooler, PoolingKind.EMBEDDER)
-    found = _profile(vllm_config) or PoolingProfile(folder="")
+    found = _details(vllm_config) or PoolingDetails(folder="")
     ends_normalized = None if found.is_complete else normalize
     size = found.pooling.size if found.pooling is not None else hidden_size(vllm_config.hf_config)
     token_layers, token_head = _embedding_head(vllm_config, found.token_heads, size, ends_normalized)
@@ -117,9 +118,9 @@ def num_labels_of(hf_config: dict[str, Any]) -> int:
     return 2
 
 
-def _profile(vllm_config: VllmConfig) -> PoolingProfile | None:
+def _details(vllm_config: VllmConfig) -> PoolingDetails | None:
     assert vllm_config.checkpoint is not None, "the config is not resolved: it has no checkpoint"
-    return vllm_config.checkpoint.pooling_profile
+    return details_of(vllm_config.checkpoint.pooling_profile)
 
 
 def _sequence_method(method: str | PoolingMethod) -> PoolingMethod:
@@ -131,7 +132,7 @@ def _sequence_method(method: str | PoolingMethod) -> PoolingMethod:
     return METHODS[method]
 
 
-def _embedding_method(vllm_config: VllmConfig, found: PoolingProfile, default: str | PoolingMethod) -> PoolingMethod | None:
+def _embedding_method(vllm_config: VllmConfig, found: PoolingDetails, default: str | PoolingMethod) -> PoolingMethod | None:
     """How prompts are pooled; None where the checkpoint pools nothing."""
     option = vllm_config.pooler.pooling_type
     if option != "auto":
@@ -143,7 +144,7 @@ def _embedding_method(vllm_config: VllmConfig, found: PoolingProfile, default: s
 
 
 def _embedding_head(
-    vllm_config: VllmConfig, configs: Sequence[pooling_profile.Head], size: int, normalize: bool | None, truncate_dim: int | None = None
+    vllm_config: VllmConfig, configs: Sequence[Head], size: int, normalize: bool | None, truncate_dim: int | None = None
 ) -> tuple[nn.Module, EmbeddingHead]:
     """The modules `configs`, and the head of them for vectors of `size`. `normalize` None: where the last module does it.
 
@@ -151,7 +152,7 @@ def _embedding_head(
     """
     layers = make_heads(configs, dummy=vllm_config.load.load_format == "dummy")
     out = _out_size(configs, size)
-    last = bool(configs) and isinstance(configs[-1], pooling_profile.Normalize)
+    last = bool(configs) and isinstance(configs[-1], Normalize)
     option = vllm_config.pooler.normalize
     unit = option if option is not None else last if normalize is None else normalize
     if truncate_dim is not None and truncate_dim > out:
@@ -159,15 +160,15 @@ def _embedding_head(
     return layers, EmbeddingHead(out, layers[:-1] if last else layers, normalize=unit, truncate_dim=truncate_dim)
 
 
-def _out_size(configs: Sequence[pooling_profile.Head], size: int) -> int:
+def _out_size(configs: Sequence[Head], size: int) -> int:
     """What vectors of `size` become. Raises CheckpointError for a module that takes others."""
     for config in configs:
-        if isinstance(config, pooling_profile.Normalize):
+        if isinstance(config, Normalize):
             continue
-        takes = config.in_features if isinstance(config, pooling_profile.Dense) else config.size
+        takes = config.in_features if isinstance(config, Dense) else config.size
         if takes != size:
             raise CheckpointError(f"the module in {config.folder!r} takes vectors of {takes}, but is given vectors of {size}.")
-        size = config.out_features if isinstance(config, pooling_profile.Dense) else size
+        size = config.out_features if isinstance(config, Dense) else size
     return size
 
 
@@ -208,7 +209,7 @@ def _activation(vllm_config: VllmConfig, num_labels: int, default: str | None) -
         )
     several = num_labels > 1 and problem != "multi_label_classification"
     usual = ACTIVATIONS["softmax" if several else "sigmoid"]
-    found = _profile(vllm_config)
+    found = _details(vllm_config)
     if found is not None and found.activation is not None:
         named = ACTIVATIONS["sigmoid"] if found.activation == "Sigmoid" else getattr(nn, found.activation)()
         return (usual, False) if found.activation == "Identity" else (named, True)
