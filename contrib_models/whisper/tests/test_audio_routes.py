@@ -131,7 +131,7 @@ async def test_bad_requests_are_told_what_is_wrong(folder):
         ({"stream": "true", "response_format": "srt"}, upload(wav()), 400, "'srt' cannot be streamed"),
         ({"file": "no upload"}, {}, 400, "Invalid value for 'file'"),
     ]
-    async with AsyncLLM(config) as llm, client(llm) as http:
+    async with AsyncLLM(config) as llm, client(llm, ServerOptions(strict_fields=True)) as http:
         for data, files, status, told in cases:
             answer = await http.post(PATH, data=data, files=files)
             assert (answer.status_code, told in answer.text) == (status, True), (data, answer.text)

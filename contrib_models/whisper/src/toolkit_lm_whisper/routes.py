@@ -18,8 +18,9 @@ from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import ApiError, described, printable
 from toolkit_lm_server.event_stream import EventStream
-from toolkit_lm_server.protocol import check_model, unknown_field
+from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
+from toolkit_lm_server.unknown_fields import unknown_fields
 
 from toolkit_lm_whisper.formats import FORMATS, usage, verbose
 from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
@@ -57,8 +58,8 @@ class TranslationForm(BaseModel):
         known = [one.alias or name for name, one in cls.model_fields.items()]
         for name in data if isinstance(data, dict) else ():
             if name not in known:
-                raise unknown_field(name, known)
-        return data
+                unknown_fields().add(name, known)
+        return {name: value for name, value in data.items() if name in known} if isinstance(data, dict) else data
 
 
 class TranscriptionForm(TranslationForm):

@@ -127,7 +127,7 @@ class ChatAnswer:
         async for deltas in generation.pieces():
             chunks = []
             for delta in deltas:
-                wanted = {"token_ids": delta.token_ids} if body.return_token_ids else {}
+                wanted: dict[str, Any] = {"token_ids": delta.token_ids} if body.return_token_ids else {}
                 parts, reason = self._parts.read(delta)
                 end: dict[str, Any] = {} if reason is None else {"finish_reason": reason, "stop_reason": delta.stop_reason}
                 if parts or delta.logprobs or wanted.get("token_ids"):

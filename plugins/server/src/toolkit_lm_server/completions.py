@@ -24,6 +24,7 @@ from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm.outputs import RequestOutput
 
 
 class Completions:
@@ -92,7 +93,8 @@ class Completions:
 
     def _whole_choices(self, body: CompletionBody, generation: Generation, choices: Sequence[Piece]) -> Iterator[dict[str, Any]]:
         """With the log probabilities of a prompt, which may be many, made once for its choices."""
-        known, made = None, {"prompt_logprobs": None}
+        known: RequestOutput | None = None
+        made: dict[str, Any] = {"prompt_logprobs": None}
         for one in choices:
             prompt = generation.prompt(one.index)
             if body.prompt_logprobs is not None and prompt is not known:

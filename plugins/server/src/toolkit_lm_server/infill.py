@@ -54,7 +54,8 @@ class InfillBody(SamplingBody):
         most = _MOST if self.n_predict is None else max_model_len if self.n_predict < 0 else max(self.n_predict, 1)
         given = {"prompt": before + self.input_prefix + self.prompt, "suffix": self.input_suffix}
         penalty = {} if self.repeat_penalty is None else {"repetition_penalty": self.repeat_penalty}
-        return kind.model_validate({"max_tokens": most, **penalty, **fields, **given})
+        made: CompletionBody = kind.model_validate({"max_tokens": most, **penalty, **fields, **given})
+        return made
 
 
 class Infill:

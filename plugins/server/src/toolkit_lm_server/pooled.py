@@ -107,4 +107,5 @@ def quantized(data: np.ndarray | None, form: CohereType) -> Any:
 
 
 def _steps(data: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(data * 127), -128, 127).astype(np.int16)
+    steps: np.ndarray = np.clip(np.rint(data * 127), -128, 127).astype(np.int16)
+    return steps
