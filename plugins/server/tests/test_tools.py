@@ -176,6 +176,17 @@ async def test_a_call_that_must_come_is_a_structure(client_of, scripted, choice,
     assert engine.renderer.kwargs["tools"] == [WEATHER, TIME]
 
 
+async def test_calls_of_strict_tools_follow_their_schema_unasked(client_of, scripted):
+    engine = scripted(CALL)
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    assert (await whole(client_of, engine, {**BODY, "tools": [strict, TIME]}))["finish_reason"] == "tool_calls"
+    found = engine.params.structured_outputs["structural_tag"]["format"]
+    assert (found["type"], found["triggers"]) == ("triggered_tags", ["<tool_call>"])
+    assert [tag["content"]["json_schema"] for tag in found["tags"]] == [PARAMETERS, {"type": "object"}]
+    await whole(client_of, engine)
+    assert engine.params.structured_outputs is None
+
+
 async def test_a_model_without_a_format_can_be_made_to_call(client_of, scripted):
     engine = scripted('{"name": "get_time", "parameters": {}}', template="")
     choice = await whole(client_of, engine, {**BODY, "tool_choice": "required"})

@@ -75,8 +75,11 @@ class AnswerFormat(ABC):
         `prompt_end`: the last characters before the answer, which may begin it.
         """
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> dict[str, Any] | None:
-        """An answer that calls one of `tools`, several where `parallel`: a `format` of structural tags. None: that cannot be stated."""
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> dict[str, Any] | None:
+        """An answer that calls one of `tools`, several where `parallel`: a `format` of structural tags. None: that cannot be stated.
+
+        Not `required`: any text, in which what begins a call is one.
+        """
         return None
 
     def call_id(self) -> str:

@@ -50,7 +50,9 @@ class LlamaJsonFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return LlamaJsonParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+        if not required:
+            return None
         return calls(tools, lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", parallel=parallel, separator="; ")
 
 

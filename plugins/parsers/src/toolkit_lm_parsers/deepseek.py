@@ -66,10 +66,12 @@ class DeepSeekFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return DeepSeekParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
         def begin(name: str) -> str:
             return f"{_CALL}function{_SEP}{name}\n{_FENCE}json\n" if is_fenced else f"{_CALL}{name}{_SEP}"
 
+        if not required:
+            return None
         is_fenced = f"{_FENCE}json" in self.template
         end = f"\n{_FENCE}{_END_CALL}" if is_fenced else _END_CALL
         listed = calls(tools, begin, end, parallel=parallel, separator="\n" if is_fenced else "")

@@ -98,12 +98,12 @@ class HarmonyFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return HarmonyParser(prompt_end, tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
         # A call ends the answer.
         def begin(name: str) -> str:
             return f"{_CHANNEL}commentary to={_FUNCTIONS}{name} {_CONSTRAIN}json{_MESSAGE}"
 
-        return calls(tools, begin, "", parallel=False)
+        return calls(tools, begin, "", parallel=False) if required else None
 
     def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
         thought = tag(f"{_CHANNEL}analysis{_MESSAGE}", ANY_TEXT, f"{_END}{_START}assistant")

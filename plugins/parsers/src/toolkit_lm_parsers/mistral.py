@@ -53,7 +53,10 @@ class MistralFormat(AnswerFormat):
         # Templates refuse ids of another length.
         return secrets.token_hex(5)[:9]
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+        if not required:
+            # Special tokens, that may mean something else, are no part of free text.
+            return None
         if _ARGS in self.template:
             return calls(tools, lambda name: f"{_CALLS}{name}{_ARGS}", "", parallel=parallel, separator="")
         # Of an older one, all calls are one list.

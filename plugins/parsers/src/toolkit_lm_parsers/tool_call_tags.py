@@ -114,11 +114,11 @@ class HermesFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return ToolCallTagParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
         def begin(name: str) -> str:
             return f'{_OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
 
-        return calls(tools, begin, f"}}\n{_CLOSE}", parallel=parallel)
+        return calls(tools, begin, f"}}\n{_CLOSE}", parallel=parallel, trigger=None if required else _OPEN)
 
 
 class QwenCoderFormat(AnswerFormat):
@@ -131,15 +131,19 @@ class QwenCoderFormat(AnswerFormat):
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return QwenCoderParser(tools)
 
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Structure:
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
         def begin(name: str) -> str:
             return f"{_OPEN}\n{_FUNCTION}{name}>\n"
 
-        return calls(tools, begin, f"{_END_FUNCTION}\n{_CLOSE}", parallel=parallel, content=_parameters)
+        return calls(
+            tools, begin, f"{_END_FUNCTION}\n{_CLOSE}", parallel=parallel, content=_parameters, trigger=None if required else _OPEN
+        )
 
 
 def _parameters(schema: dict[str, Any]) -> Structure:
-    """Those that are required must come, in the order of the schema."""
+    """Those that are required must come, in the order of the schema. A schema that names none takes any."""
+    if "properties" not in schema:
+        return ANY_TEXT
     elements: list[Structure] = []
     properties = schema.get("properties")
     definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}

@@ -134,6 +134,10 @@ class AnswerParts:
                     f"tool_choice and {next(iter(asked))} both say what the answer is to be: give one of them.", "tool_choice"
                 )
             structure = (reasoning or tools).after_reasoning(structure, kwargs)
+        elif tools is not None and any(_is_strict(tool) for tool in use.tools) and not body.structures(_STRUCTURES):
+            structure = tools.structure(
+                [tool if _is_strict(tool) else _loose(tool) for tool in use.tools], parallel=use.parallel, required=False
+            )
         elif reasoning is not None and (asked := body.structures(_STRUCTURES)):
             # Otherwise the structure would begin in the reasoning.
             content = _content_structure(asked)
@@ -229,6 +233,15 @@ class Parts:
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return tool["function"].get("strict") is True
+
+
+def _loose(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """The tool with any arguments."""
+    return {**tool, "function": {**tool["function"], "parameters": {"type": "object"}}}
 
 
 def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
