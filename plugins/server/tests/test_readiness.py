@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 
 import pytest
@@ -11,6 +12,7 @@ from toolkit_lm_server.app import create_app, create_early_app, create_router
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Readiness
+from toolkit_lm_server.start_gate import StartGate
 
 pytestmark = pytest.mark.anyio
 COMPLETE = "/v1/completions"
@@ -56,6 +58,22 @@ async def test_health_needs_no_key(engine, client_of):
         assert [(await client.get(path)).status_code for path in ("/live", "/health", "/ready")] == [200] * 3
         engine.status = "starting"
         assert (await client.post(COMPLETE, json={"prompt": "a"})).status_code == 401
+
+
+@pytest.mark.parametrize("header", [{"authorization": "Bearer secret"}, {"x-api-key": "secret"}])
+async def test_requests_with_a_key_wait_for_the_engine(engine, client_of, header):
+    engine.status, options = "starting", ServerOptions(api_key="secret")
+    readiness = Readiness(engine)
+    gate = StartGate(create_early_app(options, Metrics(), readiness), options, start_timeout=30)
+    async with client_of(gate) as client:
+        assert (await client.get("/live")).status_code == 200
+        assert (await client.post(COMPLETE, json={"prompt": "a"})).status_code == 401
+        waits = asyncio.create_task(client.post(COMPLETE, json={"prompt": "a"}, headers=header))
+        await asyncio.sleep(0.05)
+        assert not waits.done()
+        engine.status, gate.app = "ready", create_app(engine, options, readiness=readiness)
+        gate.open()
+        assert (await waits).status_code == 200
 
 
 async def test_an_engine_that_is_being_made(engine, client_of):

@@ -18,6 +18,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 
@@ -253,7 +254,7 @@ class ServerRoute(APIRoute):
 
         async def respond(request: Request) -> Response:
             try:
-                account = None if self.keys is None else self.keys.find(_authorization(request))
+                account = None if self.keys is None else self.keys.find(authorization(request.headers))
                 request.scope[_ACCOUNT] = account
                 WHOSE.set(client_of(request))
                 UNKNOWN.set(unknown := UnknownFields(self.server_options.strict_fields))
@@ -311,10 +312,10 @@ def with_body(handler: Callable[[Any, Request], Awaitable[Response]], kind: type
     return handle
 
 
-def _authorization(request: Request) -> str:
+def authorization(headers: Headers) -> str:
     """With the key of the header that Anthropic's clients send, where it is the only one."""
-    key = request.headers.get("x-api-key")
-    return request.headers.get("authorization", "" if key is None else f"Bearer {key}")
+    key = headers.get("x-api-key")
+    return headers.get("authorization", "" if key is None else f"Bearer {key}")
 
 
 def request_id(request: Request) -> str:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.route import authorization
 
 
 class StartGate:
@@ -41,6 +42,6 @@ class StartGate:
         if scope["type"] != "http" or any(route.matches(scope)[0] is not Match.NONE for route in self._early):
             return False
         try:
-            return self._keys is None or bool(self._keys.find(Headers(scope=scope).get("authorization", "")))
+            return self._keys is None or bool(self._keys.find(authorization(Headers(scope=scope))))
         except ApiError:
             return False
