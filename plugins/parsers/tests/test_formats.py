@@ -53,6 +53,26 @@ def test_a_structure_names_each_function(name):
         assert all(any(f"{mark}{function}" in text for mark in marks) for function in "fg")
 
 
+@pytest.mark.parametrize(
+    "properties",
+    [
+        {"a": {"enum": 5, "type": 7, "anyOf": 3}},
+        {"a": {"enum": []}},
+        {"a": 4},
+        {"a": {"enum": ["x", 1]}},
+        {"a": {"type": ["string", None]}},
+        3,
+    ],
+)
+def test_a_schema_that_is_none_is_no_error(properties):
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties, "required": 3}}
+    form = PARSERS.make("qwen3_coder", "")
+    assert form.structure([{"type": "function", "function": function}], parallel=False)
+    parser = form.parser("", [{"type": "function", "function": function}])
+    deltas = [parser.push("<tool_call><function=f><parameter=a>1</parameter></function></tool_call>"), parser.finish(cut=False)]
+    assert parser.calls_tools and json.loads("".join(call.arguments for one in deltas for call in one.tool_calls)).keys() == {"a"}
+
+
 def test_reasoning_may_come_before_a_structure():
     structure = {"type": "const_string", "value": "x"}
     hybrid = (

@@ -93,13 +93,18 @@ def _kinds(schema: Any) -> set[str]:
         if not isinstance(one, Mapping):
             continue
         kind = one.get("type")
-        found.update([kind] if isinstance(kind, str) else [each for each in kind or () if isinstance(each, str)])
-        found.update("string" if isinstance(each, str) else "any" for each in one.get("enum") or ())
+        found.update([kind] if isinstance(kind, str) else [each for each in _listed(kind) if isinstance(each, str)])
+        found.update("string" if isinstance(each, str) else "any" for each in _listed(one.get("enum")))
         for name in ("anyOf", "oneOf", "allOf"):
-            left += [each for each in one.get(name) or () if isinstance(each, Mapping)][:16]
+            left += _listed(one.get(name))[:16]
         if "$ref" in one:
             found.add("any")
     return found or {"string"}
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of a schema, that may be none."""
+    return value if isinstance(value, list) else []
 
 
 class HermesFormat(AnswerFormat):
@@ -151,10 +156,10 @@ def _parameters(schema: dict[str, Any]) -> Structure:
         is_text = _kinds(one) == {"string"} and not (isinstance(one, Mapping) and {"enum", "const", "pattern"} & one.keys())
         if is_text or not isinstance(one, Mapping):
             written = tag(f"{_PARAMETER}{key}>\n", ANY_TEXT, f"\n{_END_PARAMETER}\n")
-        elif "string" in _kinds(one) and isinstance(one.get("enum"), list):
+        elif "string" in _kinds(one) and _listed(one.get("enum")):
             options = [text(each if isinstance(each, str) else json.dumps(each)) for each in one["enum"]]
             written = tag(f"{_PARAMETER}{key}>\n", choice(*options), f"\n{_END_PARAMETER}\n")
         else:
             written = tag(f"{_PARAMETER}{key}>\n", json_schema({**one, **definitions}), f"\n{_END_PARAMETER}\n")
-        elements.append(written if key in (schema.get("required") or ()) else choice(written, text("")))
+        elements.append(written if key in _listed(schema.get("required")) else choice(written, text("")))
     return sequence(*elements) if elements else text("")

@@ -30,9 +30,9 @@ NO_TOOLS = ToolUse([], [], required=False, parallel=True)
 
 def tool_use(tools: Sequence[dict[str, Any]] | None, choice: str | Mapping[str, Any] | None, parallel: bool | None) -> ToolUse:
     """Of the fields tools, tool_choice and parallel_tool_calls. Raises RequestError, naming the field and the tool."""
+    if tools and len(tools) > MAX_TOOLS:
+        raise RequestError(f"there are {len(tools)} tools; at most {MAX_TOOLS} are allowed.", "tools")
     found = [_tool(index, tool) for index, tool in enumerate(tools or ())]
-    if len(found) > MAX_TOOLS:
-        raise RequestError(f"there are {len(found)} tools; at most {MAX_TOOLS} are allowed.", "tools")
     if not found:
         if choice in (None, "none", "auto"):
             return NO_TOOLS
