@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import jsonschema
@@ -131,3 +135,10 @@ def test_drafts_follow_the_grammar(temperature):
             assert [output.error for output in outputs] == [None] * 3
             found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
+
+
+def test_the_benchmark_runs():
+    """Nothing is timed here."""
+    script = Path(__file__).parents[1] / "benchmarks" / "structured.py"
+    run = subprocess.run([sys.executable, script, "--quick", "--only", "mask,json"], check=True, capture_output=True, text=True)
+    assert re.findall(r"llguidance: (\w+), 4 rows, \d+ tokens each: .* ratio [\d.]+", run.stdout) == ["mask", "json"]
