@@ -246,7 +246,7 @@ def test_there_is_no_text_before_the_end(llm):
         while llm.engine.has_unfinished_requests():
             outputs += llm.engine.step()
         *partial, last = outputs
-        assert all(not one.text and not one.token_ids and not one.finished for output in partial for one in output.outputs)
+        assert all(not one.text and not one.token_ids and not one.finished() for output in partial for one in output.outputs)
         assert [len(output.outputs) for output in outputs] == [2] * len(outputs)
         assert last.finished and all(one.text and one.score is not None for one in last.outputs)
 

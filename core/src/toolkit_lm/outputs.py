@@ -39,7 +39,6 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     """The stop text or stop token id that ended the sequence; None for end-of-sequence tokens."""
 
-    @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 

@@ -102,9 +102,18 @@ class TestLLM:
     def test_keywords_that_ask_for_nothing(self, llm):
         llm.generate("a", SamplingParams(max_tokens=1), lora_request=None, tokenization_kwargs=None, use_tqdm=False)
         conversation = [{"role": "user", "content": "a"}]
-        llm.chat(conversation, SamplingParams(max_tokens=1), tools=None, chat_template=None, lora_request=None, use_tqdm=False)
+        neutral = {"tools": None, "chat_template": None, "lora_request": None, "chat_template_content_format": "auto"}
+        llm.chat(conversation, SamplingParams(max_tokens=1), use_tqdm=False, **neutral)
         with pytest.raises(TypeError, match=r"LLM.generate\(\) takes no 'lora_request'"):
             llm.generate("a", lora_request="adapter")
+
+    def test_options_of_requests_that_ask_for_nothing(self, llm):
+        engine = llm.llm_engine
+        engine.add_request("1", "a", SamplingParams(max_tokens=1), lora_request=None, trace_headers=None)
+        while engine.has_unfinished_requests():
+            assert engine.step()[-1].outputs[0].finished()
+        with pytest.raises(ValueError, match="unknown request option 'lora_request'"):
+            engine.add_request("2", "a", lora_request="adapter")
 
     def test_a_request_keeps_its_parameters(self, llm):
         params = SamplingParams(temperature=0, max_tokens=6)

@@ -108,7 +108,7 @@ class LLM(PoolingMixin):
         conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
-        given = {name: value for name, value in render_options.items() if value is not None}
+        given = {name: value for name, value in render_options.items() if value not in (None, "auto")}
         prepared = [prepare(self._next_id(), c, s, **given) for c, s in zip(conversations, each, strict=True)]
         return self._run(prepared, use_tqdm, progress)
 

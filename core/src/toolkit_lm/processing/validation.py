@@ -34,7 +34,7 @@ def _bad_word(word: str, renderer: Renderer) -> Iterator[list[int]]:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises RequestError, naming the option, for request options of a wrong type or size."""
+    """Raises RequestError, naming the option, for request options of a wrong type or size. One that is unknown must be None."""
     priority, timeout = options.get("priority", 0), options.get("timeout")
     if type(priority) is not int or abs(priority) >= 2**63:
         raise RequestError("priority must be an integer of at most 64 bits.", "priority")
@@ -52,7 +52,7 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise RequestError(f"{name} is not a valid text: it has a lone surrogate.", name)
     known = ("priority", "timeout", "cache_salt", "context")
     for name in options:
-        if name not in known:
+        if name not in known and options[name] is not None:
             raise RequestError(f"unknown request option {name!r}. {nearest(name, known)}", name)
 
 
