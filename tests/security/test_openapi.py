@@ -27,12 +27,25 @@ from toolkit_lm_server.rendering import Rendering, create_render_app
 from toolkit_lm_server.route import Readiness
 
 SMALL = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_model_len": 48, "engine_process": False}
-EMBEDS = ("/v1/embeddings", "/v1/embed", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+EMBEDS = (
+    "/v1/embeddings",
+    "/v1/embed",
+    "/v2/embed",
+    "/pooling",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/api/embed",
+    "/api/embeddings",
+)
 CLASSIFIES = ("/classify",)
 ENGINES = ("generate", "embed", "classify", "render")
 RENDERS = ("/v1/chat/completions/render", "/v1/completions/render", "/derender", "/tokenize", "/detokenize", "/v1/models")
-CHECKS_OFF = ("positive_data_acceptance",)
-"""What follows the schema may still not fit the model (its tasks, vocabulary and length), or another field."""
+CHECKS_OFF = ("positive_data_acceptance", "negative_data_rejection")
+"""What follows the schema may still not fit the model (its tasks, vocabulary and length), or another field. What does not may ask for
+nothing: null, false, and fields that nobody knows."""
 EXPECTED = ["2xx", "3xx", "4xx", "504"]
 """504: the client's own `timeout` was over."""
 PHASES_OFF = ("stateful",)

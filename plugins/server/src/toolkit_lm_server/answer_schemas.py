@@ -270,9 +270,13 @@ class CohereEmbeddings(BaseModel):
     meta: CohereMeta
 
 
-class OldCohereEmbeddings(CohereEmbeddings):
+class OldCohereEmbeddings(BaseModel):
+    id: str
+    response_type: Literal["embeddings_floats", "embeddings_by_type"]
     embeddings: Any
     """A list of vectors; where types are asked for, by type."""
+    texts: list[str]
+    meta: CohereMeta
 
 
 class ModelPermission(BaseModel):
