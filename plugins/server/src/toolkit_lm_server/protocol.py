@@ -447,8 +447,10 @@ class CompletionRenderBody(CompletionBody, Held):
 
 def check_model(engine: AsyncLLM, name: str | None) -> None:
     """Raises ApiError (404) for a model that is not served."""
+    if name is None or name == engine.served_model_name:
+        return
     served = engine.config.served_model_names
-    if name is not None and name not in served:
+    if name not in served:
         message = f"The model {printable(name)!r} does not exist. This server has {', '.join(map(repr, served))}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
