@@ -136,7 +136,18 @@ class Last(Flat):
         return (torch.arange(64) == 40).float().expand(len(rows), -1)
 
 
-CLASSES = (Only, Flat, Counting, Short, Nan, NanProbs, Infinite, Silent, Last, Doubling)
+class Certain(Only):
+    """Knows what follows, and is told of steps before they are computed."""
+
+    def begin(self, rows):
+        self.begun = [row.key for row in rows]
+
+    def drafts(self, row):
+        assert row.token_ids.tolist() == [row.key + 1, 7]
+        return [self.tokens[row.key]] * row.key
+
+
+CLASSES = (Only, Flat, Counting, Short, Nan, NanProbs, Infinite, Silent, Last, Doubling, Certain)
 
 
 class Brings:
@@ -177,6 +188,36 @@ def test_a_sequence_keeps_its_arguments_whatever_its_row(make_rows, make_logits,
     assert sample(logits[:2], rows.select(order)).token_ids == [9, 3]
     rows.clear(2)
     assert sample(logits[:1], rows.select(order[1:])).token_ids == [3]
+
+
+def test_who_knows_what_follows_is_asked_for_its_own_rows(make_rows, make_table):
+    table = make_table()
+    asked = [{"certain": {"token": 3}}, {"only": {"token": 5}}, {"certain": {"token": 9}}, {}, {"certain": {"token": 4}}]
+    rows = rows_of(make_rows, asked, table)
+    users = rows.users(np.array([4, 3, 2, 1, 0]))
+    table.begin(*users)
+    assert table._processors["certain"].begun == [4, 2, 0]
+    assert table.drafts(*users) == {4: [4] * 4, 2: [9] * 2}, "an empty list is no draft"
+    table.errors[4] = "it failed"
+    assert table.drafts(*users) == {2: [9] * 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "params", "follows"),
+    [
+        ({"certain": {"token": 3}}, {}, True),
+        ({"certain": {"token": 3}}, {"temperature": 1.0, "top_k": 3, "repetition_penalty": 1.2, "min_tokens": 3}, True),
+        ({"certain": {"token": 3}}, {"logprobs": 0}, False),
+        ({"certain": {"token": 3}}, {"n": 1, "best_of": 2}, False),
+        ({"certain": {"token": 3}}, {"allowed_token_ids": [3]}, False),
+        ({"certain": {"token": 3}}, {"logit_bias": {3: 1.0}}, False),
+        ({"certain": {"token": 3}, "counting": {}}, {}, False),
+        ({}, {}, False),
+    ],
+)
+def test_what_follows_needs_no_draw_where_nobody_else_has_a_say(make_rows, make_table, arguments, params, follows):
+    rows = rows_of(make_rows, [arguments], make_table(), SamplingParams(**{"temperature": 0, **params}))
+    assert rows.follows.tolist()[0] == follows
 
 
 @pytest.mark.parametrize("in_logprobs", [False, True])

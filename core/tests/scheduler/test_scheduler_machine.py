@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks_per_token=st.floats(0.1, 2),
         max_in_flight=st.integers(1, 3),
         stages=st.integers(1, 2),
-        drafts=st.booleans(),
+        drafts=st.sampled_from(["none", "drafter", "processors"]),
         most_embeds=st.sampled_from([4, 7, 12, 100]),
         whole_items=st.booleans(),
     )
@@ -165,7 +165,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             pipeline_parallel_size=stages,
             encoder_cache_memory=f"{4 * 4096 * most_embeds}",
             # A state cannot go back by the tokens that were not drawn.
-            drafter="guess" if drafts and all(group[1] != "state" for group in groups) else None,
+            drafter="guess" if drafts == "drafter" and all(group[1] != "state" for group in groups) else None,
         )
         num_pools = 1 + max(group[2] if len(group) > 2 else 0 for group in groups)
         least = kv_cache([0] * num_pools, groups).max_blocks(MAX_MODEL_LEN, max_num_seqs + budget, most_encoded or 0)
@@ -174,6 +174,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.clock = mock.patch.object(scheduler_module, "time", SimpleNamespace(monotonic=lambda: self.now))
         self.clock.start()
         self.core = FakeCore(config, kv_cache(num_blocks, groups, host_blocks), max_in_flight, whole_items=whole_items)
+        # Drafts of processors come without an option, and are left out where they cannot be taken.
+        self.core.executor.runner.drafting |= drafts == "processors"
         self.scheduler = self.core.scheduler
         self.scheduler.blocks.__class__ = CheckedBlocks
         # By a clock, "auto" would not choose the same each time.

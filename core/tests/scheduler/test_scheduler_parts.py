@@ -73,14 +73,23 @@ class TestTake:
 
     @pytest.mark.parametrize(("drafts", "kept"), [([], []), ([7, 8], [7, 8]), ([7] * 9, [7, 7]), ([7, 5, 8], [7]), ([6, 7], [])])
     def test_drafts_are_cut_where_the_sequence_ends(self, drafts, kept):
-        seq = make_request(eos=[5], needs_tokens=True, params=SamplingParams(stop_token_ids=[6])).leader
+        seq = make_request(eos=[5], params=SamplingParams(stop_token_ids=[6])).leader
+        seq.num_placeholders = 1
         seq.take([9], drafts)
         assert seq.drafts == kept
 
-    def test_who_computes_what_is_not_known_yet_takes_no_drafts(self):
+    def test_what_is_computed_on_the_way_takes_no_drafts(self):
+        """A later step has the token's place already."""
         seq = make_request().leader
+        seq.num_placeholders = 2
         seq.take([9], [7])
         assert seq.drafts == []
+
+    def test_what_cannot_go_back_takes_no_drafts(self):
+        request = make_request()
+        request.forks_anywhere, request.leader.num_placeholders = False, 1
+        request.leader.take([9], [7])
+        assert request.leader.drafts == []
 
 
 class TestTokenRanges:
