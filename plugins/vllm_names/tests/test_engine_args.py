@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 
 import pytest
 import toolkit_lm
@@ -69,6 +71,14 @@ def test_names_of_other_distributions_are_names_of_the_package():
     assert toolkit_lm.ScoringRequestOutput is toolkit_lm.PoolingRequestOutput
     with pytest.raises(AttributeError, match="nobody_has_it"):
         _ = toolkit_lm.nobody_has_it
+
+
+def test_options_need_no_torch():
+    script = (
+        "import sys; from toolkit_lm import BeamSearchParams, EngineArgs, FlexibleArgumentParser, StructuredOutputsParams; "
+        "EngineArgs('tiny', gpu_memory_utilization=0.5).create_engine_config(); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 @pytest.fixture(scope="module")

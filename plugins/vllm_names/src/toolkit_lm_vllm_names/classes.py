@@ -1,24 +1,8 @@
-"""Classes that have other names here, or none."""
+"""Classes that have other names here."""
 
 from __future__ import annotations
-
-from typing import Any, TypedDict
 
 from toolkit_lm import AsyncLLM, PoolingRequestOutput
 
 AsyncLLMEngine = AsyncLLM
 EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = PoolingRequestOutput
-
-
-class StructuredOutputsParams(TypedDict, total=False):
-    """What an output is to be, for `SamplingParams(structured_outputs=...)`: one of the first six."""
-
-    json: str | dict[str, Any]
-    json_object: bool
-    regex: str
-    choice: list[str]
-    grammar: str
-    structural_tag: str | dict[str, Any]
-    whitespace_pattern: str
-    disable_any_whitespace: bool
-    disable_additional_properties: bool
