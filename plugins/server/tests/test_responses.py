@@ -123,6 +123,24 @@ async def test_what_is_refused(client, body, param, message):
     assert message in error["message"]
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"input": "\ud800"},
+        {"instructions": "\ud800"},
+        {"metadata": {"\ud800": "a"}},
+        {"reasoning": {"a": "\ud800"}},
+        {"text": {"a": "\ud800"}},
+        {"tools": [{"type": "function", "name": "\ud800"}], "tool_choice": "none"},
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_comes_back_is_whole_characters(client, field, stream):
+    content = json.dumps({"input": "hi", "stream": stream, **field})
+    response = await client.post(PATH, content=content, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(field)))
+
+
 def test_items_are_messages():
     call = {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}", "id": "fc_1", "status": "completed"}
     items = [

@@ -54,6 +54,19 @@ async def test_bodies_that_are_refused(serve, path):
         assert unknown.status_code == 404 and "'other' does not exist" in message_of(path, unknown.json())
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/api/chat"])
+async def test_halves_of_characters_in_arguments(serve, path):
+    """They are as in any text: the renderer refuses them where its template writes them."""
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"a": "\ud800"}}
+    if path == "/api/chat":
+        call = {"function": {"name": "f", "arguments": call["input"]}}
+    said = {"role": "assistant"} | ({"tool_calls": [call]} if path == "/api/chat" else {"content": [call]})
+    body = {**BODIES[path], "messages": [*HI["messages"], said, *HI["messages"]]}
+    async with serve() as client:
+        response = await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        assert response.status_code in (200, 400), response.text
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_values_of_another_type(serve, path):
     """Wherever they stand, they are refused or have no effect: nothing is a failure of the server."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import Field
 from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SAMPLING_PARAMS
@@ -20,6 +21,8 @@ NAMES = {
 """What a chat completion's fields are called here."""
 _ALSO = ("model", "stream", "priority", "timeout", "cache_salt", "chat_template_kwargs", "parallel_tool_calls")
 _LOGPROBS = "message.output_text.logprobs"
+_ECHOED = ("input", "instructions", "metadata", "reasoning", "text", "tool_choice", "tools")
+"""What is kept of a request, or comes back with its answer."""
 _ABSENT = "this server keeps no {name}: send the whole conversation as input."
 
 
@@ -91,6 +94,11 @@ class ResponsesBody(SamplingBody):
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
     def _check(self) -> None:
+        for name in _ECHOED:
+            try:
+                msgspec.json.encode(getattr(self, name))
+            except UnicodeEncodeError as error:
+                raise RequestError(f"{name} is not a valid text: it has a lone surrogate.", name) from error
         for name, value in (self.metadata or {}).items():
             if len(name) > 64 or not isinstance(value, str) or len(value) > 512:
                 raise RequestError("metadata maps names of up to 64 characters to texts of up to 512.", "metadata")

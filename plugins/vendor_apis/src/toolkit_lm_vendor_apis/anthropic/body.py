@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import EngineBody, Items, examples
 
+from toolkit_lm_vendor_apis.arguments import dumps
 from toolkit_lm_vendor_apis.images import image_part, url_part
 
 NAMES = {
@@ -41,7 +41,8 @@ class PromptBody(EngineBody):
     @property
     def thinks(self) -> bool:
         """The answer is to tell its reasoning."""
-        return (self.thinking or {}).get("type", "disabled") != "disabled"
+        kind: object = (self.thinking or {}).get("type", "disabled")
+        return kind != "disabled"
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
@@ -148,8 +149,7 @@ def _assistant(content: list[Any], places: list[str]) -> dict[str, Any]:
             case "redacted_thinking":
                 pass
             case "tool_use":
-                arguments = msgspec.json.encode(block.get("input") or {}).decode()
-                function = {"name": _str(block, "name", where), "arguments": arguments}
+                function = {"name": _str(block, "name", where), "arguments": dumps(block.get("input") or {})}
                 calls.append({"id": _str(block, "id", where), "type": "function", "function": function})
             case kind:
                 raise RequestError(f"{where}: an assistant's block of type {printable(repr(kind))} is not supported.", "messages")

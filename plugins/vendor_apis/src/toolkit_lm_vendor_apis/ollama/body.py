@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import msgspec
 from pydantic import SkipValidation
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import EngineBody, Items, examples
 
+from toolkit_lm_vendor_apis.arguments import dumps
 from toolkit_lm_vendor_apis.images import image_part
 
 _OPTIONS = {
@@ -198,7 +198,7 @@ class _Calls:
                 case {"function": {"name": str(name), "arguments": dict(arguments)}}:
                     self._num_calls += 1
                     self._open.append((name, f"call_{self._num_calls}"))
-                    function = {"name": name, "arguments": msgspec.json.encode(arguments).decode()}
+                    function = {"name": name, "arguments": dumps(arguments)}
                     found.append({"id": self._open[-1][1], "type": "function", "function": function})
                 case _:
                     raise RequestError(f"{where}: tool_calls must have functions, each with a name and arguments.", "messages")

@@ -1,0 +1,11 @@
+"""Arguments of calls, which chats have as a text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def dumps(arguments: Any) -> str:
+    """Their JSON. Halves of characters stay in it: the renderer refuses them, as in any text."""
+    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
