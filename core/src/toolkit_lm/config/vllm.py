@@ -25,9 +25,7 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
         Literal["auto", "float32", "bfloat16", "float16"], option("Precision of weights and activations. auto: the checkpoint's.")
     ] = "auto"
     max_model_len: Annotated[int | None, option("Maximum tokens of prompt plus output.", none="the checkpoint's", ge=1)] = None
-    max_encoder_len: Annotated[
-        int | None, option("Maximum tokens of an encoder prompt, of an encoder-decoder model.", none="the checkpoint's", ge=1)
-    ] = None
+    max_encoder_len: Annotated[int | None, option("Maximum tokens of an encoder prompt.", none="the checkpoint's", ge=1)] = None
     generation_config: Annotated[str, option("Sampling defaults: checkpoint, none, or a folder of generation_config.json.")] = "checkpoint"
     seed: Annotated[int | None, option("Seed of requests that have none.", none="a fresh one for each request", ge=0, le=2**63 - 1)] = None
     trust_remote_code: Annotated[bool, option("Run Python code that comes with the checkpoint.")] = False
@@ -78,9 +76,7 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
     feature_cache_memory: Annotated[
         str, option("Memory for images and other media as encoders read them: one that comes again is not processed again. 0: none.")
     ] = "1GiB"
-    swap_memory: Annotated[
-        str | None, option("Host memory for preempted requests: bytes ('4GiB') or a fraction of the free memory.", none="none")
-    ] = None
+    swap_memory: Annotated[str | None, option("Host memory for swaps: bytes ('4GiB') or a fraction of the free.", none="none")] = None
 
     def __post_init__(self) -> None:
         amounts = {
@@ -141,12 +137,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 class EngineConfig(Struct, frozen=True, kw_only=True):
     """How the engine's loop runs, and how it is watched."""
 
-    engine_process: Annotated[
-        bool | None, option("Run the engine in a process of its own.", none="on for AsyncLLM and the server, off for LLM")
-    ] = None
-    overlap: Annotated[
-        bool | None, option("Plan the next step while one is computed. Results are the same.", none="off, since a CPU gains nothing")
-    ] = None
+    engine_process: Annotated[bool | None, option("Run the engine in a process of its own.", none="on, but off for LLM")] = None
+    overlap: Annotated[bool | None, option("Plan the next step while one is computed. Results are the same.", none="off")] = None
     start_timeout: Annotated[float, option("Seconds that an engine process may take to load the model and warm up.", ge=0.1)] = 1800.0
     step_timeout: Annotated[float, option("Seconds without progress after which the engine counts as stalled.", ge=0.1)] = 120.0
     restart_engine: Annotated[int, option("Maximum number of restarts of an engine process that has died.", ge=0)] = 0
@@ -242,17 +234,12 @@ class PoolerConfig(Struct, frozen=True, kw_only=True):
 
 
 class LimitsConfig(Struct, frozen=True, kw_only=True):
-    """Bounds on what a client may ask for."""
+    """Bounds on what a client may ask for. AsyncLLM and the server refuse requests beyond those that may wait."""
 
     max_n: Annotated[int, option("Maximum number of sequences per request (n).", ge=1)] = 128
     max_logprobs: Annotated[int, option("Maximum number of log probabilities per token (logprobs, prompt_logprobs).", ge=0)] = 20
-    max_queued_requests: Annotated[
-        int | None, option("Maximum number of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0)
-    ] = 2048
-    max_queued_tokens: Annotated[
-        int | None,
-        option("Maximum number of prompt tokens of waiting requests. AsyncLLM and the server refuse more.", none="no bound", ge=0),
-    ] = None
+    max_queued_requests: Annotated[int | None, option("Maximum number of waiting requests.", none="no bound", ge=0)] = 2048
+    max_queued_tokens: Annotated[int | None, option("Maximum number of prompt tokens of waiting requests.", none="no bound", ge=0)] = None
 
 
 class PluginsConfig(Struct, frozen=True, kw_only=True):

@@ -107,11 +107,10 @@ def check_count(given: Sequence[str], param: str, count: int) -> None:
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "prompt_token_ids") -> None:
     """Raises RequestError, naming the parameter, for token ids that are not in the vocabulary."""
-    if token_ids:
-        for token in (min(token_ids), max(token_ids)):
-            if not 0 <= token < vocab_size:
-                known = f"which has the ids from 0 to {vocab_size - 1} (out of vocabulary: {vocab_size} tokens)"
-                raise RequestError(f"token id {token} is not in the vocabulary, {known}.", param)
+    for token in (min(token_ids), max(token_ids)) if token_ids else ():
+        if not 0 <= token < vocab_size:
+            known = f"which has the ids from 0 to {vocab_size - 1} (out of vocabulary: {vocab_size} tokens)"
+            raise RequestError(f"token id {token} is not in the vocabulary, {known}.", param)
 
 
 def check_tokens_of_params(params: SamplingParams, bad_words: Sequence[list[int]], vocab_size: int) -> None:
