@@ -22,6 +22,7 @@ from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import hookimpl
 from toolkit_lm_server.app import create_app, create_router
 from toolkit_lm_server.event_stream import JsonLines
+from toolkit_lm_server.generation import model_failure
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, CompletionBody
@@ -595,6 +596,13 @@ async def test_a_sequence_that_fails(client, engine):
     response = await client.post(COMPLETE, json={"prompt": "broken"})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "model_error")
     assert engine.num_open == 0
+
+
+def test_where_the_files_of_plugins_lie_goes_to_the_log_only(caplog):
+    error = model_failure("this request", "plugin 'p' (toolkit-lm-p 0.1.0, /home/me/src/p.py:13) failed in a step: ValueError: no\nline")
+    assert str(error) == "The model failed on this request: plugin 'p' (toolkit-lm-p 0.1.0) failed in a step: ValueError: no\nline."
+    [line] = caplog.messages
+    assert "/home/me/src/p.py:13" in line and "\n" not in line
 
 
 async def call(app, path: str, body: dict, leave_when) -> list:

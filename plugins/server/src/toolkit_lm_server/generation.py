@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
@@ -17,6 +20,10 @@ from toolkit_lm_server.errors import ApiError
 if TYPE_CHECKING:
     from toolkit_lm.renderer import Renderer
 
+logger = logging.getLogger("uvicorn.error")
+
+_PLACE = re.compile(r"(plugin '[^']*' \([^()]*), [^(),]*:\d+\)")
+"""A plugin that has failed, and in which line of which file."""
 _LARGE = 5_000
 """Characters and log probabilities of an answer whose making would be felt on the event loop."""
 
@@ -162,7 +169,14 @@ def _failure(output: RequestOutput) -> ApiError:
     error = output.error or ""
     if error.startswith(LEAVE_TOO_LITTLE):
         return ApiError(400, f"{error[0].upper()}{error[1:]}.", code="no_token_left")
-    return ApiError(500, f"The model failed on this request: {error}.", code="model_error")
+    return model_failure("this request", error)
+
+
+def model_failure(what: str, error: str) -> ApiError:
+    """The answer where the model has failed on `what`. Where the files of plugins lie goes to the log only."""
+    logger.error("the model failed on %s: %s", what, json.dumps(error))
+    told = _PLACE.sub(r"\1)", error)
+    return ApiError(500, f"The model failed on {what}: {told}.", code="model_error")
 
 
 def _is_late(one: CompletionOutput | Piece) -> bool:

@@ -17,6 +17,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TextPair
 
 from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.generation import model_failure
 from toolkit_lm_server.pooling_protocol import CohereType, EmbedDtype, EncodingFormat
 from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
@@ -55,7 +56,7 @@ async def pool(
         if output.finish_reason == "timeout":
             raise ApiError(504, "The request's timeout was over before all of its inputs were computed.", code="timeout")
         if output.outputs.data is None:
-            raise ApiError(500, f"The model failed on {name}: {output.error or output.finish_reason}.", code="model_error")
+            raise model_failure(name, str(output.error or output.finish_reason))
     return outputs
 
 
