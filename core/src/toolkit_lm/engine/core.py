@@ -167,10 +167,10 @@ class EngineCore:
         self.scheduler.preemption.observe(num_tokens, duration)
         if self.listening:
             given = [len(one.token_ids) for one in outputs if one.token_ids]
-            event = StepEvent(
+            told = StepEvent(
                 time=now, duration=duration, num_tokens=num_tokens, num_output_tokens=sum(given), num_output_sequences=len(given)
             )
-            self._events.append(event)
+            self._events.append(told)
         self.scheduler.policy.observe(step.plan, duration)
         self._failures = 0
 
