@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import asyncio
 import contextlib
 
 import pytest
@@ -12,6 +13,7 @@ from toolkit_lm_server.app import create_app, create_early_app, create_router
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Readiness
+from toolkit_lm_server.start_gate import StartGate
 from toolkit_lm_server.start_gate import StartGate
 
 pytestmark = pytest.mark.anyio
@@ -196,3 +198,27 @@ async def test_mounted_in_an_app_with_a_lifespan_of_its_own(make_engine, client_
         assert (await client.get("/llm/ready")).status_code == 200
         assert (await client.post("/llm" + COMPLETE, json={"prompt": "ab"})).json()["choices"][0]["text"] == "AB"
         assert (await client.post("/llm" + COMPLETE, json={"prompt": "ab", "stream": True})).text.endswith("data: [DONE]\n\n")
+
+
+async def test_the_gate_of_a_server_that_starts(engine, client_of):
+    """Requests wait for the engine, and no longer than start_timeout; polls and clients without a key do not wait."""
+    engine.status = "starting"
+    options, key = ServerOptions(api_key="secret"), {"authorization": "Bearer secret"}
+    readiness = Readiness(engine)
+    early = create_early_app(options, Metrics(), readiness)
+    body = {"prompt": "ab"}
+    for seconds in (0.05, 60):
+        gate = StartGate(early, options, seconds)
+        async with client_of(gate) as client:
+            assert (await client.get("/health")).status_code == 503
+            assert (await client.post(COMPLETE, json=body)).status_code == 401
+            asking = asyncio.create_task(client.post(COMPLETE, json=body, headers=key))
+            if seconds < 1:
+                assert (await asking).json()["error"]["code"] == "engine_starting"
+                continue
+            await asyncio.sleep(0.2)
+            assert not asking.done()
+            engine.status = "ready"
+            gate.app = create_app(engine, options, readiness=readiness)
+            gate.open()
+            assert (await asking).json()["choices"][0]["text"] == "AB"
