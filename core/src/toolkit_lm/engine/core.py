@@ -166,11 +166,11 @@ class EngineCore:
         num_tokens = step.plan.num_tokens
         self.scheduler.preemption.observe(num_tokens, duration)
         if self.listening:
-            given = [len(one.token_ids) for one in outputs if one.token_ids]
-            told = StepEvent(
+            given = [len(output.token_ids) for output in outputs if output.token_ids]
+            one = StepEvent(
                 time=now, duration=duration, num_tokens=num_tokens, num_output_tokens=sum(given), num_output_sequences=len(given)
             )
-            self._events.append(told)
+            self._events.append(one)
         self.scheduler.policy.observe(step.plan, duration)
         self._failures = 0
 
