@@ -85,10 +85,10 @@ class ApiError(Exception):
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The error as another API has it. `names`: by field, what that API calls it."""
     told = error.body["error"]
-    if (param := names.get(told["param"])) is None:
+    ours, message = told["param"], told["message"] or ""
+    if ours is None or (param := names.get(ours)) is None:
         return error
-    message = told["message"].replace(told["param"], param)
-    return ApiError(error.status, message, param=param, code=told["code"], headers=error.headers)
+    return ApiError(error.status, message.replace(ours, param), param=param, code=told["code"], headers=error.headers)
 
 
 def missing(field: str) -> ApiError:

@@ -28,11 +28,11 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
     match item.get("type", "message"):
         case "message":
-            message = {"role": item.get("role"), "content": _content(item.get("content"), where)}
-            if message["role"] == "assistant":
-                _assistant(messages, content=_joined(message["content"]))
+            content = _content(item.get("content"), where)
+            if item.get("role") == "assistant":
+                _assistant(messages, content=_joined(content))
             else:
-                messages.append(message)
+                messages.append({"role": item.get("role"), "content": content})
         case "reasoning":
             # Only what was told: a summary stands in for reasoning that was not.
             _assistant(messages, reasoning_content=_text(item.get("content") or item.get("summary") or [], where))

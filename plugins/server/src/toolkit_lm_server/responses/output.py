@@ -90,7 +90,7 @@ class Output:
 
     def _item(self, segment: Segment, status: str, *, begun: bool = False) -> dict[str, Any]:
         """A segment as an item of the output. `begun`: nothing is in it yet."""
-        item = {"id": self._ids[segment.number], "status": status}
+        item: dict[str, Any] = {"id": self._ids[segment.number], "status": status}
         match segment.kind:
             case "call":
                 call = {"call_id": segment.id, "name": segment.name, "arguments": "" if begun else segment.text}
@@ -102,7 +102,7 @@ class Output:
                 return {"type": "message", **item, "role": "assistant", "content": [] if begun else [self._part(segment)]}
 
     def _part(self, segment: Segment, *, begun: bool = False) -> dict[str, Any]:
-        part = {"type": _PART[segment.kind], "text": "" if begun else segment.text}
+        part: dict[str, Any] = {"type": _PART[segment.kind], "text": "" if begun else segment.text}
         if segment.kind == "text":
             part |= {"annotations": [], "logprobs": segment.logprobs if self._body.tells_logprobs and not begun else []}
         return part

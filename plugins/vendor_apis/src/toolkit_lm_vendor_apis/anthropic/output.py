@@ -57,7 +57,7 @@ class Output:
 
     def _start(self) -> dict[str, Any]:
         usage = {**self._usage(), "output_tokens": 0}
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message: dict[str, Any] = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return {"type": "message_start", "message": message}
 
     def _block(self, segment: Segment) -> dict[str, Any]:

@@ -98,9 +98,9 @@ def _part(part: Any, where: str) -> dict[str, Any]:
             return {"type": "image_url", "image_url": {"url": image} if isinstance(image, str) else image}
         case {"type": "document", "document": document}:
             data = document.get("data") if isinstance(document, dict) else None
-            text = data if isinstance(data, str) else data.get("text") if isinstance(data, dict) else None
-            if isinstance(text, str):
-                return {"type": "text", "text": text}
+            told = data.get("text") if isinstance(data, dict) else data
+            if isinstance(told, str):
+                return {"type": "text", "text": told}
     kind = part.get("type") if isinstance(part, dict) else None
     raise RequestError(
         f"{where}: a part of type {printable(repr(kind))} must be a text, an image_url, or a document with a text.", "messages"

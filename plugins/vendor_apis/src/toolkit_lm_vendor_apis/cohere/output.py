@@ -30,7 +30,9 @@ class Output:
             pass
         content = [{"type": _TYPES[one.kind], _TYPES[one.kind]: one.text} for one in self._segments.all if one.kind != "call"]
         calls = [_call(one, one.text) for one in self._segments.all if one.kind == "call"]
-        message = {"role": "assistant"} | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+        message: dict[str, Any] = (
+            {"role": "assistant"} | ({"content": content} if content else {}) | ({"tool_calls": calls} if calls else {})
+        )
         logprobs = {"logprobs": self._logprobs()} if self._tells_logprobs else {}
         return {"id": self._id, "message": message, "finish_reason": self._reason(), "usage": self._usage(), **logprobs}
 
@@ -43,7 +45,7 @@ class Output:
             async with aclosing(self._segments.read(self._answer, stream=True)) as found:
                 async for steps in found:
                     yield [_event(step, numbers, self._tells_logprobs) for step in steps]
-            end = {"finish_reason": self._reason(), "usage": self._usage()}
+            end: dict[str, Any] = {"finish_reason": self._reason(), "usage": self._usage()}
         except Exception as error:
             end = {"finish_reason": "ERROR", "error": as_api_error(error).body["error"]["message"]}
         yield [{"type": "message-end", "id": self._id, "delta": end}]

@@ -42,7 +42,8 @@ class Clock:
 class Parts(Protocol):
     """An answer on its way: what is new, in Ollama's form, then why it ended."""
 
-    finish_reason: str | None
+    @property
+    def finish_reason(self) -> str | None: ...
 
     def parts(self) -> AsyncGenerator[list[dict[str, Any]], None]: ...
 

@@ -116,6 +116,7 @@ async def _sent(output: Output, source: Any, *, stream: bool) -> Response:
 
 
 def _vector(output: PoolingRequestOutput) -> list[float]:
+    assert output.outputs.data is not None, "`pool` gives results with data"
     vector: list[float] = output.outputs.data.tolist()
     return vector
 
@@ -124,7 +125,8 @@ def add_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi) -> None:
     """Adds the routes."""
     kind = route_kind(router, schemas.OllamaError, _refusal, takes_any_type=True)
     models = Models(engine)
-    ollama, lines = Ollama(engine, api, models), {"application/x-ndjson": {}}
+    ollama = Ollama(engine, api, models)
+    lines: dict[str, Any] = {"application/x-ndjson": {}}
     limits = described(404, 429, 504, kind=schemas.OllamaError)
     posts: list[tuple[str, Callable[..., Any], type, dict[str, Any]]] = [
         ("/api/chat", ollama.chat, schemas.OllamaChat, lines),
