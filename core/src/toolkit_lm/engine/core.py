@@ -166,10 +166,8 @@ class EngineCore:
         num_tokens = step.plan.num_tokens
         self.scheduler.preemption.observe(num_tokens, duration)
         if self.listening:
-            given = [len(output.token_ids) for output in outputs if output.token_ids]
-            one = StepEvent(
-                time=now, duration=duration, num_tokens=num_tokens, num_output_tokens=sum(given), num_output_sequences=len(given)
-            )
+            got = [len(output.token_ids) for output in outputs if output.token_ids]
+            one = StepEvent(time=now, duration=duration, num_tokens=num_tokens, num_output_tokens=sum(got), num_output_sequences=len(got))
             self._events.append(one)
         self.scheduler.policy.observe(step.plan, duration)
         self._failures = 0
