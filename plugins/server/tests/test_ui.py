@@ -236,6 +236,18 @@ async def test_onlookers_are_few(engine, metrics, monkeypatch):
         assert await third.next("view") and third.status == 200
 
 
+async def test_onlookers_who_come_at_the_same_time_are_few(engine, metrics, monkeypatch):
+    monkeypatch.setattr(page_module, "_MOST_ONLOOKERS", 2)
+    page = Page(ServerOptions(), metrics)
+    streams = [page._events(Readiness(engine), None) for _ in range(6)]
+    found = await asyncio.gather(*map(anext, streams), return_exceptions=True)
+    assert [type(one).__name__ for one in found] == ["list"] * 2 + ["ApiError"] * 4
+    assert page.watch.num_onlookers == 2
+    for stream in streams:
+        await stream.aclose()
+    assert page.watch.num_onlookers == 0
+
+
 async def test_the_stream_ends_with_the_server(engine, metrics):
     readiness = Readiness(engine)
     async with looking(app_of(engine, metrics, readiness)) as onlooker:

@@ -42,15 +42,20 @@ class Page:
 
         async def events() -> Response:
             """What the page shows, as it changes."""
-            if self.watch.num_onlookers >= _MOST_ONLOOKERS:
-                raise ApiError(429, f"{_MOST_ONLOOKERS} pages are open already.", code="rate_limit_exceeded")
+            self._check_onlookers()
             stream = self._events(readiness, engine)
             return EventStream(stream, stream)
 
         router.add_api_route("/ui/events", events, response_model=None, include_in_schema=False, route_class_override=kind)
 
+    def _check_onlookers(self) -> None:
+        if self.watch.num_onlookers >= _MOST_ONLOOKERS:
+            raise ApiError(429, f"{_MOST_ONLOOKERS} pages are open already.", code="rate_limit_exceeded")
+
     async def _events(self, readiness: Readiness, engine: AsyncLLM | None) -> AsyncGenerator[list[dict[str, Any]], None]:
         """A description whenever it may have changed, then views. It ends when the engine is there, or the server is to end."""
+        # Others may have come at the same time.
+        self._check_onlookers()
         watched, described, last_line = readiness.engine, "", 0
         last: dict[str, Any] = {}
         with self.watch.looking():
