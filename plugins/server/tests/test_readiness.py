@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import asyncio
 import contextlib
 
 import pytest
@@ -13,7 +12,6 @@ from toolkit_lm_server.app import create_app, create_early_app, create_router
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.route import Readiness
-from toolkit_lm_server.start_gate import StartGate
 from toolkit_lm_server.start_gate import StartGate
 
 pytestmark = pytest.mark.anyio
