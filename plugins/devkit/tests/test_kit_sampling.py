@@ -92,6 +92,23 @@ def test_a_state_that_is_lost_is_found(hush, returned):
             kit.test_a_preemption_changes_nothing(CASE)
 
 
+def test_drafts_that_do_not_follow_are_found(hush):
+    params, processor = hush
+
+    class Guesses(processor):
+        def drafts(self, row):
+            return [7, 8]
+
+    class Begins(processor):
+        def begin(self, rows):
+            self._penalties = {key: (tokens, 9.0) for key, (tokens, _) in self._penalties.items()}
+
+    with pytest.raises(AssertionError, match=r"another token is drawn than drafts\(\) said"):
+        processor_kit(params, Guesses).test_what_must_follow_follows(CASE)
+    with pytest.raises(AssertionError, match=r"begin\(\) changes what is drawn"):
+        processor_kit(params, Begins).test_what_must_follow_follows(CASE)
+
+
 def test_a_random_number_of_its_own_is_found(hush):
     params, processor = hush
 

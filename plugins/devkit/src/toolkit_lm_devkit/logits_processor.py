@@ -121,6 +121,24 @@ class LogitsProcessorConformance(Conformance):
                 outputs[index].append(token_id)
                 states[index] = staying.states.get(index, {})
 
+    def test_what_must_follow_follows(self, case: Mapping[str, Any]) -> None:
+        """`begin` changes no draw, and what `drafts` says is drawn next, whatever the logits."""
+        rows, unprepared = self.rows([case] * _ROWS), self.rows([case] * _ROWS)
+        users, table = rows.users(np.arange(_ROWS)), rows.processors
+        assert table is not None, "it was made with one"
+        coming: dict[int, list[int]] = {}
+        for step in range(_DRAWS):
+            table.begin(*users)
+            drawn, other = (self.draw(self.logits(step), one).token_ids for one in (rows, unprepared))
+            assert drawn == other, "begin() changes what is drawn"
+            wrong = [key for key, token_id in zip(users[0], drawn, strict=True) if coming.get(key, [token_id])[0] != token_id]
+            assert not wrong, "another token is drawn than drafts() said"
+            for one in (rows, unprepared):
+                one.history.append(np.arange(_ROWS), drawn)
+                one.position += 1
+            said = table.drafts(*users)
+            coming = {key: left for key, tokens in coming.items() if (left := tokens[1:])} | said
+
     def test_a_sequence_leaves(self, case: Mapping[str, Any]) -> None:
         made = self.processor(VllmConfig.default(), torch.device("cpu"))
         row = self.rows([None]).processor_row(0)
