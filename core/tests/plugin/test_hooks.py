@@ -126,7 +126,7 @@ def test_toolkit_register_logits_processors(example):
 
 def test_toolkit_register_parsers(example):
     parsers = load(example).parsers
-    assert parsers.get("mine").finds == ("reasoning",)
+    assert parsers.get("mine").target == "toolkit_lm_mine.formats:MyFormat"
     shown = types.ModuleType("toolkit_lm_mine.formats")
     exec(page_example(PAGES / "toolkit_register_parsers.md", block=3), shown.__dict__)
     assert shown.MyFormat.refuses("Think on the first line.") is None

@@ -34,7 +34,7 @@ TOOLS = [
 
 
 def chosen(template: str, what: str) -> str | None:
-    entries = sorted((entry for entry in PARSERS.entries() if what in entry.finds), key=lambda entry: -entry.priority)
+    entries = sorted((entry for entry in PARSERS.entries() if what in PARSERS.load(entry.key).finds), key=lambda entry: -entry.priority)
     return next((entry.key for entry in entries if PARSERS.ask(entry.key, template) is None), None)
 
 

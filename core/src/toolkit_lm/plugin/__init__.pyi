@@ -21,7 +21,6 @@ from .registries import (
     ModelEntry as ModelEntry,
     ModelRegistry as ModelRegistry,
     OptionNamesRegistry as OptionNamesRegistry,
-    ParserEntry as ParserEntry,
     ParserRegistry as ParserRegistry,
     PoolingInputsRegistry as PoolingInputsRegistry,
     PoolingProfileRegistry as PoolingProfileRegistry,

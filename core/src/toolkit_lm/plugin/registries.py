@@ -63,14 +63,6 @@ class RendererEntry(Entry):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParserEntry(Entry):
-    """An answer format."""
-
-    finds: tuple[str, ...]
-    """"reasoning", "tool_calls", or both."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderEntry(Entry):
     """A class that loads checkpoints."""
 
@@ -204,19 +196,11 @@ class RendererRegistry(Registry[RendererEntry]):
         self.add_entry(RendererEntry, name, target, "module:Class", reads=tuple(reads), priority=priority, override=override)
 
 
-class ParserRegistry(Registry[ParserEntry]):
+class ParserRegistry(AttentionBackendRegistry):
     """Answer formats, by the names that the server's options tool_call_parser and reasoning_parser give."""
 
     noun = "answer parser"
     base = "toolkit_lm.renderer:AnswerFormat"
-
-    def add(self, name: str, target: str, *, finds: tuple[str, ...], priority: int = 0, override: bool = False) -> None:
-        """Registers a subclass of toolkit_lm.renderer.AnswerFormat. Of those that do not refuse a chat template, the one of the highest
-        priority is chosen.
-
-        `finds`: "reasoning", "tool_calls", or both.
-        """
-        self.add_entry(ParserEntry, name, target, "module:Class", finds=tuple(finds), priority=priority, override=override)
 
 
 class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,8 +55,13 @@ class AnswerParser(ABC):
 class AnswerFormat(ABC):
     """One way of writing reasoning, tool calls, or both. An engine has one instance, whose methods are called from several threads."""
 
+    finds: ClassVar[tuple[str, ...]]
+    """"reasoning", "tool_calls", or both."""
     keeps_special_tokens: ClassVar[bool] = False
     """Its marks are special tokens: they must be in the text."""
+
+    call_id_length: ClassVar[int] = 29
+    """Characters of calls' ids: templates may refuse others."""
 
     def __init__(self, template: str) -> None:
         """`template`: the renderer's `chat_template_source`."""
@@ -81,10 +85,6 @@ class AnswerFormat(ABC):
         Not `required`: any text, in which what begins a call is one.
         """
         return None
-
-    def call_id(self) -> str:
-        """A new id of a tool call, such as chat templates of this format take."""
-        return f"call_{secrets.token_hex(12)}"
 
     def after_reasoning(self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The structure of an answer in which reasoning, where there is some, comes before `structure`."""

@@ -42,6 +42,8 @@ class LlamaJsonParser(JsonCalls):
 class LlamaJsonFormat(AnswerFormat):
     """Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}."""
 
+    finds = ("tool_calls",)
+
     @classmethod
     def refuses(cls, template: str) -> str | None:
         is_llama = '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template)
@@ -202,6 +204,8 @@ class PythonicParser(JsonCalls):
 
 class PythonicFormat(AnswerFormat):
     """Llama 3.2 and Llama 4: [name(key=value, ...), ...]."""
+
+    finds = ("tool_calls",)
 
     @classmethod
     def refuses(cls, template: str) -> str | None:

@@ -57,6 +57,7 @@ class DeepSeekParser(MarkedCalls):
 class DeepSeekFormat(AnswerFormat):
     """DeepSeek V3, R1 and V3.1, by their marks."""
 
+    finds = ("tool_calls",)
     keeps_special_tokens = True
 
     @classmethod

@@ -112,6 +112,7 @@ class GemmaParser(MarkedCalls):
 class GemmaFormat(AnswerFormat):
     """FunctionGemma and Gemma 4."""
 
+    finds = ("tool_calls",)
     keeps_special_tokens = True
 
     @classmethod

@@ -89,6 +89,7 @@ class HarmonyParser(JsonCalls):
 class HarmonyFormat(AnswerFormat):
     """gpt-oss."""
 
+    finds = ("reasoning", "tool_calls")
     keeps_special_tokens = True
 
     @classmethod

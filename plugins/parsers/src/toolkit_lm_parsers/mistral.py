@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,7 +39,9 @@ class MistralParser(MarkedCalls):
 class MistralFormat(AnswerFormat):
     """Mistral, by its special tokens."""
 
+    finds = ("tool_calls",)
     keeps_special_tokens = True
+    call_id_length = 9
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
@@ -48,10 +49,6 @@ class MistralFormat(AnswerFormat):
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return MistralParser(tools)
-
-    def call_id(self) -> str:
-        # Templates refuse ids of another length.
-        return secrets.token_hex(5)[:9]
 
     def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
         if not required:

@@ -39,6 +39,7 @@ class ThinkParser(ScanParser):
 class ThinkFormat(AnswerFormat):
     """<think> and </think>: Qwen3, DeepSeek-R1 and many others."""
 
+    finds = ("reasoning",)
     start, end = "<think>", "</think>"
 
     @classmethod

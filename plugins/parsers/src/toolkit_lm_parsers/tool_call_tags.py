@@ -110,6 +110,8 @@ def _listed(value: Any) -> list[Any]:
 class HermesFormat(AnswerFormat):
     """Hermes 2, Qwen 2.5 and Qwen 3: <tool_call>{"name": ..., "arguments": ...}</tool_call>."""
 
+    finds = ("tool_calls",)
+
     @classmethod
     def refuses(cls, template: str) -> str | None:
         if _OPEN not in template:
@@ -128,6 +130,8 @@ class HermesFormat(AnswerFormat):
 
 class QwenCoderFormat(AnswerFormat):
     """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>."""
+
+    finds = ("tool_calls",)
 
     @classmethod
     def refuses(cls, template: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _BARE = "llama3_json"
 """Calls without marks: what a model whose own format is not known can be held to."""
+_SHORT_ID = 16
 _PROMPT_END = 64
 """Tokens of the prompt that show what it has begun of the answer."""
 _STRUCTURES = (
@@ -43,12 +45,12 @@ def choose_format(parsers: ParserRegistry, what: str, wanted: str, template: str
     if wanted == "none":
         return None
     if wanted == "auto":
-        entries = sorted((entry for entry in parsers.entries() if what in entry.finds), key=lambda entry: -entry.priority)
-        name = next((entry.key for entry in entries if parsers.ask(entry.key, template) is None), None)
+        entries = sorted(parsers.entries(), key=lambda entry: -entry.priority)
+        name = next((e.key for e in entries if what in parsers.load(e.key).finds and parsers.ask(e.key, template) is None), None)
     else:
         name = wanted
-        if what not in parsers.get(name).finds:
-            able = ", ".join(entry.key for entry in parsers.entries() if what in entry.finds)
+        if what not in parsers.load(name).finds:
+            able = ", ".join(key for key in parsers if what in parsers.load(key).finds)
             raise ConfigError(f"answer parser {name!r} finds no {what.replace('_', ' ')}. Those that do: {able}.")
     if name is None:
         return None
@@ -229,10 +231,16 @@ class Parts:
         assert self._plan.tools is not None
         return {
             "index": call.index,
-            "id": self._plan.tools.call_id(),
+            "id": _call_id(self._plan.tools.call_id_length),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
+
+
+def _call_id(length: int) -> str:
+    """A new one: as OpenAI's, unless it has to be short."""
+    digits = secrets.token_hex(length)
+    return digits[:length] if length < _SHORT_ID else f"call_{digits}"[:length]
 
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
