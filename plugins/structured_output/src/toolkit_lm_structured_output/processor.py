@@ -36,8 +36,8 @@ class _Sequence:
     def __init__(self, compiled: Future[_Grammar]) -> None:
         self.forced: deque[int] = deque()
         """Tokens that must follow."""
-        self.mask: np.ndarray | None = None
-        """[words]: what may follow them; None until it is computed."""
+        self.forbidden: np.ndarray | None = None
+        """[tokens] bool: what may not follow them; None until it is computed."""
         self._compiled = compiled
         self._matcher: Matcher | None = None
         self._num_read = 0
@@ -65,7 +65,7 @@ class _Sequence:
         return matcher
 
     def _force(self, matcher: Matcher) -> None:
-        self.mask = None
+        self.forbidden = None
         if not matcher.is_stopped:
             for token in matcher.forced():
                 matcher.consume(token)
@@ -124,13 +124,14 @@ class StructuredOutput(LogitsProcessor):
         lacking: dict[GrammarCompiler, list[tuple[_Sequence, Matcher]]] = {}
         for sequence, row in pairs:
             matcher = sequence.read(row)
-            if sequence.mask is None:
+            if sequence.forbidden is None:
                 lacking.setdefault(sequence.compiler, []).append((sequence, matcher))
         for compiler, some in lacking.items():
             masks = np.zeros((len(some), -(-compiler.size // 32)), np.int32)
             compiler.fill([matcher for _, matcher in some], masks)
-            for (sequence, _), mask in zip(some, masks, strict=True):
-                sequence.mask = mask
+            bits = np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little") == 0
+            for (sequence, _), row_bits in zip(some, bits, strict=True):
+                sequence.forbidden = row_bits
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         self._join()
@@ -142,9 +143,10 @@ class StructuredOutput(LogitsProcessor):
             if sequence.forced:
                 forbidden[index, sequence.forced[0]] = False
             else:
-                assert sequence.mask is not None, "it was made"
-                bits = np.unpackbits(sequence.mask.view(np.uint8), count=values.shape[-1], bitorder="little")
-                np.equal(bits, 0, out=forbidden[index])
+                assert sequence.forbidden is not None, "it was made"
+                # A model may have more tokens than the tokenizer, or fewer than masks have bits.
+                known = sequence.forbidden[: values.shape[-1]]
+                forbidden[index, : len(known)] = known
         if values.device.type == "cpu":
             # In one thread: starting more takes longer than the work.
             np.copyto(values.numpy(), -np.inf, where=forbidden)
