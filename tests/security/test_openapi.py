@@ -48,6 +48,8 @@ CHECKS_OFF = ("positive_data_acceptance", "negative_data_rejection")
 nothing: null, false, and fields that nobody knows."""
 EXPECTED = ["2xx", "3xx", "4xx", "504"]
 """504: the client's own `timeout` was over."""
+NO_SUCCESS = ("POST /infill", "POST /invocations")
+"""The model's tokenizer has no tokens for filling in; a body is that of one of several routes, which no schema says."""
 PHASES_OFF = ("stateful",)
 """No request needs what another has made."""
 
@@ -165,7 +167,8 @@ def strict(part: Any) -> Any:
 def check(found: Findings) -> None:
     assert found.wrong == [], "\n".join(found.wrong[:10])
     # Else some schemas of answers would not have been looked at.
-    assert found.kinds == found.described
+    for name, described in found.described.items():
+        assert found.kinds.get(name, set()) == (set() if name in NO_SUCCESS else described), name
 
 
 @pytest.mark.parametrize("name", ENGINES)

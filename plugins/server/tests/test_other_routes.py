@@ -89,3 +89,10 @@ async def test_the_description_tells_what_is_sent(engine, client_of):
             for status, response in operation["responses"].items():
                 for kind, content in response.get("content", {}).items():
                     assert content.get("schema") or content.get("itemSchema"), (method, path, status, kind)
+
+
+async def test_a_wrong_method_is_told_all_right_ones(engine, client_of):
+    async with client_of(create_app(engine, ServerOptions(max_stored_responses=1))) as client:
+        for path, allowed in (("/ping", "GET, POST"), ("/v1/responses/x", "DELETE, GET"), ("/load", "GET")):
+            response = await client.put(path)
+            assert (response.status_code, response.headers["allow"]) == (405, allowed)

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from toolkit_lm import __version__
 
 from toolkit_lm_server.answer_schemas import (
@@ -292,4 +293,9 @@ def make_app(options: ServerOptions) -> FastAPI:
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
-    return as_api_error(error).response()
+    told = as_api_error(error)
+    if told.status == 405:
+        # One path may have several routes.
+        matching = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+        told.headers = {"Allow": ", ".join(sorted({method for route in matching for method in getattr(route, "methods", ())}))}
+    return told.response()
