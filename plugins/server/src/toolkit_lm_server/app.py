@@ -250,7 +250,9 @@ def create_app(
     """An app with the server's routes. The caller owns the engine. Raises as `create_router` does."""
     options = options or ServerOptions()
     app = make_app(options)
-    app.include_router(create_router(engine, options, metrics=metrics, readiness=readiness, page=page))
+    router = create_router(engine, options, metrics=metrics, readiness=readiness, page=page)
+    app.state.api = router.routes
+    app.include_router(router)
     return app
 
 
@@ -287,6 +289,7 @@ def make_app(options: ServerOptions) -> FastAPI:
         # A redirect would send clients, with their keys, to whatever the Host header names.
         redirect_slashes=False,
     )
+    app.state.api = []
     if openapi_url is not None:
         add_api_page(app)
     return app
@@ -296,6 +299,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     told = as_api_error(error)
     if told.status == 405:
         # One path may have several routes.
-        matching = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-        told.headers = {"Allow": ", ".join(sorted({method for route in matching for method in getattr(route, "methods", ())}))}
+        matching = [route for route in request.app.state.api if route.matches(request.scope)[0] is not Match.NONE]
+        methods = {method for route in matching for method in getattr(route, "methods", ())}
+        told.headers = {"Allow": ", ".join(sorted(methods))} if methods else told.headers
     return told.response()
