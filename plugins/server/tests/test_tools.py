@@ -124,6 +124,17 @@ async def test_an_answer_comes_in_parts_streamed_or_not(client_of, scripted, tex
     assert (streamed_reason, num_tokens) == (reason, len(text))
 
 
+@pytest.mark.parametrize(("parallel", "num_calls"), [(True, 2), (None, 2), (False, 1)])
+async def test_an_answer_has_one_call_where_more_are_not_wanted(client_of, scripted, parallel, num_calls):
+    body = BODY | {"parallel_tool_calls": parallel}
+    choice = await whole(client_of, scripted(f"{CALL}\n{CALL}"), body)
+    message, reason = choice["message"], choice["finish_reason"]
+    assert (len(message["tool_calls"]), message["content"], reason) == (num_calls, None, "tool_calls")
+    response = await ask(client_of, scripted(f"{CALL}\n{CALL}"), body | {"stream": True})
+    streamed, reason, _ = joined(response.text.splitlines())
+    assert (len(streamed["tool_calls"]), streamed["content"], reason) == (num_calls, "", "tool_calls")
+
+
 async def test_a_call_that_max_tokens_cuts_is_told_as_cut(client_of, scripted):
     engine = scripted(CALL[:60], reason="length")
     choice = await whole(client_of, engine)

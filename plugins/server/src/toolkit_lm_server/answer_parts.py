@@ -197,6 +197,8 @@ class Parts:
             del self._parsers[piece.index]
             if reason == "stop" and parser.calls_tools:
                 reason = "tool_calls"
+        if not self._plan.use.parallel:
+            deltas = [one._replace(tool_calls=tuple(call for call in one.tool_calls if call.index == 0)) for one in deltas]
         return [one for one in deltas if any(one)], reason
 
     def delta(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:

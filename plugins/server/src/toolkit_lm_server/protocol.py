@@ -280,7 +280,7 @@ class ChatBody(SamplingBody, RenderBody):
     tool_choice: str | dict[str, Any] | None = None
     """"none", "auto", "required", or a function."""
     parallel_tool_calls: bool | None = None
-    """False: an answer has one call at most, where it must have one."""
+    """False: an answer has one call at most."""
     reasoning_effort: str | None = None
     """For the chat template. "none": as enable_thinking false."""
     include_reasoning: bool | None = None
