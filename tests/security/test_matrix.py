@@ -64,6 +64,8 @@ NOT_SERVED = ("/classify", "/infill")
 """What neither engine does: its good body is refused too."""
 NOTHING_MISSING = ("/api/chat", "/api/generate", "/api/show")
 """Without a prompt, Ollama loads the model: an empty body is good."""
+UNCOUNTED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/api/show")
+"""What asks nothing of an engine."""
 UNKNOWN = ("deep in a text", "a surrogate", "unknown field")
 """Attacks by fields that a lenient server ignores."""
 JSON = {"content-type": "application/json"}
@@ -153,6 +155,14 @@ def lenient(engines) -> Iterator[Server]:
 def locked(engines) -> Iterator[Server]:
     """The same with an API key."""
     yield from entered(Server(engines, api_key=KEY))
+
+
+@pytest.fixture(scope="module")
+def counted(engines, tmp_path_factory) -> Iterator[Server]:
+    """The same with a key for each route, which a token a minute is for."""
+    file = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    file.write_text(json.dumps({"keys": [{"name": path, "key": path, "tokens_per_minute": 1} for path in BODIES]}))
+    yield from entered(Server(engines, api_keys_file=str(file)))
 
 
 def entered(server: Server) -> Iterator[Server]:
@@ -290,3 +300,14 @@ def test_keys_of_anthropics_clients(locked):
         for headers in ({"x-api-key": "wrong"}, {"x-api-key": KEY, "authorization": "Bearer wrong"}, {"x-api-key": ""}):
             assert locked.send(path, method, content=b"{}", headers={**JSON, **headers}).status_code == 401
     assert locked.send("/v1/messages", json=BODIES["/v1/messages"], headers={"x-api-key": KEY}).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_tokens_are_counted_for_the_key(counted, path):
+    """Whichever API they were asked by: the next request comes too early."""
+    found = [counted.send(path, json=BODIES[path], headers={"authorization": f"Bearer {path}"}) for _ in range(2)]
+    if path in NOT_SERVED:
+        assert [one.status_code for one in found] == [400, 400]
+    else:
+        assert [one.status_code for one in found] == [200, 200 if path in UNCOUNTED else 429]
+        assert ("retry-after" in found[1].headers) == (path not in UNCOUNTED)
