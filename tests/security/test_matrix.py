@@ -165,6 +165,12 @@ def counted(engines, tmp_path_factory) -> Iterator[Server]:
     yield from entered(Server(engines, api_keys_file=str(file)))
 
 
+@pytest.fixture(scope="module")
+def stingy(engines) -> Iterator[Server]:
+    """The same where a request may cost hardly anything."""
+    yield from entered(Server(engines, max_request_cost="4KiB"))
+
+
 def entered(server: Server) -> Iterator[Server]:
     """With one event loop for all requests."""
     with server.clients["generate"], server.clients["pooling"]:
@@ -311,3 +317,12 @@ def test_tokens_are_counted_for_the_key(counted, path):
     else:
         assert [one.status_code for one in found] == [200, 200 if path in UNCOUNTED else 429]
         assert ("retry-after" in found[1].headers) == (path not in UNCOUNTED)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_what_costs_too_much_is_refused(stingy, path):
+    response = stingy.send(path, json=BODIES[path])
+    if path in NOT_SERVED or path in {"/tokenize", "/detokenize", "/api/show"}:
+        assert response.status_code == (400 if path in NOT_SERVED else 200)
+    else:
+        assert response.status_code == 400 and "max_request_cost is" in response.text
