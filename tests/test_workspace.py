@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(p.parent for pattern in ("core", "plugins/*", "contrib_*/*") for p in ROOT.glob(f"{pattern}/pyproject.toml"))
 LIBRARIES = ("media", "rotary")
 """Distributions that plugins use, and that register nothing themselves."""
+SEVERAL = ("vendor_apis",)
+"""Distributions of several plugins."""
 
 
 def project(folder: Path) -> dict:
@@ -69,7 +71,12 @@ def test_distribution_is_well_formed(folder):
     assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     if folder.name != "core":
         assert "toolkit-lm-core>=0.1,<0.2" in data["dependencies"]
-        assert list(data.get("entry-points", {}).get("toolkit_lm", {}).values()) == ([] if folder.name in LIBRARIES else [package])
+        modules = set(data.get("entry-points", {}).get("toolkit_lm", {}).values())
+        if folder.name in SEVERAL:
+            # Each plugin is a package of its own in the distribution's.
+            assert len(modules) > 1 and {module.rpartition(".")[0] for module in modules} == {package}
+        else:
+            assert modules == (set() if folder.name in LIBRARIES else {package})
 
 
 def test_the_meta_distribution_depends_on_all():
