@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
+import httpx
 import jsonschema
 import pytest
 from toolkit_lm import LLM, SamplingParams
@@ -43,7 +49,7 @@ def llm():
         yield llm
 
 
-def answers(llm, form, structure, **more):
+def answers(llm, form, structure, prompt="Once upon a time", **more):
     params = SamplingParams(
         n=8,
         temperature=1.5,
@@ -53,7 +59,7 @@ def answers(llm, form, structure, **more):
         logit_bias=ending(llm),
         **more,
     )
-    output = llm.generate("Once upon a time", params, use_tqdm=False)[0]
+    output = llm.generate(prompt, params, use_tqdm=False)[0]
     assert output.error is None
     for one in output.outputs:
         parser = form.parser("", TOOLS)
@@ -91,6 +97,20 @@ def test_required_calls_are_whole_and_valid(llm, name, parallel):
     assert num_whole or parallel, "none came to its end"
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+def test_what_begins_a_call_goes_on_as_one(llm, name):
+    """A model that may write any text, and is made to begin a call."""
+    form = PARSERS.make(name, TEMPLATES[name])
+    structure = form.structure(TOOLS, parallel=False, required=False)
+    begun = {"type": "sequence", "elements": [{"type": "const_string", "value": "Hm. "}, structure]}
+    assert any("<tool_call>" not in one.text for one, _, _ in answers(llm, form, begun))
+    begun["elements"][1] = {**structure, "at_least_one": True}
+    for one, deltas, _ in answers(llm, form, begun):
+        assert any(call.name in ("get_weather", "stop") for delta in deltas for call in delta.tool_calls), one.text
+        assert "".join(delta.content for delta in deltas) in ("Hm.", "Hm. ")
+    assert PARSERS.make("harmony", "").structure(TOOLS, parallel=False, required=False) is None
+
+
 def test_reasoning_comes_before_a_required_call(llm):
     tools = PARSERS.make("hermes", "<tool_call>")
     think = PARSERS.make("think", "{% if add_generation_prompt %}<think>\n{% endif %}")
@@ -100,3 +120,82 @@ def test_reasoning_comes_before_a_required_call(llm):
         reasoning, mark, call = text.partition("</think>\n\n")
         assert not mark or call.startswith("<tool_call>"[: len(call)])
         assert "<tool_call>" not in reasoning or mark
+
+
+# An agent
+
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def url():
+    """The address of `toolkit serve tiny-tools`."""
+    command = [
+        sys.executable,
+        "-c",
+        "from toolkit_lm_cli import main; main()",
+        "serve",
+        "tiny-tools",
+        "--port",
+        "0",
+        "--log-level",
+        "error",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        found = next((at for line in process.stdout if (at := re.search(r"Serving tiny-tools at (\S+)", line))), None)
+        assert found, f"the server ended with exit code {process.wait()}"
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(30)
+        process.stdout.close()
+
+
+def test_the_agent_of_the_docs_goes_round_three_times(url, tmp_path):
+    page = (DOCS / "tools.md").read_text(encoding="utf-8")
+    script = tmp_path / "agent.py"
+    script.write_text(re.search(r"^`agent.py`:\n\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1], encoding="utf-8")
+    printed = re.search(r"^prints\n\n```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[1]
+    done = subprocess.run([sys.executable, script, f"{url}/v1"], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == (printed, 0), done.stderr
+
+
+def test_a_stream_of_each_turn_has_the_same_parts(url):
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    messages = [{"role": "user", "content": "What is the weather in Paris and in Tokyo?"}]
+    reasons = []
+    for result in ({"sky": "sunny", "degrees": 21}, {"sky": "snowy", "degrees": 3}, None):
+        body = {"messages": messages, "tools": tools, "temperature": 0}
+        [choice] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+        content, calls, reason = "", [], None
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "stream": True}, timeout=60) as stream:
+            for line in stream.iter_lines():
+                for one in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
+                    content += one["delta"].get("content") or ""
+                    for call in one["delta"].get("tool_calls", ()):
+                        if "id" in call:
+                            calls.append({"name": call["function"]["name"], "arguments": ""})
+                        calls[call["index"]]["arguments"] += call["function"]["arguments"]
+                    reason = one["finish_reason"] or reason
+        message = choice["message"]
+        assert (content, reason) == (message["content"] or "", choice["finish_reason"])
+        assert calls == [call["function"] for call in message.get("tool_calls", ())]
+        reasons.append(reason)
+        messages.append(message)
+        if result is not None:
+            messages.append({"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": json.dumps(result)})
+    assert reasons == ["tool_calls", "tool_calls", "stop"]
+
+
+def test_a_tool_that_must_be_called_is_called_by_a_model_that_would_not(url):
+    tools = [{"type": "function", "function": {"name": "log", "parameters": PARAMETERS}}]
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "tools": tools, "tool_choice": "required", "temperature": 0}
+    body["parallel_tool_calls"] = False
+    [choice] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "log"
+    jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)

@@ -1,11 +1,18 @@
-"""Small trained models, embedded: `tiny`, which chats, `tiny-dates`, which reads dates, and `tiny-vision`, which looks at pictures."""
+"""Small trained models, embedded: `tiny`, which chats, `tiny-dates`, which reads dates, `tiny-tools`, which calls tools, and `tiny-vision`,
+which looks at pictures.
+"""
 
 from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import CheckpointRegistry, hookimpl
 
-_CHECKPOINTS = {"tiny": "checkpoint", "tiny-dates": "checkpoint_dates", "tiny-vision": "checkpoint_vision"}
+_CHECKPOINTS = {
+    "tiny": "checkpoint",
+    "tiny-dates": "checkpoint_dates",
+    "tiny-tools": "checkpoint_tools",
+    "tiny-vision": "checkpoint_vision",
+}
 _KV_CACHE_MEMORY = "64MiB"
 
 
