@@ -100,6 +100,17 @@ def test_a_rendering_ends_in_time(name, monkeypatch):
     assert time.monotonic() - start < 10 * SECONDS
 
 
+@pytest.mark.parametrize("name", FOREVER)
+def test_a_template_of_a_request_is_tried_once_at_most(name, monkeypatch):
+    """Each trial of one that takes for ever would take as long again."""
+    monkeypatch.setattr(bounded, "MOST_SECONDS", SECONDS)
+    budgets = []
+    monkeypatch.setattr(bounded, "Budget", lambda length, make=bounded.Budget: budgets.append(make(length)) or budgets[-1])
+    with pytest.raises(RequestError, match="took too long"):
+        ChatTemplate({"default": f"{FOREVER[name]}{{# tool_calls #}}"}, {}, RequestError, is_of_request=True)
+    assert len(budgets) == 1
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_a_rendering_makes_no_more_than_its_budget(name):
     before = peak()

@@ -60,6 +60,10 @@ class _SizedList(list[Any]):
     size: int
 
 
+class SlowTemplateError(RequestError):
+    """A rendering has used up its time."""
+
+
 class Budget:
     """What is left to one rendering. Its methods raise RequestError where that is too little."""
 
@@ -74,7 +78,7 @@ class Budget:
     def tick(self) -> None:
         """Raises when the time is over."""
         if time.monotonic() > self._deadline:
-            raise RequestError(f"the chat template took too long: more than {MOST_SECONDS:g} seconds.", "messages")
+            raise SlowTemplateError(f"the chat template took too long: more than {MOST_SECONDS:g} seconds.", "messages")
 
     def spend(self, value: T) -> T:
         """Counts a value that was made, and returns it."""

@@ -17,7 +17,7 @@ from jinja2.utils import Namespace
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
 from toolkit_lm.prompts import Conversation
 
-from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, rendering
+from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, SlowTemplateError, rendering
 from toolkit_lm_renderer_hf.tokenizer import read_json
 from toolkit_lm_renderer_hf.tool_calls import takes_text, with_calls
 
@@ -31,11 +31,18 @@ class ChatTemplate:
     """The chat template of a checkpoint, or several by name: "tool_use" is taken where a conversation has tools, else "default".
 
     Raises `error` for one that does not parse: ConfigError where it is the operator's, CheckpointError where it is the checkpoint's.
+    `is_of_request`: one that takes too long to try is refused, so that nobody waits for each trial.
     """
 
     def __init__(
-        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: Callable[[str], Exception] = CheckpointError
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        error: Callable[[str], Exception] = CheckpointError,
+        *,
+        is_of_request: bool = False,
     ) -> None:
+        self._is_of_request = is_of_request
         environment = _environment()
         self.source = "\n".join(sources[name] for name in ("default", "tool_use") if name in sources)
         """Of the templates that conversations are rendered by."""
@@ -126,20 +133,24 @@ class ChatTemplate:
 
     def _renders(self, name: str, messages: list[dict[str, Any]]) -> bool:
         names = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        try:
-            self._run(name, names, 10**6)
-        except RequestError:
-            return False
-        return True
+        return self._tried(name, names) is not None
 
     def _writes(self, name: str, content: Any, mark: str = "") -> bool:
         """Whether the template writes the text of a user's content, and a mark."""
         names = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None, "add_generation_prompt": True}
+        text = self._tried(name, names)
+        return text is not None and _PROBE in text and mark in text
+
+    def _tried(self, name: str, names: Mapping[str, Any]) -> str | None:
+        """What the template makes of it; None where it refuses."""
         try:
-            text = self._run(name, names, 10**6)
+            return self._run(name, names, 10**6)
+        except SlowTemplateError:
+            if self._is_of_request:
+                raise
         except RequestError:
-            return False
-        return _PROBE in text and mark in text
+            pass
+        return None
 
 
 def find_chat_template(

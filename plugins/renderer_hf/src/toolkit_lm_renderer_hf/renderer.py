@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -85,7 +85,8 @@ class HfRenderer(Renderer):
             self._chat_template.take_media(self._multimodal.tokens, self._multimodal.texts)
 
     def _compile_requested(self, source: str) -> ChatTemplate:
-        template = ChatTemplate({"default": source}, self._special_tokens, lambda message: RequestError(message, "chat_template"))
+        error = partial(RequestError, param="chat_template")
+        template = ChatTemplate({"default": source}, self._special_tokens, error, is_of_request=True)
         if self._multimodal is not None:
             template.take_media(self._multimodal.tokens, self._multimodal.texts)
         return template
