@@ -86,7 +86,9 @@ def test_every_script_has_a_test():
 
 
 def test_basic(run):
-    assert len(re.findall("^Output: '.+'$", run("basic"), re.MULTILINE)) == 4
+    texts = re.findall("^Output: (.*)$", run("basic"), re.MULTILINE)
+    # They are drawn: one of them may be empty.
+    assert len(texts) == 4 and max(map(len, texts)) > 5
 
 
 def test_generate(run):
