@@ -9,6 +9,8 @@ import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
 ASK = [{"role": "user", "content": "What is the capital of France?"}]
+COLD = {"temperature": 0}
+"""This version of the client has no argument for it."""
 ALONE = {"disable_parallel_tool_use": True}
 PARIS = "The capital of France is Paris."
 TOOL = {
@@ -45,10 +47,12 @@ def test_streams(client):
 
 def test_tools(client):
     for choice in ({"type": "any", **ALONE}, {"type": "tool", "name": "light", **ALONE}):
-        message = client.messages.create(model="tiny", max_tokens=100, messages=ASK, tools=[TOOL], tool_choice=choice)
+        message = client.messages.create(model="tiny", max_tokens=200, extra_body=COLD, messages=ASK, tools=[TOOL], tool_choice=choice)
         [call] = [block for block in message.content if block.type == "tool_use"]
         assert (call.name, list(call.input), message.stop_reason) == ("light", ["on"], "tool_use")
-    with client.messages.stream(model="tiny", max_tokens=100, messages=ASK, tools=[TOOL], tool_choice={"type": "any", **ALONE}) as stream:
+    with client.messages.stream(
+        model="tiny", max_tokens=200, extra_body=COLD, messages=ASK, tools=[TOOL], tool_choice={"type": "any", **ALONE}
+    ) as stream:
         [streamed] = [block for block in stream.get_final_message().content if block.type == "tool_use"]
     assert list(streamed.input) == ["on"]
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "done"}]}
@@ -58,7 +62,7 @@ def test_tools(client):
 
 def test_structured_output(client):
     form = {"type": "json_schema", "schema": TOOL["input_schema"]}
-    message = client.messages.create(model="tiny", max_tokens=60, messages=ASK, output_config={"format": form})
+    message = client.messages.create(model="tiny", max_tokens=200, extra_body=COLD, messages=ASK, output_config={"format": form})
     assert '"on"' in message.content[0].text
 
 

@@ -24,7 +24,7 @@ def test_chat(client):
     assert (reply.message.content[0].text, reply.finish_reason) == (PARIS, "COMPLETE")
     assert reply.usage.tokens.output_tokens == 11
     form = {"type": "json_object", "schema": SCHEMA}
-    assert list(json.loads(client.chat(model="tiny", messages=ASK, response_format=form).message.content[0].text)) == ["on"]
+    assert list(json.loads(client.chat(model="tiny", messages=ASK, response_format=form, temperature=0).message.content[0].text)) == ["on"]
 
 
 def test_streams(client):
@@ -39,7 +39,7 @@ def test_tools(client):
     assert (call.function.name, list(json.loads(call.function.arguments))) == ("light", ["on"])
     conversation = [*ASK, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     assert client.chat(model="tiny", messages=conversation, max_tokens=4).id
-    events = [*client.chat_stream(model="tiny", messages=ASK, tools=[TOOL], tool_choice="REQUIRED", max_tokens=100)]
+    events = [*client.chat_stream(model="tiny", messages=ASK, tools=[TOOL], tool_choice="REQUIRED", max_tokens=100, temperature=0)]
     assert next(event.type for event in events if event.type.startswith("tool-call")) == "tool-call-start"
 
 

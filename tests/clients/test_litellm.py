@@ -34,6 +34,7 @@ def test_tools(url, key):
         "api_key": key,
         "tools": [TOOL],
         "tool_choice": "required",
+        "temperature": 0,
         "max_tokens": 100,
         "parallel_tool_calls": False,
     }

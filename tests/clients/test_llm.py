@@ -43,4 +43,4 @@ def test_prompts(run):
 
 def test_schemas(run):
     schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"], "additionalProperties": False}
-    assert list(json.loads(run("-m", "small", "--schema", json.dumps(schema), ASK))) == ["on"]
+    assert list(json.loads(run("-m", "small", "-o", "temperature", "0", "--schema", json.dumps(schema), ASK))) == ["on"]

@@ -25,7 +25,7 @@ def test_chat(client):
     assert reply.total_duration > reply.eval_duration > 0
     parts = [*client.chat(model="tiny:latest", messages=ASK, options=COLD, stream=True)]
     assert "".join(part.message.content for part in parts) == PARIS and parts[-1].done
-    assert list(json.loads(client.chat(model="tiny", messages=ASK, format=SCHEMA).message.content)) == ["on"]
+    assert list(json.loads(client.chat(model="tiny", messages=ASK, format=SCHEMA, options=COLD).message.content)) == ["on"]
 
 
 def test_generate(client):

@@ -63,21 +63,21 @@ def test_completions_and_models(client):
 
 
 def test_parse(client):
-    reply = client.chat.completions.parse(model="tiny", messages=ASK, response_format=Light, max_tokens=60)
+    reply = client.chat.completions.parse(model="tiny", messages=ASK, response_format=Light, max_tokens=200, temperature=0)
     assert isinstance(reply.choices[0].message.parsed, Light)
-    response = client.responses.parse(model="tiny", input="A light?", text_format=Light, max_output_tokens=60)
+    response = client.responses.parse(model="tiny", input="A light?", text_format=Light, max_output_tokens=200, temperature=0)
     assert isinstance(response.output_parsed, Light)
 
 
 def test_tools(client):
     for choice in ("required", {"type": "function", "function": {"name": "light"}}):
         reply = client.chat.completions.create(
-            model="tiny", messages=ASK, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=100
+            model="tiny", messages=ASK, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False, max_tokens=200, temperature=0
         )
         [call] = reply.choices[0].message.tool_calls
         assert call.function.name == "light" and Light.model_validate_json(call.function.arguments)
     with client.chat.completions.stream(
-        model="tiny", messages=ASK, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=100
+        model="tiny", messages=ASK, tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200, temperature=0
     ) as stream:
         [call] = stream.get_final_completion().choices[0].message.tool_calls
     assert Light.model_validate_json(call.function.arguments)
@@ -103,12 +103,12 @@ def test_responses(client):
 def test_tools_of_responses(client):
     tool = {"type": "function", **TOOL["function"], "strict": True}
     response = client.responses.create(
-        model="tiny", input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=100
+        model="tiny", input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=200, temperature=0
     )
     [call] = [item for item in response.output if item.type == "function_call"]
     assert call.name == "light" and Light.model_validate_json(call.arguments)
     with client.responses.stream(
-        model="tiny", input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=100
+        model="tiny", input=ASK, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_output_tokens=200, temperature=0
     ) as stream:
         done = [event for event in stream if event.type == "response.function_call_arguments.done"]
     assert Light.model_validate_json(done[0].arguments)
