@@ -219,6 +219,7 @@ async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
         "config",
         "engine",
         "error",
+        "from_engine_args",
         "health",
         "num_queued_tokens",
         "num_restarts",
@@ -230,7 +231,7 @@ async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
     public = {name for name in vars(AsyncLLM) if not name.startswith("_")}
     assert public - free == {name for name in vars(BudgetedLLM) if not name.startswith("_")} - {"hold", "hold_rendering"}
     rules = SimpleNamespace(rules=lambda task: SimpleNamespace(size=4))
-    config = SimpleNamespace(max_model_len=64, model=SimpleNamespace(max_model_len=64))
+    config = SimpleNamespace(sampling_defaults={}, max_model_len=64, model=SimpleNamespace(max_model_len=64))
     llm = BudgetedLLM(
         SimpleNamespace(config=config, processor=SimpleNamespace(limits=rules), **dict.fromkeys(public - free, lambda *_, **__: None)),
         CostBudget(1),

@@ -9,6 +9,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import Absent, HFConfig, ReplicatedLinear, join
 from toolkit_lm_pooling_adapters.poolers import AllPooler, EmbeddingHead
+from toolkit_lm_pooling_adapters.pooling_details import details_of
 from torch import Tensor, nn
 
 from toolkit_lm_encoder.bert import BertEncoder
@@ -38,7 +39,7 @@ def dimensions(vllm_config: VllmConfig) -> int:
     if (dim := HFConfig(vllm_config.hf_config).get("dim", int)) is not None:
         return dim
     assert vllm_config.checkpoint is not None
-    profile = vllm_config.checkpoint.pooling_profile
-    if profile is None or profile.embedding_size is None:
+    found = details_of(vllm_config.checkpoint.pooling_profile)
+    if found is None or found.embedding_size is None:
         raise CheckpointError("config.json has no 'dim', and no plugin reads artifact.metadata. Install toolkit-lm-sentence-transformers.")
-    return profile.embedding_size
+    return found.embedding_size

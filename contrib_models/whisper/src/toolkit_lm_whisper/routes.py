@@ -20,7 +20,7 @@ from toolkit_lm_server.errors import ApiError, described, printable
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
-from toolkit_lm_server.unknown_fields import unknown_fields
+from toolkit_lm_server.unknown_fields import STRICT, UNKNOWN
 
 from toolkit_lm_whisper.formats import FORMATS, usage, verbose
 from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
@@ -58,7 +58,7 @@ class TranslationForm(BaseModel):
         known = [one.alias or name for name, one in cls.model_fields.items()]
         for name in data if isinstance(data, dict) else ():
             if name not in known:
-                unknown_fields().add(name, known)
+                UNKNOWN.get(STRICT).add(name, known)
         return {name: value for name, value in data.items() if name in known} if isinstance(data, dict) else data
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 from msgspec import Struct
 
@@ -30,26 +33,20 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
 class EngineClient(ABC):
     """One engine, in this process or in another.
 
-    Used from one thread at a time, but for `phase`, `check_process`, `wake` and `dump_stacks`.
+    Used from one thread at a time, but for `phase`, `fork_error`, `wake` and `dump_stacks`.
     `add` and `finish` never wait for the engine. Every method but `finish` and `shutdown` raises EngineDeadError once the engine has died.
     Those that callers begin with, `wait_ready`, `add`, `reset_prefix_cache` and `poll_outputs`, do so in a fork as well.
     """
 
     phase: str = ""
     """What the engine does before it is ready."""
+    fork_error: EngineDeadError | None = None
+    """Set in a fork of the process that made the engine: no thread and no socket of it works there."""
 
     def __init__(self, config: VllmConfig) -> None:
-        self._pid = os.getpid()
+        os.register_at_fork(after_in_child=partial(_refuse_in_fork, weakref.ref(self), os.getpid()))
         self.features = FeatureMirror(config.cache.feature_cache_bytes)
         """What the engine holds of items of media."""
-
-    def check_process(self) -> None:
-        """Raises EngineDeadError in a fork of the process that made the engine: no thread and no socket of it works there."""
-        if os.getpid() != self._pid:
-            raise EngineDeadError(
-                f"the engine was made in process {self._pid} before os.fork(), and cannot be used in its child {os.getpid()}. Make the "
-                "engine in the child, or start the child with the spawn method: multiprocessing.get_context('spawn')."
-            )
 
     @abstractmethod
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
@@ -94,3 +91,18 @@ class EngineClient(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the engine and releases what it holds. Safe to call twice."""
+
+
+def _refuse_in_fork(reference: weakref.ref[EngineClient], pid: int) -> None:
+    if (client := reference()) is None:
+        return
+    error = client.fork_error = EngineDeadError(
+        f"the engine was made in process {pid} before os.fork(), and cannot be used in its child {os.getpid()}. Make the engine in the "
+        "child, or start the child with the spawn method: multiprocessing.get_context('spawn')."
+    )
+
+    def refuse(*_: Any) -> NoReturn:
+        raise error
+
+    for name in ("wait_ready", "add", "reset_prefix_cache", "poll_outputs"):
+        setattr(client, name, refuse)

@@ -29,7 +29,6 @@ class InProcessClient(EngineClient):
         self._wakes: SimpleQueue[None] = SimpleQueue()
 
     def wait_ready(self, timeout: float | None = None) -> EngineInfo:
-        self.check_process()
         return self._info
 
     @property
@@ -37,7 +36,6 @@ class InProcessClient(EngineClient):
         return self.core.progress_time
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        self.check_process()
         if any(one.features for one in requests):
             with self.features.sending(requests) as (requests, evicted):
                 missing = self._features.take_in(0, requests, evicted)
@@ -56,7 +54,6 @@ class InProcessClient(EngineClient):
         self.core.finish(request_id, reason, index)
 
     def reset_prefix_cache(self) -> None:
-        self.check_process()
         self.core.reset_prefix_cache()
 
     def step(self, timeout: float | None = None) -> EngineOutputs:
@@ -74,7 +71,6 @@ class InProcessClient(EngineClient):
             return
 
     def poll_outputs(self) -> EngineOutputs:
-        self.check_process()
         return self.core.poll_outputs()
 
     def wake(self) -> None:

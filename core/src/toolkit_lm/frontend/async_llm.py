@@ -110,7 +110,8 @@ class AsyncLLM:
 
     async def wait_ready(self) -> None:
         """Waits until the engine has loaded and warmed up. Raises what kept it from starting: ToolkitError, with the root cause."""
-        self.engine.client.check_process()
+        if (error := self.engine.client.fork_error) is not None:
+            raise error
         await asyncio.shield(asyncio.wrap_future(self._thread.ready))
 
     def generate(
@@ -232,7 +233,8 @@ class AsyncLLM:
 
     async def reset_prefix_cache(self) -> None:
         """Forgets what is cached of prompts that were seen before. Requests under way go on. Raises EngineDeadError."""
-        self.engine.client.check_process()
+        if (error := self.engine.client.fork_error) is not None:
+            raise error
         if not self._thread.put(self.engine.reset_prefix_cache):
             raise self._thread.why()
 

@@ -57,7 +57,8 @@ class EngineThread:
 
     def register(self, request_ids: Sequence[str], listener: Listener) -> bool:
         """Gives requests their names, before the engine has them. False when the engine has ended. Raises EngineDeadError in a fork."""
-        self.engine.client.check_process()
+        if (error := self.engine.client.fork_error) is not None:
+            raise error
         return self.put(lambda: self._register(request_ids, listener))
 
     def submit(self, prepared: Sequence[PreparedRequest], listener: Listener) -> None:

@@ -1,4 +1,4 @@
-"""OpenAI-compatible HTTP server: the commands `toolkit serve`, `toolkit render` and `toolkit run-batch`, and routes for other FastAPI apps."""
+"""OpenAI-compatible HTTP server: the commands `toolkit serve`, `toolkit render` and `toolkit run-batch`; routes for other apps."""
 
 from types import ModuleType
 

@@ -17,7 +17,7 @@ from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.errors import ApiError, printable
-from toolkit_lm_server.unknown_fields import NEUTRAL, NOTES, asks_nothing, is_neutral, unknown_field, unknown_fields
+from toolkit_lm_server.unknown_fields import NEUTRAL, NOTES, STRICT, UNKNOWN, asks_nothing, is_neutral, unknown_field
 
 if TYPE_CHECKING:
     from toolkit_lm.frontend import AsyncLLM
@@ -71,9 +71,9 @@ class Body(BaseModel):
     def _drop_neutral(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept, unknown = {}, unknown_fields()
+        kept, unknown = {}, UNKNOWN.get(STRICT)
         for name, value in data.items():
-            if is_neutral(name, value) and name not in cls.meant:
+            if name in NEUTRAL and name not in cls.meant and is_neutral(name, value):
                 continue
             if name in cls.model_fields:
                 if not _stands_for_default(cls, name, value):
@@ -112,7 +112,7 @@ class StreamOptions(BaseModel):
             return data
         for name in data:
             if name not in cls.model_fields:
-                unknown_fields().add(name, cls.model_fields, "stream_options.")
+                UNKNOWN.get(STRICT).add(name, cls.model_fields, "stream_options.")
         return {name: value for name, value in data.items() if value is not None}
 
 

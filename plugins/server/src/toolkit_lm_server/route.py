@@ -257,7 +257,7 @@ class ServerRoute(APIRoute):
                 account = None if self.keys is None else self.keys.find(authorization(request.headers))
                 request.scope[_ACCOUNT] = account
                 WHOSE.set(client_of(request))
-                UNKNOWN.set(unknown := UnknownFields(self.server_options.strict_fields))
+                UNKNOWN.set(unknown := UnknownFields(lenient=not self.server_options.strict_fields))
                 KEEP_ALIVE.set(self.server_options.sse_keep_alive)
                 TEMPLATES_ALLOWED.set(self.server_options.allow_request_chat_template)
                 if self.readiness is not None:
@@ -270,8 +270,8 @@ class ServerRoute(APIRoute):
                     response = await unless_disconnected(
                         request.receive, handle(JsonRequest(request, body, self.bodies, self._scope(request)))
                     )
-                if unknown.header:
-                    response.headers[IGNORED] = unknown.header
+                if unknown.names:
+                    response.headers[IGNORED] = ", ".join(unknown.names)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as error:

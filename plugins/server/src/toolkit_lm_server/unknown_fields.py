@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
+from msgspec import Struct, field
 from pydantic_core import PydanticCustomError
 from toolkit_lm.errors import nearest
 
@@ -73,36 +74,27 @@ def unknown_field(name: str, known: Iterable[str], inside: str = "", hint: str =
     return PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}{hint}", told)
 
 
-class UnknownFields:
+class UnknownFields(Struct):
     """What one request has of them: they are ignored, or refused."""
 
-    def __init__(self, strict: bool) -> None:
-        self.lenient = not strict
-        self._names: dict[str, None] = {}
+    lenient: bool
+    names: dict[str, None] = field(default_factory=dict)
+    """Those that were ignored."""
 
     def add(self, name: str, known: Iterable[str], inside: str = "") -> None:
         """Raises PydanticCustomError where fields are strict, and for what is no name."""
         whole = f"{inside}{name}"
         if not (self.lenient and _PLAIN.fullmatch(whole)):
             raise unknown_field(name, known, inside)
-        if len(self._names) < _MOST_NAMES:
-            self._names[whole] = None
+        if len(self.names) < _MOST_NAMES:
+            self.names[whole] = None
         if whole not in _told and len(_told) < _MOST_TOLD:
             _told.add(whole)
             hint = nearest(name, known, 1, otherwise="")
             logger.warning("the field %s of a request is ignored: this server does not know it. %s", whole, hint)
 
-    @property
-    def header(self) -> str:
-        """The value of `IGNORED`; empty where nothing was ignored."""
-        return ", ".join(self._names)
-
 
 UNKNOWN: ContextVar[UnknownFields] = ContextVar("UNKNOWN")
 """Of the request that is read."""
-_STRICT = UnknownFields(strict=True)
-
-
-def unknown_fields() -> UnknownFields:
-    """Those of the request that is read. A body that comes from elsewhere is to have none."""
-    return UNKNOWN.get(_STRICT)
+STRICT = UnknownFields(lenient=False)
+"""A body that comes from elsewhere is to have none."""

@@ -68,7 +68,6 @@ class ProcessClient(EngineClient):
         self._send(start)
 
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
-        self.check_process()
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self._info is None:
             self._check()
@@ -85,7 +84,6 @@ class ProcessClient(EngineClient):
         return self._progress_time
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
-        self.check_process()
         self._check()
         if not any(one.features for one in requests):
             self._add(requests)
@@ -99,7 +97,6 @@ class ProcessClient(EngineClient):
             self._finished[request_id, index] = self._num_sent
 
     def reset_prefix_cache(self) -> None:
-        self.check_process()
         self._check()
         self._send(wire.encode(wire.ResetPrefixCache()))
 
@@ -110,7 +107,6 @@ class ProcessClient(EngineClient):
         return self._take_pending()
 
     def poll_outputs(self) -> EngineOutputs:
-        self.check_process()
         if not _has_any(self._pending):
             self._check()
             self._take_reports()
