@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
+# Two files of tests at a time, each in one thread; the kernels' tests have all threads to themselves.
+JOBS ?= 2
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore=contrib_backends/cpu
+PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
@@ -15,10 +19,12 @@ demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
 test: lint docs test-renderers
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
+	$(PYTEST_KERNELS) -m "not slow"
 
 test-all: lint docs test-renderers test-clients
-	$(BIN)/python -m pytest
+	$(PYTEST)
+	$(PYTEST_KERNELS)
 
 # mistral-common needs an older numpy than the workspace has: an environment of its own, over that of the workspace.
 # litellm carries the vocabulary of gpt-oss, and is not run.
