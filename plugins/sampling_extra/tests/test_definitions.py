@@ -153,14 +153,14 @@ BAD = {
     "xtc_probability": [-0.1, 1.1, True],
     "xtc_threshold": [-0.1, 2],
     "mirostat_tau": [0, -1, 101, float("inf"), "3"],
-    "mirostat_eta": [-0.1, 1.5, None],
+    "mirostat_eta": [-0.1, 1.5],
     "dry_multiplier": [-1, 1001],
     "dry_base": [0.5, 101],
-    "dry_allowed_length": [0, 1.5, None, 2**64],
+    "dry_allowed_length": [0, 1.5, 2**64],
     "dry_sequence_breakers": ["\n", [""], [" "], [-1], [1.5], [True], ["a" * 257], ["a"] * 301, {"a": 1}],
     "no_repeat_ngram_size": [-1, 2**31, 1.5],
     "epsilon_cutoff": [-0.1, 1.1, "1"],
-    "typical_p": [0, 1.1, "1", None, float("nan")],
+    "typical_p": [0, 1.1, "1", float("nan")],
 }
 
 
@@ -197,3 +197,7 @@ def test_dry_breakers_are_texts_or_ids(prepare):
     with pytest.raises(RequestError, match="token id 128 is not in the vocabulary, which has the ids from 0 to 127") as error:
         breakers(["a", 128])
     assert error.value.param == "dry_sequence_breakers"
+
+
+def test_none_stands_for_the_default(prepare):
+    assert prepare(mirostat_tau=3, mirostat_eta=None) == prepare(mirostat_tau=3) != prepare(mirostat_tau=4)
