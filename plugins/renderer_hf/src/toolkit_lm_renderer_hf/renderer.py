@@ -71,7 +71,10 @@ class HfRenderer(Renderer):
         try:
             from transformers import AutoTokenizer
 
-            return AutoTokenizer.from_pretrained(self._tokenizer_folder, trust_remote_code=self.config.model.trust_remote_code)
+            trusted = self.config.model.trust_remote_code
+            return AutoTokenizer.from_pretrained(  # nosec B615 # of a folder
+                self._tokenizer_folder, trust_remote_code=trusted, local_files_only=True
+            )
         except (ImportError, ValueError, OSError) as error:
             raise UnsupportedError(f"transformers gives no tokenizer of {str(self._tokenizer_folder)!r}: {error}") from error
 
