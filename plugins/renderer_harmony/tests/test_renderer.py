@@ -140,7 +140,7 @@ def test_what_ends_an_answer(renderer, harmony_folder, resolved):
         ([USER], {"chat_template_kwargs": {"reasoning_effort": "most"}}, "chat_template_kwargs", "low, medium, high"),
         ([USER], {"chat_template_kwargs": {"thinking": "yes"}}, "chat_template_kwargs", "'thinking'"),
         ([USER], {"continue_final_message": True}, "continue_final_message", "assistant"),
-        ([USER], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+        ([USER], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "Cannot set both"),
         ([USER], {"documents": []}, "documents", "no option"),
     ],
 )

@@ -167,7 +167,7 @@ def test_reasoning_effort(make_renderer):
         ([USER], {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}]}, "tools", "schema"),
         ([USER], {"continue_final_message": True}, "continue_final_message", "assistant"),
         ([USER, {**ANSWER, "content": ""}], {"continue_final_message": True}, "continue_final_message", "content"),
-        ([USER, ANSWER], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+        ([USER, ANSWER], {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "Cannot set both"),
         ([USER, ANSWER], {"add_generation_prompt": False}, "add_generation_prompt", "answer"),
         ([USER], {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs", "enable_thinking"),
         ([USER], {"chat_template_kwargs": {"reasoning_effort": "high"}}, "chat_template_kwargs", "v3"),
