@@ -22,7 +22,7 @@ BAD: list[tuple[str, str, Any, int]] = [
     ("POST", CHAT, {}, 400),
     ("POST", CHAT, {"messages": []}, 400),
     ("POST", CHAT, {"messages": [{"role": "user"}], "temperature": "hot"}, 400),
-    ("POST", CHAT, {"messages": HI, "no_such_field": 1}, 400),
+    ("POST", CHAT, {"messages": HI, "no such field": 1}, 400),
     ("POST", CHAT, {"messages": HI, "tools": [{"type": "function"}]}, 400),
     ("POST", CHAT, {"messages": HI, "model": "gpt-5"}, 404),
     ("POST", CHAT, {"messages": HI, "top_logprobs": 2}, 400),

@@ -198,9 +198,14 @@ def test_only_what_people_read_is_told_by_the_wall_clock():
         ("chat.py", "datetime.now"),
         ("chat_template.py", "datetime.now"),
         ("generation.py", "time.time"),
+        ("lifecycle.py", "time.time"),
+        ("log.py", "datetime.fromtimestamp"),
+        ("output.py", "datetime.now"),
+        ("output.py", "time.time"),
         ("pooled.py", "time.time"),
         ("report.py", "datetime.now"),
         ("spans.py", "time.time_ns"),
+        ("watch.py", "time.time"),
     }
 
 

@@ -88,6 +88,6 @@ async def test_token_ids_over_http(folder, expected):
         assert llm.renderer.decode(found, skip_special_tokens=True) == answer["choices"][0]["message"]["content"]
         assert len(prompt) == answer["usage"]["prompt_tokens"]
         streamed = await http.post("/v1/chat/completions", json={**body, "stream": True})
-        chunks = [json.loads(line[6:])["choices"][0] for line in streamed.text.splitlines() if line.startswith("data: {")]
-        assert [token for one in chunks for token in one.get("token_ids", [])] == found
+        chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        assert [token for one in chunks for token in one["choices"][0].get("token_ids") or []] == found
         assert [one["prompt_token_ids"] for one in chunks if "prompt_token_ids" in one] == [prompt]

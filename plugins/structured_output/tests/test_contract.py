@@ -32,7 +32,7 @@ def wish(kind, value):
     return Wish("structured_outputs", kind, value)
 
 
-def test_the_example_reads_choices_within_their_limits(example):
+def test_toolkit_register_structured_output(example):
     reader = example.MyReader(Source("", (0,)), None)
     assert reader.read(wish("choice", ["A", "B", "A"])).grammar == "A\nB"
     for kind, value in (("regex", "a"), ("choice", []), ("choice", ["a" * 300_000])):

@@ -30,6 +30,11 @@ def test_flags(words, expected):
     assert translate_flags(words.split(), KNOWN) == expected.split()
 
 
+def test_a_commands_own_flag_means_what_the_command_says():
+    """`toolkit embed --task` is no runner type of vLLM's."""
+    assert translate_flags(["--task", "classify"], {"--task"}) == ["--task", "classify"]
+
+
 def test_a_flag_without_its_value_is_left_to_the_parser():
     assert translate_flags(["--swap-space"], KNOWN) == []
     with pytest.raises(ConfigError, match="'enable_lora' cannot be True here"):

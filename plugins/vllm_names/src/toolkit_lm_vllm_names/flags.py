@@ -61,7 +61,8 @@ def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
         flag = None if rest[0] == "--" else read_flag(rest)
         if rest[0] == "--":
             return [*made, *rest]
-        if flag is None or (rest[0].partition("=")[0] in known and (flag.row.convert is None or flag.row.name in _LISTS)):
+        is_own = flag is not None and rest[0].partition("=")[0] in known
+        if flag is None or (is_own and (flag.row.kind != "same" or flag.row.convert is None or flag.row.name in _LISTS)):
             made.append(rest.pop(0))
             continue
         made += flags_of(flag.row.translate(flag.value))
