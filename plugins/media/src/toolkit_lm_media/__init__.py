@@ -1,4 +1,6 @@
-"""Images and videos that clients send: `source.load_bytes` gets the bytes, `image.open_image` the pixels, `video.open_video` the frames.
+"""Images, videos and recordings that clients send.
+
+`source.load_bytes` gets the bytes, `image.open_image` the pixels, `video.open_video` the frames, `audio.open_audio` the samples.
 
 Each bound is checked before the work.
 """

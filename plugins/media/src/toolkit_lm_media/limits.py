@@ -29,6 +29,8 @@ class MediaLimits:
     """Taken of a video, which may have more."""
     max_seconds: float = 3600.0
     """Of a video."""
+    max_audio_seconds: float = 600.0
+    """Of a recording."""
     timeout: float = 10.0
     """Seconds for a whole fetch, redirects and name look-ups included."""
     max_redirects: int = 3
@@ -41,8 +43,9 @@ class MediaLimits:
             raise ConfigError(f"max_pixels is {self.max_pixels}; it must be from 1 to {MOST_PIXELS}.")
         if self.max_frames < 1:
             raise ConfigError(f"max_frames is {self.max_frames}; it must be at least 1.")
-        if not 0 < self.max_seconds < float("inf"):
-            raise ConfigError(f"max_seconds is {self.max_seconds}; it must be a positive number.")
+        for name, seconds in (("max_seconds", self.max_seconds), ("max_audio_seconds", self.max_audio_seconds)):
+            if not 0 < seconds < float("inf"):
+                raise ConfigError(f"{name} is {seconds}; it must be a positive number.")
         if not 0 < self.timeout < float("inf"):
             raise ConfigError(f"timeout is {self.timeout}; it must be a positive number of seconds.")
         if self.max_redirects < 0:

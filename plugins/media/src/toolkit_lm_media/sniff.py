@@ -6,7 +6,7 @@ from typing import Literal
 
 from toolkit_lm_media import bmp, gif, jpeg, movie_formats, png, webp
 
-_SOUNDS = (b"ID3", b"fLaC", b"OggS", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"\xff\xf1")
+_SOUNDS = (b"ID3", b"fLaC", b"OggS", *(bytes((0xFF, second)) for second in (0xF1, 0xF2, 0xF3, 0xFA, 0xFB, 0xE2, 0xE3)))
 
 
 def modality_of(data: bytes) -> Literal["image", "video", "audio"] | None:

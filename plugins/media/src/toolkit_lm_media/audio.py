@@ -1,0 +1,142 @@
+"""Recordings in memory: what the header of a file says, then its samples, decoded by libsndfile and resampled by soxr."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from toolkit_lm_media import sound_formats
+from toolkit_lm_media.limits import MediaLimits
+from toolkit_lm_media.refusal import RefusedError, named
+from toolkit_lm_media.sniff import modality_of
+from toolkit_lm_media.source import require_size
+
+BYTES_PER_SAMPLE = 12
+"""Of memory, while features are computed: its own and its copies'."""
+_BLOCK = 2**16
+"""Frames that are decoded at a time."""
+_MOST_CHANNELS = 8
+_RATES = (1_000, 384_000)
+_MOST_DECODED = 192_000
+"""Samples of all channels, for each second that is taken: as many as 48,000 a second of four channels."""
+_MOST_TOLD = 100
+"""Characters of libsndfile's own words."""
+
+
+class Audio:
+    """An open file, of which the header is read. Its methods raise RefusedError."""
+
+    def __init__(self, file: Any, limits: MediaLimits, stated: int | None) -> None:
+        """`file`: of soundfile. `stated`: frames that there must be; None: as many as there are."""
+        self._file, self._stated = file, stated
+        rate, channels, frames = file.samplerate, file.channels, file.frames
+        if not _RATES[0] <= rate <= _RATES[1]:
+            raise RefusedError(f"it states {rate} samples a second; {_RATES[0]:,} to {_RATES[1]:,} are read")
+        if not 0 < channels <= _MOST_CHANNELS:
+            raise RefusedError(f"it has {channels} channels; up to {_MOST_CHANNELS} are read")
+        if frames <= 0:
+            raise RefusedError("it has no samples")
+        if frames >= 2**62:
+            raise RefusedError("its header does not say how long it is")
+        most = limits.max_audio_seconds
+        if frames > most * rate:
+            raise RefusedError(f"it has {self.seconds:.1f} seconds, more than the {most:g} that are taken (max_audio_seconds)")
+        if frames * channels > most * _MOST_DECODED:
+            counted = f"it has {frames * channels} samples, {channels} channels together"
+            raise RefusedError(f"{counted}, more than are decoded for {most:g} seconds (max_audio_seconds)")
+
+    @property
+    def seconds(self) -> float:
+        """As the header has it."""
+        seconds: float = self._file.frames / self._file.samplerate
+        return seconds
+
+    @property
+    def format(self) -> str:
+        """ "WAV", "FLAC", "OGG" or "MP3"."""
+        format: str = self._file.format
+        return "WAV" if format == "WAVEX" else format
+
+    def read(self, sampling_rate: int) -> npt.NDArray[np.float32]:
+        """Samples [N], the mean of the channels, `sampling_rate` a second. Raises RefusedError where it is damaged or cut short."""
+        import soundfile
+
+        stream, count = Resampler(self._file.samplerate, sampling_rate), 0
+        try:
+            while len(block := self._file.read(_BLOCK, dtype="float32", always_2d=True)):
+                count += len(block)
+                stream.push(block.mean(axis=1, dtype=np.float32))
+        except soundfile.LibsndfileError:
+            raise RefusedError(f"it is a broken or truncated {self.format}") from None
+        if self._stated is not None and count < self._stated:
+            raise RefusedError(f"it is a truncated {self.format}: {count} of {self._stated} samples are there")
+        samples = stream.finish()
+        if not len(samples):
+            raise RefusedError("it has no samples")
+        if not np.isfinite(samples).all():
+            raise RefusedError("its samples are not finite numbers")
+        return samples
+
+
+class Resampler:
+    """Samples of one rate -> samples of another."""
+
+    def __init__(self, given: int, wanted: int) -> None:
+        """`given`, `wanted`: samples a second."""
+        import soxr
+
+        self._stream = None if given == wanted else soxr.ResampleStream(given, wanted, 1, dtype="float32")
+        self._parts: list[npt.NDArray[np.float32]] = []
+
+    def push(self, samples: npt.NDArray[np.float32]) -> None:
+        """The next ones, [N]."""
+        samples = np.ascontiguousarray(samples)
+        self._parts.append(samples if self._stream is None else self._stream.resample_chunk(samples))
+
+    def finish(self) -> npt.NDArray[np.float32]:
+        """All of them, [M]."""
+        if self._stream is not None:
+            self._parts.append(self._stream.resample_chunk(np.zeros(0, np.float32), last=True))
+        return np.concatenate(self._parts) if self._parts else np.zeros(0, np.float32)
+
+
+@contextmanager
+def open_audio(data: bytes, limits: MediaLimits, *, what: str = "audio", param: str | None = None) -> Iterator[Audio]:
+    """A WAV, FLAC, Ogg or MP3, within its bounds. Only its header is read.
+
+    `what` names the item in errors, such as "audio 2", those of its samples too. Raises RequestError for another format, a broken file,
+    no samples, and more bytes, seconds or channels than are taken.
+    """
+    with named(what, param):
+        require_size(data, limits)
+        _require_sound(data)
+        import soundfile
+
+        stated = sound_formats.require_whole(data)
+        try:
+            file = soundfile.SoundFile(io.BytesIO(data))
+        except soundfile.LibsndfileError as error:
+            told = "".join(one for one in error.error_string if one.isprintable()).strip().rstrip(".")[:_MOST_TOLD]
+            raise RefusedError(f"it cannot be read as audio: {told}") from None
+        with file:
+            if stated is None and file.format == "MP3" and sound_formats.states_length(data):
+                stated = file.frames - sound_formats.MP3_SLACK
+            yield Audio(file, limits, stated)
+
+
+def _require_sound(data: bytes) -> None:
+    if importlib.util.find_spec("soundfile") is None or importlib.util.find_spec("soxr") is None:
+        raise RefusedError("recordings are not read here: that needs pip install 'toolkit-lm-media[audio]'")
+    modality = modality_of(data)
+    if modality != "audio":
+        given = "it is no recording of a known format" if modality is None else f"it is {_ARTICLES[modality]}, and no recording"
+        raise RefusedError(f"{given}; known: FLAC, MP3, Ogg, WAV")
+
+
+_ARTICLES = {"image": "an image", "video": "a video"}

@@ -1,0 +1,64 @@
+"""What the headers of recordings say of their length, where libsndfile reads on without a word: files that are cut short."""
+
+from __future__ import annotations
+
+import struct
+
+from toolkit_lm_media.refusal import RefusedError
+
+MP3_SLACK = 4 * 1152
+"""Samples that an MP3 may lack: encoders count what they have put before and after."""
+_MOST_CHUNKS = 1000
+_UNKNOWN = 0xFFFFFFFF
+"""The size in a WAV that was written to a pipe."""
+_LAST, _HEADER = 4, 27
+"""The flag of an Ogg stream's last page, and bytes of a page before its table of sizes."""
+_MOST_PAGE = 65_307
+
+
+def require_whole(data: bytes) -> int | None:
+    """How many frames there must be, where a FLAC's header says it. Raises RefusedError for a WAV or an Ogg that ends too early."""
+    if data.startswith(b"RIFF"):
+        _require_whole_wav(data)
+    elif data.startswith(b"OggS"):
+        _require_whole_ogg(data)
+    elif data.startswith(b"fLaC") and len(data) >= 26:
+        return int.from_bytes(data[21:26], "big") & (2**36 - 1)
+    return None
+
+
+def states_length(data: bytes) -> bool:
+    """Whether an MP3 does. Of others, libsndfile guesses it by the first frame."""
+    start = 0
+    if data.startswith(b"ID3") and len(data) >= 10:
+        size = 0
+        for byte in data[6:10]:
+            size = size << 7 | byte & 0x7F
+        start = 10 + size
+    head = data[start : start + 256]
+    return b"Xing" in head or b"Info" in head
+
+
+def _require_whole_wav(data: bytes) -> None:
+    offset = 12
+    for _ in range(_MOST_CHUNKS):
+        name, size = data[offset : offset + 4], data[offset + 4 : offset + 8]
+        if len(size) < 4:
+            raise RefusedError("it is a truncated WAV: it has no samples")
+        (count,) = struct.unpack("<I", size)
+        if name == b"data":
+            if count != _UNKNOWN and count > len(data) - offset - 8:
+                raise RefusedError(f"it is a truncated WAV: {len(data) - offset - 8} of {count} bytes of samples are there")
+            return
+        offset += 8 + count + count % 2
+    raise RefusedError("it is a WAV of too many chunks")
+
+
+def _require_whole_ogg(data: bytes) -> None:
+    place = data.rfind(b"OggS", max(0, len(data) - _MOST_PAGE))
+    page = data[place:] if place >= 0 else b""
+    if len(page) >= _HEADER and page[5] & _LAST:
+        count = page[_HEADER - 1]
+        if _HEADER + count + sum(page[_HEADER : _HEADER + count]) <= len(page):
+            return
+    raise RefusedError("it is a truncated Ogg: its last page is not there")
