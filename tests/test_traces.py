@@ -40,7 +40,8 @@ async def answers(traced):
         plain = {"model": "tiny", "prompt": ["Once", "Twice"], "max_tokens": 4}
         for path, body, headers in (("/v1/chat/completions", chat, HEADERS), ("/v1/completions", plain, {})):
             answer = await client.post(path, json=body, headers=headers)
-            yield answer.raise_for_status()
+            assert answer.status_code == 200, (answer.text, llm.error)
+            yield answer
 
 
 async def collect(traced):
