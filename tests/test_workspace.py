@@ -21,7 +21,7 @@ from toolkit_lm_cpu import library
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = sorted(p.parent for pattern in ("core", "plugins/*", "contrib_*/*") for p in ROOT.glob(f"{pattern}/pyproject.toml"))
-LIBRARIES = ("media", "rotary")
+LIBRARIES = ("async_llm", "media", "rotary")
 """Distributions that plugins use, and that register nothing themselves."""
 SEVERAL = ("vendor_apis",)
 """Distributions of several plugins."""

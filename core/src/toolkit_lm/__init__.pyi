@@ -1,6 +1,8 @@
+import typing
+
 from ._version import __version__ as __version__
 from .config import VllmConfig as VllmConfig
-from .frontend import LLM as LLM, AsyncLLM as AsyncLLM, LLMEngine as LLMEngine
+from .frontend import LLM as LLM, LLMEngine as LLMEngine
 from .outputs import (
     CompletionOutput as CompletionOutput,
     Logprob as Logprob,
@@ -15,3 +17,6 @@ from .params import (
 )
 from .pooling_params import PoolingParams as PoolingParams
 from .prompts import ExplicitEncoderDecoderPrompt as ExplicitEncoderDecoderPrompt, TextPrompt as TextPrompt, TokensPrompt as TokensPrompt
+
+# Those that distributions add by their entry points, such as AsyncLLM.
+def __getattr__(name: str) -> typing.Any: ...

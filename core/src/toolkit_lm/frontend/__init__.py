@@ -1,4 +1,4 @@
-"""The faces of an engine: `LLM` for lists of prompts, `LLMEngine` for a loop of one's own, `AsyncLLM` for event loops.
+"""The faces of an engine: `LLM` for lists of prompts, `LLMEngine` for a loop of one's own.
 
 The names are resolved when they are used.
 """

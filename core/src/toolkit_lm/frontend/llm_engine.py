@@ -14,7 +14,7 @@ from toolkit_lm.engine.client import EngineClient
 from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.engine.start import start_engine
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
-from toolkit_lm.frontend.queue import QueueLimits
+from toolkit_lm.frontend.waiting import WaitingRequests
 from toolkit_lm.messages import EngineOutput, EngineOutputs
 from toolkit_lm.outputs import AnyRequestOutput
 from toolkit_lm.params import FinishReason, SamplingParams
@@ -66,7 +66,7 @@ class LLMEngine:
             with self.plugins.boundary:
                 self.processor = Processor(self.config, self.renderer, self.plugins)
             self._share_features()
-            self.queue: QueueLimits | None = None
+            self.queue: WaitingRequests | None = None
             """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
             self._rendered: WeakKeyDictionary[AnyState, PreparedRequest] = WeakKeyDictionary()

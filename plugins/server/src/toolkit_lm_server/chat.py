@@ -22,7 +22,7 @@ from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import tool_use
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 
 class Chat:

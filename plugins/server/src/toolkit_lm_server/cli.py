@@ -25,7 +25,7 @@ from toolkit_lm_server.ui.page import Page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
     from toolkit_lm_server.lifecycle import MakeApp, ServableT
     from toolkit_lm_server.rendering import Rendering
@@ -48,7 +48,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
     check_names(plugins, options.routes)
 
     def make() -> AsyncLLM:
-        from toolkit_lm.frontend import AsyncLLM
+        from toolkit_lm_async_llm import AsyncLLM
 
         return AsyncLLM(config, plugins=plugins, wait=False)
 

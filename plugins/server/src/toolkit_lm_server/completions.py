@@ -23,8 +23,8 @@ from toolkit_lm_server.protocol import CompletionBody, check_generates, check_mo
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
     from toolkit_lm.outputs import RequestOutput
+    from toolkit_lm_async_llm import AsyncLLM
 
 
 class Completions:

@@ -33,7 +33,7 @@ from toolkit_lm_server.protocol import check_model
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 _PROMPT_NAMES = {"search_query": "query", "search_document": "document", "classification": "classification", "clustering": "clustering"}
 """Cohere's input types, by the names that sentence-transformers' checkpoints give their prompts."""

@@ -16,7 +16,7 @@ from toolkit_lm_server.protocol import CompletionBody, Items, SamplingBody, exam
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 _MOST = 128
 """Tokens, where the body says nothing."""

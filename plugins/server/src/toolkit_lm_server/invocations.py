@@ -16,7 +16,7 @@ from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.reranking import Reranking
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 

@@ -18,7 +18,7 @@ from toolkit_lm_server.metric_names import named
 from toolkit_lm_server.options import MetricNames
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend.health import Health
+    from toolkit_lm_async_llm import Health
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

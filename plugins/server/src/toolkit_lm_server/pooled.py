@@ -23,7 +23,7 @@ from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 
 async def pool(

@@ -20,8 +20,8 @@ from toolkit_lm_server.errors import ApiError, printable
 from toolkit_lm_server.unknown_fields import NEUTRAL, NOTES, STRICT, UNKNOWN, asks_nothing, is_neutral, unknown_field
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
     from toolkit_lm.processing.requests import RequestOptions
+    from toolkit_lm_async_llm import AsyncLLM
 
     from toolkit_lm_server.generation import Generation
 

@@ -10,13 +10,13 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from msgspec import structs
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ContextLengthError, RequestError, UnsupportedError
-from toolkit_lm.frontend.health import Health
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.multimodal import check_placeholders, cut_features
 from toolkit_lm.processing.validation import check_bounds, check_token_ids, cut_prompt
 from toolkit_lm.renderer import Rendered, Renderer, make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
+from toolkit_lm_async_llm import Health
 
 from toolkit_lm_server.answer_schemas import Derendered, ModelCard, ModelList, RenderedList, RenderedPrompt, Text, TokenIds, answers
 from toolkit_lm_server.answers import accepted, answer
@@ -32,7 +32,7 @@ from toolkit_lm_server.route import Readiness, request_context, route_class, wit
 from toolkit_lm_server.tokens import Tokens
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 _UNSAID = SamplingParams()
 

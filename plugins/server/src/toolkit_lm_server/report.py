@@ -14,7 +14,7 @@ from toolkit_lm_server.metrics import Metrics, Totals
 if TYPE_CHECKING:
     from toolkit_lm.attention import KVCacheConfig
     from toolkit_lm.config import VllmConfig
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
 

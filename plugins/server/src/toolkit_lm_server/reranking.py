@@ -17,7 +17,7 @@ from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, Sco
 from toolkit_lm_server.protocol import check_model
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 
 class Reranking:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from toolkit_lm import AsyncLLM, PoolingRequestOutput
+from toolkit_lm import PoolingRequestOutput
+from toolkit_lm_async_llm import AsyncLLM
 
 AsyncLLMEngine = AsyncLLM
 EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = PoolingRequestOutput

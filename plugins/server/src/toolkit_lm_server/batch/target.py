@@ -90,7 +90,7 @@ async def server(url: str, api_key: str | None, concurrency: int, timeout: float
 async def engine(config: VllmConfig, plugins: Plugins, max_body_size: str) -> AsyncIterator[Target]:
     """The server's app, with an engine of its own: it checks what a server would. Raises what keeps the engine from starting."""
     # They take long to import, and a server elsewhere needs none of them.
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
     from toolkit_lm_server.app import create_app
     from toolkit_lm_server.options import ServerOptions

@@ -22,7 +22,7 @@ from toolkit_lm_server.responses.store import ResponseStore
 from toolkit_lm_server.route import client_of, request_context, with_body
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
+    from toolkit_lm_async_llm import AsyncLLM
 
 _PATH = "/v1/responses"
 

@@ -26,8 +26,8 @@ from toolkit_lm_vendor_apis.ollama.output import ChatParts, Clock, Output, TextP
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 if TYPE_CHECKING:
-    from toolkit_lm.frontend import AsyncLLM
     from toolkit_lm.outputs import PoolingRequestOutput
+    from toolkit_lm_async_llm import AsyncLLM
 
 
 class Ollama:

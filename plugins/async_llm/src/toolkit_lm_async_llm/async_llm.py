@@ -12,9 +12,6 @@ from typing import Any, TypeVar, Unpack, cast
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.errors import RequestError
-from toolkit_lm.frontend.engine_thread import EngineThread
-from toolkit_lm.frontend.health import Health
-from toolkit_lm.frontend.listener import Batch, Listener, Stream
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
@@ -26,6 +23,10 @@ from toolkit_lm.processing.processor import Processor
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Conversation, Prompt, TextPair, listed
 from toolkit_lm.renderer import Renderer
+
+from toolkit_lm_async_llm.engine_thread import EngineThread
+from toolkit_lm_async_llm.health import Health
+from toolkit_lm_async_llm.listener import Batch, Listener, Stream
 
 AnyListener = TypeVar("AnyListener", bound=Listener)
 

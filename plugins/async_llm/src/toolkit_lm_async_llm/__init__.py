@@ -1,0 +1,9 @@
+"""AsyncLLM, for programs with an event loop, and what it is made of: the engine's thread, its listeners, its queue and its health.
+
+The names are resolved when they are used.
+"""
+
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
