@@ -138,7 +138,7 @@ def test_a_weight_that_no_part_has_is_refused(tmp_path, plugins):
 
 def test_layers_that_give_nothing_are_not_there(tmp_path, plugins):
     random_model("llava").save_pretrained(tmp_path)
-    tower = ours(tmp_path, plugins)[0].images.vision_tower
+    tower = ours(tmp_path, plugins)[0].encoder.vision_tower
     assert len(tower.encoder.layers) == 2 and not hasattr(tower, "post_layernorm")
 
 
@@ -182,7 +182,7 @@ def test_two_ranks_compute_what_one_does(family, tmp_path, plugins):
 
     def on_rank(rank: int) -> torch.Tensor:
         shard = load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, tensor_parallel_size=2)
-        sizes = [one.images.vision_tower.encoder.layers[0].mlp.fc1.output_size for one in (shard, model)]
+        sizes = [one.encoder.vision_tower.encoder.layers[0].mlp.fc1.output_size for one in (shard, model)]
         assert 2 * sizes[0] == sizes[1]
         return torch.cat(logits_of_prompts(shard, prompts))
 
@@ -197,7 +197,7 @@ def test_two_stages_compute_what_one_does(family, tmp_path, plugins):
     model, rules = ours(tmp_path, plugins)
     prompts = [prompt_of(rules, TEXT[0], picture, TEXT[1]) for picture in pictures(theirs, 2)]
     first, last = (load_checkpoint(type(model), tmp_path, rank=rank, plugins=plugins, pipeline_parallel_size=2) for rank in range(2))
-    assert isinstance(last.images, Absent)
+    assert isinstance(last.encoder, Absent)
     for one, other in zip(logits_of_prompts(first, prompts, last), logits_of_prompts(model, prompts), strict=True):
         assert torch.equal(one, other)
 

@@ -12,11 +12,11 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.messages import Array
 from toolkit_lm.model import EncoderSequences, HFConfig, Part, ShardLoader, join, new_parameter, torch_dtype
+from toolkit_lm_decoder.composed import ComposedModel, text_config
 from toolkit_lm_decoder.gemma2 import GemmaRMSNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from toolkit_lm_vision.composed import ComposedModel, text_config
 from toolkit_lm_vision.gemma3_rules import tokens_per_side
 from toolkit_lm_vision.shape import VisionShape, text_size
 from toolkit_lm_vision.towers import TowerModel, VisionTower
@@ -78,7 +78,7 @@ class Gemma3Images(TowerModel):
 class Gemma3ForConditionalGeneration(ComposedModel):
     """Gemma 3 with its language-modeling head."""
 
-    image_encoder = Gemma3Images
+    encoder_class = Gemma3Images
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

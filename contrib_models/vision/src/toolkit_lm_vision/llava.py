@@ -9,9 +9,9 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array
 from toolkit_lm.model import ColumnParallelLinear, EncoderSequences, HFConfig, RowParallelLinear, join
+from toolkit_lm_decoder.composed import ComposedModel, text_config
 from torch import Tensor, nn
 
-from toolkit_lm_vision.composed import ComposedModel, text_config
 from toolkit_lm_vision.llava_rules import TakenStates
 from toolkit_lm_vision.shape import VisionShape, text_size
 from toolkit_lm_vision.towers import TowerModel, VisionTower
@@ -77,7 +77,7 @@ def llava_text_config(hf_config: Any) -> dict[str, Any]:
 class LlavaForConditionalGeneration(ComposedModel):
     """LLaVA with its language-modeling head."""
 
-    image_encoder = LlavaImages
+    encoder_class = LlavaImages
 
     def text_config(self) -> dict[str, Any]:
         return llava_text_config(self.vllm_config.hf_config)

@@ -12,9 +12,9 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.messages import Array, MultiModalFeatureSpec
 from toolkit_lm.model import EncoderSequences, HFConfig, Model, join
+from toolkit_lm_decoder.composed import ComposedModel
 from torch import Tensor
 
-from toolkit_lm_vision.composed import ComposedModel
 from toolkit_lm_vision.qwen2_vl_rules import SECONDS, Names
 from toolkit_lm_vision.qwen2_vl_shape import Grid, PatchShape
 from toolkit_lm_vision.qwen2_vl_tower import PatchTower
@@ -71,12 +71,12 @@ class _Renamed:
 class Qwen2VLForConditionalGeneration(ComposedModel):
     """Qwen2-VL with its language-modeling head."""
 
-    image_encoder: ClassVar[type[Qwen2VLImages]] = Qwen2VLImages
+    encoder_class: ClassVar[type[Qwen2VLImages]] = Qwen2VLImages
     language_name = ""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.image_encoder.windowed)
+        self.shape = PatchShape.read(vllm_config.hf_config, windowed=self.encoder_class.windowed)
 
     def text_config(self) -> dict[str, Any]:
         config = HFConfig(self.vllm_config.hf_config)
@@ -93,7 +93,7 @@ class Qwen2VLForConditionalGeneration(ComposedModel):
     def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
         names = Names(modality)
         grids = [Grid(*item[names.grid].flatten().tolist()) for item in items]
-        embeds: list[Tensor] = self.images([item[names.pixels] for item in items], grids, sequences)
+        embeds: list[Tensor] = self.encoder([item[names.pixels] for item in items], grids, sequences)
         return embeds
 
     def prompt_positions(self, token_ids: np.ndarray, features: Sequence[MultiModalFeatureSpec]) -> np.ndarray:
@@ -121,4 +121,4 @@ def _alike(start: int, length: int) -> np.ndarray:
 class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):  # noqa: N801 - as config.json names it
     """Qwen2.5-VL with its language-modeling head."""
 
-    image_encoder = Qwen25VLImages
+    encoder_class = Qwen25VLImages

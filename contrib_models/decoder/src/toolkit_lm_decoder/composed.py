@@ -1,4 +1,4 @@
-"""ComposedModel: an encoder of images and a language model, each with weights of its own."""
+"""ComposedModel: an encoder of media and a language model, each with weights of its own."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def text_config(hf_config: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
 
 
 class ComposedModel(MultiModalModel):
-    """Of `images`, a Model that makes embeddings of pictures, and of `language_model`, any registered decoder.
+    """Of `encoder`, a Model that makes embeddings of items of media, and of `language_model`, any registered decoder.
 
-    A pipeline's first rank has the images.
+    A pipeline's first rank has the encoder.
     """
 
-    image_encoder: ClassVar[type[Model]]
+    encoder_class: ClassVar[type[Model]]
     """Its names are those of the checkpoint's `model`."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Of `text_config`."""
@@ -55,7 +55,7 @@ class ComposedModel(MultiModalModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.language_model = make_part(vllm_config, self.text_config(), join(prefix, self.language_name))
         encodes = is_first_stage(vllm_config.parallel)
-        self.images = self.image_encoder(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
+        self.encoder = self.encoder_class(vllm_config=vllm_config, prefix=prefix) if encodes else Absent()
 
     def text_config(self) -> dict[str, Any]:
         """The config.json of the language part."""
@@ -67,7 +67,7 @@ class ComposedModel(MultiModalModel):
         return embedded
 
     def encode(self, modality: str, items: list[dict[str, Tensor]], sequences: EncoderSequences) -> list[Tensor]:
-        part: Any = self.images
+        part: Any = self.encoder
         embeds: list[Tensor] = part.embeddings([item["pixel_values"] for item in items], sequences)
         return embeds
 
@@ -91,7 +91,7 @@ class ComposedModel(MultiModalModel):
         # Each part loads as it would alone, and takes what is its own.
         if iter(weights) is weights:
             weights = list(weights)
-        parts = {"language_model": self.language_model, "images": self.images}
+        parts = {"language_model": self.language_model, "encoder": self.encoder}
         return {
             f"{name}.{param}"
             for name, part in parts.items()
