@@ -1,0 +1,86 @@
+"""AudioShape: what a checkpoint's `audio_config` says of its audio tower. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.model.hf_config import HFConfig
+
+_DEFAULTS: dict[str, Any] = {
+    "model_type": "qwen2_audio_encoder",
+    "num_mel_bins": 128,
+    "encoder_layers": 32,
+    "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120,
+    "d_model": 1280,
+    "activation_function": "gelu",
+    "scale_embedding": False,
+    "max_source_positions": 1500,
+}
+"""What transformers takes where a config says nothing."""
+_MOST = {
+    "num_mel_bins": 2**10,
+    "encoder_layers": 2**10,
+    "encoder_attention_heads": 2**10,
+    "encoder_ffn_dim": 2**18,
+    "d_model": 2**16,
+    "max_source_positions": 2**16,
+}
+"""Far more than any tower has."""
+TEXT_DEFAULTS: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 151936,
+}
+"""What published configs leave out of `text_config`, since it is transformers' default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioShape:
+    """Of Qwen2-Audio's tower, which is Whisper's encoder, and pools its states by twos."""
+
+    config: HFConfig
+    """`audio_config`, with what it leaves out."""
+    num_mels: int
+    num_states: int
+    """Of a window: half as many as its frames."""
+
+    @classmethod
+    def read(cls, hf_config: Mapping[str, Any]) -> AudioShape:
+        """Of a config.json. Raises CheckpointError, and UnsupportedError for another kind of tower."""
+        given: dict[str, Any] = HFConfig(hf_config).get("audio_config", dict) or {}
+        config = HFConfig({**_DEFAULTS, **{key: value for key, value in given.items() if value is not None}})
+        kind = config.require("model_type", str)
+        if kind != _DEFAULTS["model_type"]:
+            raise UnsupportedError(f"config.json: there is no audio tower of model_type {kind!r}, only of {_DEFAULTS['model_type']}.")
+        for name, most in _MOST.items():
+            if not 1 <= config.require(name, int) <= most:
+                raise CheckpointError(f"config.json: {name} of 'audio_config' must be from 1 to {most}, not {config.values[name]}.")
+        if config.require("d_model", int) % config.require("encoder_attention_heads", int):
+            raise CheckpointError("config.json: d_model of 'audio_config' must be a multiple of encoder_attention_heads.")
+        return cls(config=config, num_mels=config.require("num_mel_bins", int), num_states=config.require("max_source_positions", int))
+
+    @property
+    def num_frames(self) -> int:
+        """Of a window."""
+        return 2 * self.num_states
+
+    def states(self, num_frames: int) -> int:
+        """That are made of so many frames of a recording."""
+        return (num_frames + 1) // 2
+
+    def tokens(self, num_frames: int) -> int:
+        """That stand for so many frames."""
+        return self.states(num_frames) // 2
+
+
+def text_size(text: Mapping[str, Any]) -> int:
+    """The hidden size of a `text_config`."""
+    config = HFConfig({**TEXT_DEFAULTS, **text})
+    return config.require("hidden_size", int)
