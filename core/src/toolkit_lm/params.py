@@ -241,5 +241,9 @@ def leave_too_little(params: SamplingParams, left: str) -> str:
 
 def shipped_with(name: str) -> str:
     """The end of an error about a parameter that nobody states: the plugin that brings it, where that is known."""
-    shipped = {"sampling-extra": _SAMPLING_EXTRA, "llguidance": ("structured_outputs", "response_format", "guided_")}
+    shipped = {
+        "sampling-extra": _SAMPLING_EXTRA,
+        "parsers": ("thinking_",),
+        "llguidance": ("structured_outputs", "response_format", "guided_"),
+    }
     return next((f"It comes with toolkit-lm-{plugin}." for plugin, names in shipped.items() if name.startswith(names)), "")

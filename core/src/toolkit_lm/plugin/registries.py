@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit_lm.config import Option, PoolingProfile
-from toolkit_lm.errors import CheckpointError, PluginError, RequestError, UnsupportedError, nearest
+from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, UnsupportedError, nearest
 from toolkit_lm.param_spec import ProcessorParams, checks_of, params_of, spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, shipped_with
 from toolkit_lm.plugin.info import PluginInfo
@@ -201,6 +201,22 @@ class ParserRegistry(AttentionBackendRegistry):
 
     noun = "answer parser"
     base = "toolkit_lm.renderer:AnswerFormat"
+
+    def find_format(self, what: str, template: str, wanted: str = "auto") -> str | None:
+        """The name of the format by which `what`, "tool_calls" or "reasoning", is found in answers to prompts of a template.
+
+        `wanted`: a name, auto or none. None: it is found by none. Raises ConfigError for a name that no plugin has, or that finds no such
+        thing, PluginError where a plugin fails.
+        """
+        if wanted == "none":
+            return None
+        if wanted == "auto":
+            entries = sorted(self.entries(), key=lambda entry: -entry.priority)
+            return next((e.key for e in entries if what in self.load(e.key).finds and self.ask(e.key, template) is None), None)
+        if what not in self.load(wanted).finds:
+            able = ", ".join(key for key in self if what in self.load(key).finds)
+            raise ConfigError(f"answer parser {wanted!r} finds no {what.replace('_', ' ')}. Those that do: {able}.")
+        return wanted
 
 
 class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):

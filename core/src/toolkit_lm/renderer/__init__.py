@@ -1,6 +1,6 @@
 """The renderer contract: all input preparation, and its inverse."""
 
-from toolkit_lm.renderer.answer import AnswerDelta, AnswerFormat, AnswerParser, ToolCallDelta
+from toolkit_lm.renderer.answer import AnswerDelta, AnswerFormat, AnswerParser, ReasoningCounter, ToolCallDelta
 from toolkit_lm.renderer.contract import DecodeStream, Rendered, RenderedText, Renderer
 from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules, RenderedPair
 from toolkit_lm.renderer.making import make_renderer
@@ -13,6 +13,7 @@ __all__ = [
     "DecodeStream",
     "EncoderDecoderRules",
     "MultiModalRules",
+    "ReasoningCounter",
     "Rendered",
     "RenderedPair",
     "RenderedText",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
+
+from toolkit_lm.renderer.contract import Renderer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,17 @@ class AnswerParser(ABC):
         """After `finish`: there are tool calls, and all of them are whole."""
 
 
+class ReasoningCounter(ABC):
+    """Counts the tokens of one answer's reasoning, without those of its marks."""
+
+    num_tokens = 0
+    """So far. Those of an end mark that is not whole count until it is."""
+
+    @abstractmethod
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Goes on by these tokens of the answer."""
+
+
 class AnswerFormat(ABC):
     """One way of writing reasoning, tool calls, or both. An engine has one instance, whose methods are called from several threads."""
 
@@ -89,3 +102,10 @@ class AnswerFormat(ABC):
     def after_reasoning(self, structure: dict[str, Any], template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The structure of an answer in which reasoning, where there is some, comes before `structure`."""
         return structure
+
+    def reasoning_counters(self, renderer: Renderer) -> Callable[[Sequence[int]], ReasoningCounter] | None:
+        """What makes the counter of an answer, by its prompt's tokens; None: reasoning is not counted.
+
+        It may take a part of a second, where the whole vocabulary is looked at.
+        """
+        return None

@@ -1,6 +1,8 @@
-"""How families of models write reasoning and tool calls. This entry module only registers the formats."""
+"""How families of models write reasoning and tool calls. This entry module only registers the formats, and what ends reasoning."""
 
-from toolkit_lm.plugin import ParserRegistry, hookimpl
+from toolkit_lm.plugin import LogitsProcessorRegistry, ParserRegistry, hookimpl
+
+from toolkit_lm_parsers.params import ThinkingParams
 
 
 @hookimpl
@@ -18,3 +20,9 @@ def toolkit_register_parsers(parsers: ParserRegistry) -> None:
     parsers.add("gemma_think", f"{package}.thinking:GemmaThinkFormat")
     parsers.add("seed_think", f"{package}.thinking:SeedThinkFormat")
     parsers.add("think", f"{package}.thinking:ThinkFormat")
+
+
+@hookimpl
+def toolkit_register_logits_processors(processors: LogitsProcessorRegistry) -> None:
+    # After structured output: it forces nothing that a grammar rules out.
+    processors.add("thinking_budget", f"{__name__}.thinking_budget:ThinkingBudget", params=ThinkingParams, priority=-20_000)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolkit_lm.renderer import AnswerFormat, AnswerParser
+from toolkit_lm.renderer import AnswerParser
 
 from toolkit_lm_parsers.json_calls import JsonCalls
+from toolkit_lm_parsers.marks import MarkedReasoning, Marks
 from toolkit_lm_parsers.scanning import Reading
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, sequence, tag
 
@@ -86,7 +87,7 @@ class HarmonyParser(JsonCalls):
         yield from self._end(self.say)
 
 
-class HarmonyFormat(AnswerFormat):
+class HarmonyFormat(MarkedReasoning):
     """gpt-oss."""
 
     finds = ("reasoning", "tool_calls")
@@ -109,3 +110,15 @@ class HarmonyFormat(AnswerFormat):
     def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
         thought = tag(f"{_CHANNEL}analysis{_MESSAGE}", ANY_TEXT, f"{_END}{_START}assistant")
         return choice(sequence(thought, structure), structure)
+
+    @property
+    def marks(self) -> Marks:
+        # The first time, the model may still call a function. Whoever thinks on has to answer.
+        next_message = f"{_END}{_START}assistant"
+        return Marks(
+            f"{_CHANNEL}analysis{_MESSAGE}",
+            _END,
+            repeats=True,
+            forced=next_message,
+            forced_again=f"{next_message}{_CHANNEL}final{_MESSAGE}",
+        )

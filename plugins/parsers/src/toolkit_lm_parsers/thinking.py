@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolkit_lm.renderer import AnswerFormat, AnswerParser
+from toolkit_lm.renderer import AnswerParser
 
+from toolkit_lm_parsers.marks import MarkedReasoning, Marks
 from toolkit_lm_parsers.scanning import Reading, ScanParser
-from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, sequence, tag
+from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, sequence, tag, text
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Names of templates for whether there is to be reasoning."""
@@ -36,7 +37,7 @@ class ThinkParser(ScanParser):
         yield from self.rest()
 
 
-class ThinkFormat(AnswerFormat):
+class ThinkFormat(MarkedReasoning):
     """<think> and </think>: Qwen3, DeepSeek-R1 and many others."""
 
     finds = ("reasoning",)
@@ -52,8 +53,13 @@ class ThinkFormat(AnswerFormat):
     def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
         if any(template_kwargs.get(name) is False for name in _SWITCHES):
             return structure
-        begun = sequence(tag("", ANY_TEXT, f"{self.end}\n\n"), structure)
-        return begun if self._begins_in_prompt() else choice(sequence(tag(self.start, ANY_TEXT, f"{self.end}\n\n"), structure), structure)
+        # The end mark alone ends the reasoning, so that nothing but the structure can follow it.
+        begun, written = (sequence(tag(start, ANY_TEXT, self.end), text("\n\n"), structure) for start in ("", self.start))
+        return begun if self._begins_in_prompt() else choice(written, structure)
+
+    @property
+    def marks(self) -> Marks:
+        return Marks(self.start, self.end)
 
     def _begins_in_prompt(self) -> bool:
         """The template's last lines, which begin an answer, begin reasoning, too, and do not end it at once."""

@@ -1,0 +1,131 @@
+"""Where reasoning begins and ends among the tokens of an answer, however a tokenizer writes its marks. Needs no torch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from threading import Lock
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from toolkit_lm.renderer import AnswerFormat, ReasoningCounter, Renderer
+
+PROMPT_END = 64
+"""Tokens of the prompt that show whether it has begun reasoning."""
+
+
+class Marks(NamedTuple):
+    """What a format writes around reasoning."""
+
+    start: str
+    end: str
+    repeats: bool = False
+    """Reasoning may begin anywhere, and several times. False: it begins the answer, or the prompt has begun it."""
+    forced: str | None = None
+    """What ends reasoning that has spent its budget; None: the end mark."""
+    forced_again: str | None = None
+    """What ends reasoning that begins after that; None: the same."""
+
+
+MarkTexts = Mapping[int, str]
+"""By token id, the texts of the tokens that may be a part of a mark, or are white space before one."""
+_OTHER = "\0"
+"""The text of any other token."""
+_KNOWN: WeakKeyDictionary[Renderer, dict[Marks, MarkTexts]] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
+def mark_texts(renderer: Renderer, marks: Marks) -> MarkTexts:
+    """Those of a renderer's vocabulary. The first time, all of it is looked at."""
+    with _LOCK:
+        known = _KNOWN.setdefault(renderer, {})
+        if marks not in known:
+            token_ids = range(renderer.vocab_size)
+            known[marks] = {
+                token_id: text for token_id, text in zip(token_ids, renderer.token_texts(token_ids), strict=True) if _counts(text, marks)
+            }
+        return known[marks]
+
+
+def _counts(text: str, marks: Marks) -> bool:
+    """A token may be in a mark, have one, end in the beginning of one, or begin with the end of one."""
+    if not text:
+        return False
+    return text.isspace() or any(
+        text in mark or mark in text or any(text.endswith(mark[:at]) or text.startswith(mark[at:]) for at in range(1, len(mark)))
+        for mark in (marks.start, marks.end)
+    )
+
+
+class ReasoningReader(ReasoningCounter):
+    """Reads an answer token by token. What it knows follows from the tokens alone."""
+
+    def __init__(self, marks: Marks, texts: MarkTexts, prompt_token_ids: Sequence[int]) -> None:
+        """`texts`: as `mark_texts` gives them. `prompt_token_ids`: the last ones are enough."""
+        self._marks = marks
+        self._texts = texts
+        before = "".join(texts.get(token_id, _OTHER) for token_id in prompt_token_ids[-PROMPT_END:])
+        self.is_inside = before.rstrip().endswith(marks.start.rstrip())
+        """The next token is reasoning, or of the end mark."""
+        self.num_spans = int(self.is_inside)
+        """How often reasoning has begun."""
+        self.num_at_start = 0
+        """Tokens of reasoning before the last time that it began."""
+        self._is_over = False
+        """Nothing is reasoning from here on."""
+        self._tail: list[str] = []
+        """Texts of the last tokens, in which a mark may have begun."""
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._is_over:
+                return
+            text = self._texts.get(token_id, _OTHER)
+            if self.is_inside:
+                self.num_tokens += 1
+                if num_of_mark := self._find(self._marks.end, text):
+                    self.num_tokens -= num_of_mark
+                    self.is_inside, self._tail = False, []
+                    self._is_over = not self._marks.repeats
+            elif self._begins(text):
+                self.is_inside, self._tail = True, []
+                self.num_spans, self.num_at_start = self.num_spans + 1, self.num_tokens
+
+    def _begins(self, text: str) -> bool:
+        """Whether the start mark ends in this token."""
+        if self._marks.repeats:
+            return self._find(self._marks.start, text) > 0
+        self._tail = [begun] if (begun := "".join([*self._tail, text]).lstrip()) else []
+        self._is_over = not (begun.startswith(self._marks.start) or self._marks.start.startswith(begun))
+        return begun.startswith(self._marks.start)
+
+    def _find(self, mark: str, text: str) -> int:
+        """In how many of the last tokens a mark is that ends in this one; 0: there is none."""
+        self._tail.append(text)
+        joined = "".join(self._tail)
+        if (place := joined.find(mark)) >= 0:
+            return len(self._tail) - self._token_at(place)
+        begun = next((at for at in range(max(0, len(joined) - len(mark) + 1), len(joined)) if mark.startswith(joined[at:])), len(joined))
+        self._tail = self._tail[self._token_at(begun) :]
+        return 0
+
+    def _token_at(self, place: int) -> int:
+        """Which of the last tokens has the character of this place."""
+        for number, text in enumerate(self._tail):
+            if place < len(text):
+                return number
+            place -= len(text)
+        return len(self._tail)
+
+
+class MarkedReasoning(AnswerFormat):
+    """A format whose reasoning stands between marks."""
+
+    @property
+    @abstractmethod
+    def marks(self) -> Marks:
+        """Those of its reasoning."""
+
+    def reasoning_counters(self, renderer: Renderer) -> Callable[[Sequence[int]], ReasoningCounter]:
+        return partial(ReasoningReader, self.marks, mark_texts(renderer, self.marks))

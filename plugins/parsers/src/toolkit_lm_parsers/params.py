@@ -1,0 +1,63 @@
+"""What requests may ask of reasoning. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.param_spec import ProcessorParams, param
+from toolkit_lm.plugin import Plugins
+
+_PARAM = "thinking_token_budget"
+
+
+class ThinkingParams(ProcessorParams):
+    """A budget of tokens for reasoning. The name is vLLM's."""
+
+    thinking_token_budget: Annotated[
+        int | None, param("Tokens of reasoning, after which its end is forced. 0: none. -1: no limit.", none="no limit", ge=-1)
+    ] = None
+    thinking_format: Annotated[
+        str | None,
+        param("Answer format whose reasoning thinking_token_budget limits.", none="that of the chat template", max_length=64, flag=False),
+    ] = None
+
+    def prepare(self, renderer: Any) -> Mapping[str, Any] | None:
+        if self.thinking_token_budget in (None, -1):
+            return None
+        # Here, because most requests ask for no budget.
+        from toolkit_lm_parsers.marks import MarkedReasoning, mark_texts
+
+        parsers = Plugins.load(renderer.config.plugins).parsers
+        try:
+            name = parsers.find_format("reasoning", renderer.chat_template_source, self.thinking_format or "auto")
+        except ConfigError as error:
+            raise RequestError(str(error), "thinking_format") from error
+        if name is None:
+            known = ", ".join(key for key in parsers if "reasoning" in parsers.load(key).finds)
+            raise RequestError(
+                f"{_PARAM}: this model's chat template has no reasoning that is known here, and so nothing to end. Formats, for a server's "
+                f"option reasoning_parser or for thinking_format: {known}.",
+                _PARAM,
+            )
+        made = parsers.make(name, renderer.chat_template_source)
+        if not isinstance(made, MarkedReasoning):
+            raise RequestError(f"{_PARAM}: the answer format {name!r} states no mark that ends reasoning.", _PARAM)
+        marks, texts = made.marks, mark_texts(renderer, made.marks)
+        forced = marks.forced or marks.end
+        return {
+            "budget": self.thinking_token_budget,
+            "marks": list(marks),
+            "texts": dict(texts),
+            "forced": _token_ids(renderer, forced, marks.end),
+            "forced_again": _token_ids(renderer, marks.forced_again or forced, marks.end),
+        }
+
+
+def _token_ids(renderer: Any, text: str, end: str) -> list[int]:
+    """The tokens of a text with the end mark. Raises RequestError where the tokenizer cannot write it."""
+    token_ids: list[int] = renderer.render_prompt(text, add_special_tokens=False).token_ids
+    if end not in renderer.decode(token_ids):
+        raise RequestError(f"{_PARAM}: the tokenizer of this model cannot write {end!r}, which ends reasoning.", _PARAM)
+    return token_ids
