@@ -31,6 +31,8 @@ class RequestEvent(Struct, frozen=True, kw_only=True, tag="request"):
     """Of the sequence that ended last."""
     context: dict[str, str] = field(default_factory=dict)
     """What the caller attached to the request, such as its trace headers."""
+    engine: int = 0
+    """Which of several engines."""
 
 
 class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
@@ -45,6 +47,7 @@ class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
     """Tokens that sequences got of it."""
     num_output_sequences: int = 0
     """Those that got some."""
+    engine: int = 0
 
 
 class LoadEvent(Struct, frozen=True, kw_only=True, tag="load"):
@@ -62,6 +65,7 @@ class LoadEvent(Struct, frozen=True, kw_only=True, tag="load"):
     num_used_host_blocks: int = 0
     """Of the pool that preempted requests are swapped to."""
     num_total_host_blocks: int = 0
+    engine: int = 0
 
 
 Event = RequestEvent | StepEvent | LoadEvent

@@ -130,6 +130,17 @@ class MultiModalFeatureSpec(Struct, kw_only=True, frozen=True):
     """Small facts that the positions of its tokens depend on, such as a grid of patches."""
 
 
+class BegunSequence(Struct, frozen=True):
+    """What a sequence has had of an engine that has ended. It goes on from there, as after a preemption."""
+
+    token_ids: list[int]
+    """Its output."""
+    sampler_state: SamplerState
+    """What came with the last of them."""
+    finish_reason: FinishReason | None
+    """Set: it has ended."""
+
+
 class EngineRequest(Struct, kw_only=True):
     """Tokens in. All preparation of input has ended: no text from here on."""
 
@@ -163,6 +174,10 @@ class EngineRequest(Struct, kw_only=True):
     """What else decides on the prompt's keys and values. Requests share no cached prefix that goes beyond a place where they differ."""
     context: dict[str, str] = field(default_factory=dict)
     """For events: what the caller attached."""
+    begun: list[BegunSequence] = field(default_factory=list)
+    """By index, its sequences, where another engine has begun it. Not all of them have ended. None of a beam search, which begins anew."""
+    num_prompt_logprobs: int = 0
+    """Prompt tokens whose log probabilities that engine gave."""
 
 
 class TokenLogprobs(Struct):
@@ -209,6 +224,8 @@ class EngineOutput(Struct, kw_only=True):
     """What went wrong, when finish_reason is "error"."""
     pooled: Array | None = None
     """A pooling request's result."""
+    sampler_state: SamplerState = field(default_factory=dict)
+    """What the sampler is to have back, should the sequence go on elsewhere."""
 
 
 class EngineOutputs(Struct, kw_only=True):

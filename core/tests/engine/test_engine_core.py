@@ -11,7 +11,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.core import EngineCore
 from toolkit_lm.errors import CapacityError, EngineDeadError, RequestError
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
-from toolkit_lm.messages import EngineOutputs, EngineRequest
+from toolkit_lm.messages import BegunSequence, EngineOutputs, EngineRequest
 from toolkit_lm.params import SamplingParams
 
 MAX_MODEL_LEN = 24
@@ -337,3 +337,21 @@ class TestStart:
     def test_a_cache_that_takes_more_than_there_is(self):
         with pytest.raises(CapacityError, match="free"):
             self.make(256, num_kv_blocks=20)
+
+
+@pytest.mark.parametrize("num_had", [0, 1, 3])
+def test_a_request_that_another_engine_has_begun_goes_on_where_it_stood(core, num_had):
+    """Of its sequences one has ended there, and one has had some tokens, or none."""
+    [prompt] = good_prompts(1)
+    expected = continuation(prompt, 6)
+    begun = [BegunSequence(expected, {}, "length"), BegunSequence(expected[:num_had], {"of": {"it": 1.0}}, None)]
+    request = EngineRequest(
+        request_id="r", prompt_token_ids=prompt, params=SamplingParams(n=2, max_tokens=6), max_output_tokens=6, begun=begun
+    )
+    EngineCore.add_request(core, request)
+    news = steps(core)
+    outputs = [output for one in news for output in one.outputs]
+    assert {output.index for output in outputs} == {1} and tokens(news) == {"r": expected[num_had:]}
+    assert outputs[0].sampler_state == {"of": {"it": 1.0}} and outputs[-1].finish_reason == "length"
+    [end] = [event for one in news for event in one.events if isinstance(event, RequestEvent) and event.kind == "finished"]
+    assert (end.num_sequences, end.num_output_tokens, core.scheduler.blocks.num_used) == (2, 12, 0)

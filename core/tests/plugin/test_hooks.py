@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from toolkit_lm.config import PluginsConfig, VllmConfig
-from toolkit_lm.errors import CheckpointError, PluginError
+from toolkit_lm.engine import EngineClient, start_engine
+from toolkit_lm.errors import CheckpointError, ConfigError, PluginError
 from toolkit_lm.events import RequestEvent, StepEvent
 from toolkit_lm.model import ParallelLMHead, ReplicatedLinear, RMSNorm, UnquantizedMethod, construction
 from toolkit_lm.plugin import Plugins, hookimpl
@@ -183,6 +184,21 @@ def test_toolkit_register_pooling_inputs(example, monkeypatch):
     assert made.render(["ab", "c"]) == [RenderedText([2]), RenderedText([1])]
     other = VllmConfig.default({"architectures": ["OtherForCausalLM"]})
     assert plugins.pooling_inputs.first_result(PoolingInputs, other, renderer, plugins) is None
+
+
+def test_toolkit_register_engine_clients(example, monkeypatch):
+    plugins = load(example)
+    assert plugins.engine_clients.get("mine").target == "toolkit_lm_mine.start:start"
+    shown = types.ModuleType("toolkit_lm_mine.start")
+    exec(page_example(PAGES / "toolkit_register_engine_clients.md", block=3), shown.__dict__)
+    made = types.ModuleType("toolkit_lm_mine.client")
+    made.MyClient = type("MyClient", (EngineClient,), {"__init__": lambda self, config, plugins: None})
+    made.MyClient.__abstractmethods__ = frozenset()
+    for module in (types.ModuleType("toolkit_lm_mine"), shown, made):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert isinstance(start_engine(VllmConfig.make(data_parallel_size=2), plugins), made.MyClient)
+    with pytest.raises(ConfigError, match="install toolkit-lm-data-parallel"):
+        start_engine(VllmConfig.make(data_parallel_size=2), load())
 
 
 def test_toolkit_register_checkpoints(example, tmp_path, monkeypatch):

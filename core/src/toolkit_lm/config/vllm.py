@@ -145,10 +145,11 @@ class EngineConfig(Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(Struct, frozen=True, kw_only=True):
-    """Ranks. tensor x pipeline parallel size = number of workers, one per device."""
+    """Ranks. tensor x pipeline parallel size = number of workers of an engine, one per device."""
 
     tensor_parallel_size: Annotated[int, option("Tensor-parallel ranks, which share each layer.", ge=1)] = 1
     pipeline_parallel_size: Annotated[int, option("Pipeline-parallel ranks, each with a part of the layers.", ge=1)] = 1
+    data_parallel_size: Annotated[int, option("Engines with a copy of the model each, which share the requests.", ge=1, le=1024)] = 1
     executor: Annotated[str, option("Executor, by name: how the engine reaches its workers. auto: the first that runs so many.")] = "auto"
     rank: int = 0
     """Global rank of the worker that holds this config; derived, not an option."""

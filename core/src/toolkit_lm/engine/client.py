@@ -7,7 +7,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from msgspec import Struct
 
@@ -30,16 +30,32 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     """The pooling tasks that it serves."""
 
 
-class EngineClient(ABC):
-    """One engine, in this process or in another.
+class EngineState(NamedTuple):
+    """One of the engines behind a client."""
 
-    Used from one thread at a time, but for `phase`, `fork_error`, `wake` and `dump_stacks`.
+    status: Literal["starting", "ready", "restarting", "dead"]
+    reason: str = ""
+    """What it does while it starts, or why it is dead."""
+    pid: int | None = None
+    num_requests: int = 0
+    """In flight."""
+    num_tokens: int = 0
+    """Of these, of prompts and outputs so far."""
+    num_restarts: int = 0
+
+
+class EngineClient(ABC):
+    """One engine, in this process or in another; or several, which share the requests.
+
+    Used from one thread at a time, but for `phase`, `engines`, `fork_error`, `wake` and `dump_stacks`.
     `add` and `finish` never wait for the engine. Every method but `finish` and `shutdown` raises EngineDeadError once the engine has died.
     Those that callers begin with, `wait_ready`, `add`, `reset_prefix_cache` and `poll_outputs`, do so in a fork as well.
     """
 
     phase: str = ""
     """What the engine does before it is ready."""
+    engines: Sequence[EngineState] = ()
+    """Of a client of several engines, each of them."""
     fork_error: EngineDeadError | None = None
     """Set in a fork of the process that made the engine: no thread and no socket of it works there."""
 

@@ -43,6 +43,8 @@ def host_bytes(config: CacheConfig, free: int) -> int:
 def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_on_host: int) -> KVCacheConfig:
     """`kv_cache` with as many blocks as its options give it, of a device and a host with so many bytes to spare.
 
+    Engines that share the requests share the host too.
+
     Raises CapacityError when they are not there, or a single sequence of max_model_len does not fit in them.
     """
     cache, length, chunk, device = config.cache, config.max_model_len, config.scheduler.token_budget, config.device.device
@@ -64,7 +66,7 @@ def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_o
     if not each:
         return kv_cache
     if cache.num_kv_blocks is None:
-        memory = kv_cache_bytes(cache, device, free)
+        memory = kv_cache_bytes(cache, device, free // (config.parallel.data_parallel_size if device == "cpu" else 1))
     else:
         memory = cache.num_kv_blocks * each[0] + num_bytes([0, *blocks(cache.num_kv_blocks)[1:]])
     if memory > free:
@@ -76,7 +78,7 @@ def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_o
     for pool, (given, needed) in enumerate(zip(num_blocks, least, strict=True)):
         if given < needed:
             raise CapacityError(_too_small(config, memory, given, needed, each[pool]))
-    on_host = host_bytes(cache, free_on_host - (memory if device == "cpu" else 0))
+    on_host = host_bytes(cache, (free_on_host - (memory if device == "cpu" else 0)) // config.parallel.data_parallel_size)
     scale = on_host / num_bytes(num_blocks)
     return kv_cache.sized(num_blocks, [int(count * scale) for count in num_blocks])
 

@@ -5,15 +5,24 @@ from __future__ import annotations
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.client import EngineClient
 from toolkit_lm.engine.process.launch import EngineProcess
+from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_device
 
 
 def start_engine(config: VllmConfig, plugins: Plugins, process: EngineProcess | None = None) -> EngineClient:
-    """The engine of a front: in a process of its own where `engine_process` says so. An engine process may still be loading.
+    """The engine of a front: a plugin's, or one in a process of its own where `engine_process` says so, which may still be loading.
 
-    `process`: one that has been started for it.
+    `process`: one that has been started for it. Raises ConfigError for several engines, where no plugin runs them.
     """
+    # mypy: an abstract class stands for those that are made.
+    client = plugins.engine_clients.first_result(EngineClient, config, plugins)  # type: ignore[type-abstract]
+    if client is None and config.parallel.data_parallel_size > 1:
+        raise ConfigError("no loaded plugin runs several engines (data_parallel_size): install toolkit-lm-data-parallel.")
+    if client is not None:
+        if process is not None:
+            process.end()
+        return client
     if config.engine.engine_process:
         from toolkit_lm.engine.process.client import ProcessClient
 

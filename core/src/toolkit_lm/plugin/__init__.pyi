@@ -10,6 +10,7 @@ from .registries import (
     CheckpointRegistry as CheckpointRegistry,
     ConverterRegistry as ConverterRegistry,
     DrafterRegistry as DrafterRegistry,
+    EngineClientRegistry as EngineClientRegistry,
     ExecutorEntry as ExecutorEntry,
     ExecutorRegistry as ExecutorRegistry,
     KernelsRegistry as KernelsRegistry,

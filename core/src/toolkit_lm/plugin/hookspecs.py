@@ -18,6 +18,7 @@ from toolkit_lm.plugin.registries import (
     CheckpointRegistry,
     ConverterRegistry,
     DrafterRegistry,
+    EngineClientRegistry,
     ExecutorRegistry,
     KernelsRegistry,
     KVKindRegistry,
@@ -147,6 +148,15 @@ def toolkit_register_pooling_inputs(inputs: PoolingInputsRegistry) -> None:
     """Registers what reads the texts of pooling requests, and scores pairs of them.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_engine_clients(engine_clients: EngineClientRegistry) -> None:
+    """Registers what starts the engines of a front in a way of its own: several of them, say.
+
+    Caller: the loader. Process: every one, though only a front starts engines. Thread: main. Return: nothing; all implementations are
+    called.
     """
 
 

@@ -331,6 +331,16 @@ class PoolingInputsRegistry(PlainRegistry):
     noun = "reader of pooling inputs"
 
 
+class EngineClientRegistry(PlainRegistry):
+    """What starts the engines of a front in a way of its own, by name.
+
+    A target is a function (config, plugins) -> toolkit_lm.engine.EngineClient | None. Its module imports no torch. `config` is
+    resolved, but for the device; `plugins` is the loaded set. None: such a config is not its own.
+    """
+
+    noun = "engine client"
+
+
 class CheckpointRegistry(Registry[Entry]):
     """Checkpoint folders that ship inside packages, by the name that MODEL may give."""
 
@@ -399,6 +409,7 @@ class Registries:
     pooling: ConverterRegistry = field(default_factory=ConverterRegistry)
     pooling_profiles: PoolingProfileRegistry = field(default_factory=PoolingProfileRegistry)
     pooling_inputs: PoolingInputsRegistry = field(default_factory=PoolingInputsRegistry)
+    engine_clients: EngineClientRegistry = field(default_factory=EngineClientRegistry)
     checkpoints: CheckpointRegistry = field(default_factory=CheckpointRegistry)
     loaders: LoaderRegistry = field(default_factory=LoaderRegistry)
     quantization: QuantizationRegistry = field(default_factory=QuantizationRegistry)

@@ -105,6 +105,7 @@ class Sequence:
             stop_token_id=token_ids[-1] if token_ids and token_ids[-1] in self.request.stop_token_ids else None,
             num_cached_tokens=self.request.num_cached_tokens,
             pooled=pooled,
+            sampler_state=self.sampler_state,
         )
 
     def as_new(self, block_tables: list[list[int]]) -> NewSequence:
@@ -223,7 +224,7 @@ class Request:
         self.end_token_ids = self.stop_token_ids.union(() if message.params.ignore_eos else message.eos_token_ids)
         """Those, and the model's own: each ends a sequence."""
         self.num_cached_tokens = 0
-        self.num_prompt_logprobs = 0
+        self.num_prompt_logprobs = message.num_prompt_logprobs
         """Prompt tokens whose log probabilities were returned."""
         self.scheduled_time: float | None = None
         self.first_token_time: float | None = None
@@ -236,7 +237,11 @@ class Request:
         num_sequences = 1 if self.search else message.params.num_sequences
         # Each sequence draws from its own stream; the same seed gives the same continuations.
         self.sequences = [Sequence(self, i, next(ids), (base + i * _SEED_STRIDE) % 2**64) for i in range(num_sequences)]
-        self.unfinished = self.sequences
+        # Few have begun elsewhere.
+        for seq, begun in zip(self.sequences, message.begun, strict=False):
+            seq.token_ids += begun.token_ids
+            seq.sampler_state, seq.finish_reason = begun.sampler_state, begun.finish_reason
+        self.unfinished = [seq for seq in self.sequences if seq.finish_reason is None]
         """Those of them that have not ended. It is replaced, and never changed."""
         self.number = self.sequences[0].seq_id
         """Requests are numbered as they come."""

@@ -121,7 +121,7 @@ class Roster:
             raise ValueError(f"its key is {key}")
         request.sort_key = (*key, request.arrival_time, request.number)
         self.requests[request.request_id] = request
-        self.add_sequences(request.sequences)
+        self.add_sequences(request.unfinished)
         insort(self.waiting, request, key=_by_sort_key)
 
     def add_sequences(self, sequences: Iterable[Sequence]) -> None:

@@ -67,6 +67,11 @@ class ProcessClient(EngineClient):
             self._poller.register(one, zmq.POLLIN)
         self._send(start)
 
+    @property
+    def sources(self) -> tuple[zmq.Socket[bytes], socket.socket]:
+        """What becomes readable when `step` has something to take in: for a zmq.Poller, while the engine lives."""
+        return self._socket, self.process.lifeline
+
     def wait_ready(self, timeout: float | None = None) -> EngineInfo | None:
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self._info is None:

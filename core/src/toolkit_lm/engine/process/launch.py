@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from toolkit_lm.engine.process.stderr import StderrRelay, last_words
@@ -32,8 +33,11 @@ class EngineProcess:
     connected; until then, whoever survives does.
     """
 
-    def __init__(self) -> None:
-        """Starts it. Raises ConfigError where the temporary folder's name is too long for a socket's, EngineDeadError where that fails."""
+    def __init__(self, environ: Mapping[str, str] = {}) -> None:
+        """Starts it, with some variables of its own.
+
+        Raises ConfigError where the temporary folder's name is too long for a socket's, EngineDeadError where that fails.
+        """
         self._front = os.getpid()
         try:
             self.folder = Path(tempfile.mkdtemp(prefix="toolkit_lm-"))
@@ -44,7 +48,7 @@ class EngineProcess:
         self.lifeline, theirs = socket.socketpair()
         with theirs:
             try:
-                self._process = self._start(theirs.fileno())
+                self._process = self._start(theirs.fileno(), environ)
             except BaseException:
                 self.lifeline.close()
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -52,7 +56,7 @@ class EngineProcess:
         assert self._process.stderr is not None, "it was asked for"
         self._stderr = StderrRelay(self._process.stderr)
 
-    def _start(self, lifeline: int) -> subprocess.Popen[bytes]:
+    def _start(self, lifeline: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
         if len(os.fsencode(self.folder / "engine")) > _MOST_BYTES:
             raise ConfigError(
                 f"the path of the temporary folder {str(self.folder.parent)!r} is too long: a socket in it may have at most "
@@ -63,8 +67,9 @@ class EngineProcess:
         command = [sys.executable, "-c", code, str(self.folder), str(lifeline), str(self._front)]
         try:
             # Without a shell, and without a word of a client's.
+            environ = {**_ENVIRON, **os.environ, **environ}
             return subprocess.Popen(  # nosec B603
-                command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**_ENVIRON, **os.environ}
+                command, bufsize=0, pass_fds=[lifeline], stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environ
             )
         except OSError as error:
             raise EngineDeadError(f"no engine process can be started from {sys.executable!r}: {error}") from error
