@@ -48,9 +48,10 @@ class AudioTower(nn.Module):
         with sequences(counts):
             for layer in self.layers:
                 x = layer(x)
-        pooled = [one[: count // 2 * 2].unflatten(0, (-1, 2)).mean(dim=1) for one, count in zip(x.split(counts), counts, strict=True)]
+        each = zip(torch.split(x, counts), counts, strict=True)
+        pooled = [one[: count // 2 * 2].view(count // 2, 2, -1).mean(dim=1) for one, count in each]
         states: Tensor = self.layer_norm(torch.cat(pooled))
-        return list(states.split([len(one) for one in pooled]))
+        return list(torch.split(states, [len(one) for one in pooled]))
 
     def _embedded(self, features: Tensor, num_states: int) -> Tensor:
         """The first states [num_states, H]. The last of them reads two frames further."""
@@ -90,7 +91,7 @@ class Qwen2AudioEncoder(Model):
         """Of recordings as the tower takes them, those of each [tokens, H]."""
         states = self.audio_tower(features, num_frames, sequences)
         projected: Tensor = self.multi_modal_projector(torch.cat(states))
-        return list(projected.split([len(one) for one in states]))
+        return list(torch.split(projected, [len(one) for one in states]))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # Keys have no bias, and are packed with what has one.
