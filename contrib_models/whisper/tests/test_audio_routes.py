@@ -120,8 +120,8 @@ async def test_bad_requests_are_told_what_is_wrong(folder):
     soundfile.write(empty, np.zeros(0), 16000, format="WAV")
     cases = [
         ({}, {}, 400, "You must provide the parameter 'file'"),
-        ({}, upload(b"no sound"), 400, "'speech.wav' cannot be read as audio"),
-        ({}, upload(empty.getvalue()), 400, "'speech.wav' is empty"),
+        ({}, upload(b"no sound"), 400, "'speech.wav': it is no recording of a known format"),
+        ({}, upload(empty.getvalue()), 400, "'speech.wav': it has no samples"),
         ({"model": "other"}, upload(wav()), 404, "The model 'other' does not exist"),
         ({"language": "xx"}, upload(wav()), 400, "language 'xx' is not one of the model's"),
         ({"response_format": "pdf"}, upload(wav()), 400, "Invalid value for 'response_format'"),

@@ -227,27 +227,12 @@ def test_what_was_said_before_is_read(llm):
     assert bare.prompt["decoder_prompt"]["prompt_token_ids"] == [START, 291, 293]
 
 
-@pytest.mark.parametrize(("name", "rate", "channels"), [("a.flac", 44100, 2), ("a.ogg", 48000, 1), ("a.mp3", 22050, 2), ("a.wav", 8000, 1)])
-def test_files_are_decoded_and_resampled(tmp_path, name, rate, channels):
-    time = np.arange(rate) / rate
-    tone = 0.5 * np.sin(2 * np.pi * 440 * time)
-    soundfile.write(tmp_path / name, np.repeat(tone[:, None], channels, axis=1), rate)
-    found = read_recording(tmp_path / name, 16000)
-    assert len(found) == pytest.approx(16000, rel=0.11 if name.endswith("mp3") else 0.001)
-    spectrum = np.abs(np.fft.rfft(found))
-    assert spectrum.argmax() * 16000 / len(found) == pytest.approx(440, abs=2)
-
-
 def test_files_that_are_no_recordings(tmp_path):
     soundfile.write(tmp_path / "none.wav", np.zeros(0), 16000)
-    soundfile.write(tmp_path / "many.wav", np.zeros((10, 9)), 16000)
-    soundfile.write(tmp_path / "slow.wav", np.zeros(10), 10)
     (tmp_path / "text.mp3").write_text("no sound")
-    for name, why in (("none", "is empty"), ("many", "has 9 channels: up to 8"), ("slow", "states 10 samples a second: 1,000 to 384,000")):
-        with pytest.raises(RequestError, match=f"{name}.wav {why}"):
-            read_recording(tmp_path / f"{name}.wav", 16000)
-    with pytest.raises(RequestError, match=r"text.mp3 cannot be read as audio: .*WAV, FLAC, Ogg and MP3 are read"):
-        read_recording(tmp_path / "text.mp3", 16000)
+    for name, why in (("none.wav", "it has no samples"), ("text.mp3", "it is no recording of a known format; known: FLAC, MP3, Ogg, WAV")):
+        with pytest.raises(RequestError, match=f"{name}: {why}"):
+            read_recording(tmp_path / name, 16000)
     for path, why in ((tmp_path / "missing.wav", "No such file or directory"), (tmp_path, "Is a directory")):
         with pytest.raises(RequestError, match=f"{path} cannot be read: {why}"):
             read_recording(path, 16000)
@@ -289,7 +274,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert one == other
     out = tmp_path / "out"
     assert run(["transcribe", str(checkpoint[0]), str(path), str(tmp_path / "text.wav"), "--format", "srt", "--out", str(out), *flags]) == 1
-    assert "text.wav cannot be read as audio" in capsys.readouterr().err
+    assert "text.wav: it is no recording of a known format" in capsys.readouterr().err
     assert [one.name for one in out.iterdir()] == ["speech.srt"]
     assert run(["transcribe", str(checkpoint[0]), str(path), "--format", "pdf", *flags]) == 2
     other = tmp_path / "other" / "speech.flac"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
 from functools import cached_property
@@ -14,6 +13,7 @@ from fastapi import APIRouter, Form, Request, Response, UploadFile
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from toolkit_lm.errors import ToolkitError
+from toolkit_lm_media.audio import BYTES_PER_SAMPLE, open_audio
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import ApiError, described, printable
@@ -24,7 +24,7 @@ from toolkit_lm_server.unknown_fields import STRICT, UNKNOWN
 
 from toolkit_lm_whisper.formats import FORMATS, usage, verbose
 from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
-from toolkit_lm_whisper.recordings import BYTES_PER_SAMPLE, open_audio
+from toolkit_lm_whisper.recordings import LIMITS
 from toolkit_lm_whisper.transcriber import AsyncTranscriber
 
 if TYPE_CHECKING:
@@ -167,12 +167,12 @@ class Audio:
 
 
 def _seconds(data: bytes, name: str) -> float:
-    with open_audio(io.BytesIO(data), name) as audio:
+    with open_audio(data, LIMITS, what=name, param="file") as audio:
         return audio.seconds
 
 
 def _samples(data: bytes, name: str, sampling_rate: int) -> np.ndarray:
-    with open_audio(io.BytesIO(data), name) as audio:
+    with open_audio(data, LIMITS, what=name, param="file") as audio:
         return audio.read(sampling_rate)
 
 
