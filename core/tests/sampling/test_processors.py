@@ -16,6 +16,7 @@ from toolkit_lm.param_spec import ProcessorParams, param
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry, PluginInfo, Plugins, PluginWarning, hookimpl
 from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, sample, top_candidates, uniform, uniforms
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Nothing(ProcessorParams):
@@ -136,6 +137,30 @@ class Last(Flat):
         return (torch.arange(64) == 40).float().expand(len(rows), -1)
 
 
+class Raising(Only):
+    """Changes some rows before it raises for another."""
+
+    in_logprobs = True
+
+    def apply(self, values, rows):
+        for i, row in enumerate(rows):
+            values[i, self.tokens[row.key]] += 1.0
+            if (row.key, "apply") in self.raising:
+                raise ZeroDivisionError("division by zero")
+        return values
+
+    after_draw = LogitsProcessor.after_draw
+
+
+class Barring(Only):
+    atomic = True
+
+    def apply(self, values, rows):
+        if any((row.key, "apply") in self.raising for row in rows):
+            raise ZeroDivisionError("division by zero")
+        return super().apply(values, rows)
+
+
 class Certain(Only):
     """Knows what follows, and is told of steps before they are computed."""
 
@@ -147,7 +172,7 @@ class Certain(Only):
         return [self.tokens[row.key]] * row.key
 
 
-CLASSES = (Only, Flat, Counting, Short, Nan, NanProbs, Infinite, Silent, Last, Doubling, Certain)
+CLASSES = (Only, Flat, Counting, Short, Nan, NanProbs, Infinite, Silent, Last, Doubling, Raising, Barring, Certain)
 
 
 class Brings:
@@ -287,17 +312,54 @@ def test_uniforms_depend_on_seed_number_of_tokens_and_stream_only(make_rows, mak
     assert (uniforms(some, 2) == uniform(rows.seed, rows.position, 2)).all()
 
 
-@pytest.mark.parametrize("place", ["add", "apply", "after_draw"])
-def test_one_that_raises_fails_its_request_alone(make_rows, make_logits, make_table, place):
+@pytest.mark.parametrize(("name", "place"), [("only", "add"), ("only", "apply"), ("only", "after_draw"), ("barring", "apply")])
+def test_one_that_raises_fails_its_request_alone(make_rows, make_logits, make_table, name, place):
     table = make_table()
-    rows = rows_of(make_rows, [only(token=3), only(token=4, **{"raise": place}), only(token=5)], table)
+    rows = rows_of(make_rows, [{name: {"token": 3}}, {name: {"token": 4, "raise": place}}, {name: {"token": 5}}], table)
     sampled = sample(make_logits(3), rows)
     assert set(sampled.errors) == {1}
-    assert "plugin 'brings' (" in sampled.errors[1] and "failed in logits processor 'only'" in sampled.errors[1]
+    assert "plugin 'brings' (" in sampled.errors[1] and f"failed in logits processor {name!r}" in sampled.errors[1]
     assert ("KeyError" if place == "add" else "ZeroDivisionError") in sampled.errors[1]
     assert [sampled.token_ids[i] for i in (0, 2)] == [3, 5]
     rows.clear(1)
     assert table.errors == {} and sorted(table.names) == [0, 2]
+
+
+@pytest.mark.parametrize("company", [[], [{}]], ids=["all rows", "some rows"])
+def test_what_raises_on_the_way_has_changed_nothing(make_rows, make_logits, make_table, company):
+    arguments = [{"raising": {"token": 3}}, {"raising": {"token": 4, "raise": "apply"}}, {"raising": {"token": 5}}, *company]
+    logits, params = make_logits(len(arguments)), SamplingParams(temperature=0, logprobs=0)
+    sampled = sample(logits, rows_of(make_rows, arguments, make_table(), params))
+    assert list(sampled.errors) == [1]
+    for row, token in ((0, 3), (2, 5)):
+        expected = logits[row].clone()
+        expected[token] += 1.0
+        assert sampled.logprobs[row].logprobs[0] == pytest.approx(float(expected.log_softmax(0).max()), abs=1e-6)
+
+
+class Large(TorchDispatchMode):
+    """Counts new tensors of so many elements."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        known = {one.data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        outputs = made if isinstance(made, tuple | list) else [made]
+        self.count += sum(isinstance(one, torch.Tensor) and one.numel() >= self.size and one.data_ptr() not in known for one in outputs)
+        return made
+
+
+@pytest.mark.parametrize(("name", "count"), [(None, 0), ("barring", 1), ("only", 2)])
+def test_logits_are_copied_once_and_for_what_is_not_atomic_twice(make_rows, make_logits, make_table, name, count):
+    rows = rows_of(make_rows, [{name: {"token": token}} if name else {} for token in range(4)], make_table())
+    logits = make_logits(4).bfloat16()
+    with Large(logits.numel()) as large:
+        sampled = sample(logits, rows)
+    assert large.count == count
+    assert not sampled.errors
 
 
 def test_a_result_of_another_shape_is_an_error(make_rows, make_logits, make_table):

@@ -156,7 +156,7 @@ def test_masks_are_made_while_the_forward_pass_runs(llm, in_turns, monkeypatch):
     def watched(self, pairs):
         import threading
 
-        lacking = sum(sequence.forbidden is None for sequence, _ in pairs)
+        lacking = sum(sequence.mask is None for sequence, _ in pairs)
         prepare(self, pairs)
         made.append((threading.current_thread().name.startswith("structured_output"), lacking))
 

@@ -49,6 +49,8 @@ class LogitsProcessor(ABC):
     stage: ClassVar[Stage]
     in_logprobs: ClassVar[bool] = False
     """Log probabilities of the output are those of the changed logits, of the stage "logits"; otherwise they are the model's own."""
+    atomic: ClassVar[bool] = False
+    """`apply` works in place, raises before it changes a value or not at all, and makes no NaN or infinity: nothing is copied."""
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         self.config = config

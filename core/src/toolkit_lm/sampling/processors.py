@@ -66,8 +66,11 @@ class ProcessorTable:
         """
         for name in self._order:
             if name in self._processors and self._processors[name].stage == stage and (users := self._users(name, keys)):
-                changed = self._apply(name, values[users], [row(index) for index in users])
-                values[users] = changed / changed.sum(dim=-1, keepdim=True) if stage == "probs" else changed
+                is_all = len(users) == len(values)
+                changed = self._apply(name, values if is_all else values[users], [row(index) for index in users])
+                changed = changed / changed.sum(dim=-1, keepdim=True) if stage == "probs" else changed
+                # A copy to itself costs nothing.
+                values.copy_(changed) if is_all else values.index_copy_(0, torch.tensor(users, device=values.device), changed)
 
     def begin(self, keys: Sequence[int], row: Callable[[int], ProcessorRow]) -> None:
         """A step is computed that draws for rows [R]."""
@@ -94,9 +97,10 @@ class ProcessorTable:
     ) -> dict[int, SamplerState]:
         """Tells the processors which tokens were drawn. `probs`: of the rows that were drawn at random. Returns states, by row."""
         states: dict[int, SamplerState] = {}
-        for index, key in enumerate(keys):
+        listening = {name: one for name, one in self._processors.items() if type(one).after_draw is not LogitsProcessor.after_draw}
+        for index, key in enumerate(keys) if listening else ():
             for name in self.names.get(key, ()):
-                processor = self._processors.get(name)
+                processor = listening.get(name)
                 if processor is None or key in self.errors or (processor.stage == "probs" and index not in probs):
                     continue
                 try:
@@ -109,14 +113,18 @@ class ProcessorTable:
         return states
 
     def _apply(self, name: str, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
+        """The changed values, which may be in the memory of `values`; of a row for which the processor fails, its own."""
+        kept = None if self._processors[name].atomic else values.clone()
         try:
-            changed = self._processors[name].apply(values.clone(), rows)
+            changed = self._processors[name].apply(values, rows)
             if changed.shape != values.shape:
                 raise ValueError(f"apply() returned shape {tuple(changed.shape)} for {tuple(values.shape)}")
-            if ((values < torch.inf).all(dim=-1) & ~(changed < torch.inf).all(dim=-1)).any():
+            # Of NaN the maximum is NaN.
+            if kept is not None and ((changed.amax(dim=-1) < torch.inf) < (kept.amax(dim=-1) < torch.inf)).any():
                 raise ValueError("apply() returned NaN or infinity")
-            return changed
+            return changed.to(values.dtype)
         except Exception as error:
+            values = values if kept is None else kept
             if len(rows) == 1:
                 self._fail(rows[0].key, name, error)
                 return values

@@ -64,8 +64,12 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
         edits = edits | np.isin(np.arange(len(rows)), list(rows.must_draw()))
     edited = np.flatnonzero(edits)
     if len(edited):
-        index = _to(edited, logits)
-        scores = logits.float().index_copy(0, index, _edit(logits[index].float(), rows.select(edited), processors))
+        scores = logits.to(torch.float32, copy=True)
+        if len(edited) == len(rows):
+            _edit(scores, rows, processors)
+        else:
+            index = _to(edited, logits)
+            scores.index_copy_(0, index, _edit(scores.index_select(0, index), rows.select(edited), processors))
     best, token_ids = likeliest(scores)
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)

@@ -195,8 +195,12 @@ class LogitsProcessorConformance(Conformance):
         views = [rows.processor_row(i) for i in range(_ROWS)]
         for row in views:
             made.add(row, self.arguments(case), {})
-        found = made.apply(values.clone(), views)
+        given = values.clone()
+        found = made.apply(given, views)
         assert (found.shape, found.dtype) == (values.shape, torch.float32)
+        if self.processor.atomic:
+            assert found is given, "an atomic processor works in place"
+            assert (found < torch.inf).all(), "an atomic processor makes no NaN and no infinity"
         return found
 
     def draw(self, logits: Tensor, rows: SamplingBatch) -> Sampled:

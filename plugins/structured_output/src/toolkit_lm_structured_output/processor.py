@@ -15,6 +15,7 @@ from toolkit_lm.sampling import LogitsProcessor, ProcessorRow
 from torch import Tensor
 
 from toolkit_lm_structured_output.contract import GrammarCompiler, Matcher, Source, load_compiler
+from toolkit_lm_structured_output.masking import apply_masks
 
 _COMPILED = 64
 """Grammars that are kept: sequences of one request have the same, and so have many requests."""
@@ -36,8 +37,8 @@ class _Sequence:
     def __init__(self, compiled: Future[_Grammar]) -> None:
         self.forced: deque[int] = deque()
         """Tokens that must follow."""
-        self.forbidden: np.ndarray | None = None
-        """[tokens] bool: what may not follow them; None until it is computed."""
+        self.mask: np.ndarray | None = None
+        """[words] int32, as Matcher.fill makes it: what may follow them. None until it is computed."""
         self._compiled = compiled
         self._matcher: Matcher | None = None
         self._num_read = 0
@@ -45,6 +46,13 @@ class _Sequence:
     @property
     def compiler(self) -> GrammarCompiler:
         return self._compiled.result().compiler
+
+    def allowed(self) -> np.ndarray | int:
+        """What may follow: a mask, or the only token."""
+        if self.forced:
+            return self.forced[0]
+        assert self.mask is not None, "it was made"
+        return self.mask
 
     def read(self, row: ProcessorRow) -> Matcher:
         """Goes on to the output so far. Raises ValueError where that does not follow the grammar."""
@@ -65,7 +73,7 @@ class _Sequence:
         return matcher
 
     def _force(self, matcher: Matcher) -> None:
-        self.forbidden = None
+        self.mask = None
         if not matcher.is_stopped:
             for token in matcher.forced():
                 matcher.consume(token)
@@ -76,6 +84,7 @@ class StructuredOutput(LogitsProcessor):
     """A sequence's place in its grammar follows from its tokens: nothing else has to survive a preemption."""
 
     stage = "logits"
+    atomic = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -124,34 +133,21 @@ class StructuredOutput(LogitsProcessor):
         lacking: dict[GrammarCompiler, list[tuple[_Sequence, Matcher]]] = {}
         for sequence, row in pairs:
             matcher = sequence.read(row)
-            if sequence.forbidden is None:
+            if sequence.mask is None:
                 lacking.setdefault(sequence.compiler, []).append((sequence, matcher))
         for compiler, some in lacking.items():
             masks = np.zeros((len(some), -(-compiler.size // 32)), np.int32)
             compiler.fill([matcher for _, matcher in some], masks)
-            bits = np.unpackbits(masks.view(np.uint8), axis=-1, bitorder="little") == 0
-            for (sequence, _), row_bits in zip(some, bits, strict=True):
-                sequence.forbidden = row_bits
+            for (sequence, _), mask in zip(some, masks, strict=True):
+                sequence.mask = mask
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
         self._join()
         pairs = [(self._sequences[row.key], row) for row in rows]
         matchers = [sequence.read(row) for sequence, row in pairs]
         self._prepare([pair for pair in pairs if not pair[0].forced])
-        forbidden = np.ones(values.shape, bool)
-        for index, (sequence, _) in enumerate(pairs):
-            if sequence.forced:
-                forbidden[index, sequence.forced[0]] = False
-            else:
-                assert sequence.forbidden is not None, "it was made"
-                # A model may have more tokens than the tokenizer, or fewer than masks have bits.
-                known = sequence.forbidden[: values.shape[-1]]
-                forbidden[index, : len(known)] = known
-        if values.device.type == "cpu":
-            # In one thread: starting more takes longer than the work.
-            np.copyto(values.numpy(), -np.inf, where=forbidden)
-        else:
-            values.masked_fill_(torch.from_numpy(forbidden).to(values.device, non_blocking=True), -torch.inf)
+        # Nothing fails from here on.
+        apply_masks(values, [sequence.allowed() for sequence, _ in pairs])
         for index, (sequence, _) in enumerate(pairs):
             if not sequence.forced and matchers[index].is_stopped:
                 self._end(values[index], sequence.compiler.source.eos_token_ids)
