@@ -51,7 +51,7 @@ class LLMEngine:
         `wait=False` returns before an engine process is ready: call `wait_ready` before the first request.
         """
         # Of a start, an engine process takes the longest: it begins to import at once.
-        process = EngineProcess() if config.engine.engine_process else None
+        process = EngineProcess() if config.engine.engine_process and config.parallel.data_parallel_size == 1 else None
         try:
             self.plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
             self._asked = self.config = resolve_configured(self.plugins.configure(config), self.plugins)

@@ -1,0 +1,106 @@
+"""One of several engines: its process, and what it has been sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine import EngineInfo, EngineState
+from toolkit_lm.engine.process.client import ProcessClient
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm.plugin import Plugins
+
+from toolkit_lm_data_parallel.in_flight import InFlight
+from toolkit_lm_data_parallel.placement import launch
+from toolkit_lm_data_parallel.routing import Choice, PrefixMirror
+
+_MOST_BLOCKS = 2**16
+"""Of prompts, that are remembered of an engine."""
+
+
+class Engine:
+    """An engine by its number. Its process dies and is started anew; number and counts stay."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.client: ProcessClient | None = None
+        """None: its process is dead."""
+        self.info: EngineInfo | None = None
+        """Set while it is ready."""
+        self.error: ToolkitError | None = None
+        """What its process died of."""
+        self.num_restarts = 0
+        self.requests: dict[str, InFlight] = {}
+        """By request id, in the order in which they came."""
+        self.num_tokens = 0
+        """In flight: of all of these."""
+        self._prefixes = PrefixMirror(_MOST_BLOCKS)
+        self._busy_since = 0.0
+
+    def start(self, config: VllmConfig, plugins: Plugins) -> None:
+        """Starts its process, which loads. Raises ToolkitError."""
+        process = launch(config, self.number)
+        try:
+            self.client = ProcessClient(config, plugins, process)
+        except BaseException:
+            process.end()
+            raise
+
+    def set_ready(self, info: EngineInfo) -> None:
+        self.info, self.error = info, None
+        # It holds no more.
+        self._prefixes.max_blocks = min(_MOST_BLOCKS, sum(pool.num_blocks for pool in info.kv_cache.pools))
+
+    def end(self, error: ToolkitError | None = None) -> list[InFlight]:
+        """Its process is ended, if it has not died of `error`. Returns the requests that it had."""
+        if self.client is not None:
+            self.client.shutdown()
+        left = list(self.requests.values())
+        self.client, self.info, self.error = None, None, error
+        self.requests, self.num_tokens = {}, 0
+        self._prefixes.clear()
+        return left
+
+    @property
+    def progress_time(self) -> float | None:
+        """time.monotonic() of its last sign of life, or at which it got work after it had none. None: nobody waits for it."""
+        if self.client is None or self.info is None or not self.requests:
+            return None
+        return max(self.client.progress_time, self._busy_since)
+
+    @property
+    def state(self) -> EngineState:
+        """From any thread."""
+        client, info, error = self.client, self.info, self.error
+        status = "ready" if info is not None else "dead" if client is None else "restarting" if self.num_restarts else "starting"
+        reason = "" if info is not None else str(error) if client is None else client.phase
+        pid = None if client is None else client.process.pid
+        return EngineState(status, reason, pid, len(self.requests), self.num_tokens, self.num_restarts)  # type: ignore[arg-type]
+
+    def choice(self, one: InFlight, block_size: int) -> Choice:
+        """What speaks for it and against it, for a request."""
+        reads = one.request.reads_prefix_cache
+        return Choice(self.num_tokens, self._prefixes.num_cached(one.hashes) * block_size if reads else 0)
+
+    def add(self, one: InFlight) -> None:
+        """It is to get a request."""
+        if not self.requests:
+            self._busy_since = time.monotonic()
+        one.engine = self.number
+        self.requests[one.request.request_id] = one
+        self.num_tokens += one.num_tokens
+        self._prefixes.add(one.hashes)
+
+    def remove(self, one: InFlight) -> None:
+        """The request has ended, or goes elsewhere."""
+        del self.requests[one.request.request_id]
+        self.num_tokens -= one.num_tokens
+
+    def send(self, requests: Sequence[InFlight]) -> None:
+        """Sends what was added. Raises RequestError, and what its process has died of."""
+        if self.client is not None:
+            self.client.add([one.message() for one in requests])
+
+    def forget_prefixes(self) -> None:
+        self._prefixes.clear()
