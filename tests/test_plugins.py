@@ -20,6 +20,7 @@ SHIPPED = [
     "cohere",
     "core",
     "cpu",
+    "data_parallel",
     "decoder",
     "devkit",
     "encdec",
