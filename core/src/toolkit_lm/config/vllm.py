@@ -202,6 +202,7 @@ class RendererConfig(Struct, frozen=True, kw_only=True):
     max_media_bytes: Annotated[int, option("Maximum size of an image or other item of media, as a file.", ge=1)] = 25 * 2**20
     max_media_pixels: Annotated[int, option("Maximum number of pixels of an image, or of a video's frames.", ge=1)] = 36_000_000
     max_media_frames: Annotated[int, option("Maximum number of frames that are taken of a video.", ge=1)] = 768
+    max_audio_seconds: Annotated[float, option("Maximum length of a recording, in seconds.", gt=0)] = 600.0
 
 
 class PoolerConfig(Struct, frozen=True, kw_only=True):
