@@ -109,14 +109,14 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a WAV of many channels": (lambda: wav(channels=9, data=bytes(18 * 100)), "it has 9 channels; up to 8"),
     "a WAV of 65535 channels": (lambda: wav(channels=65535), "channels|cannot be read"),
     "a WAV of no bits": (lambda: wav(bits=0), "cannot be read"),
-    "a long WAV": (lambda: wav(rate=1000, bits=8, data=bytes(601_000)), "601.0 seconds, more than the 600 .*max_audio_seconds"),
+    "a long WAV": (lambda: wav(rate=1000, bits=8, data=bytes(601_000)), "601.00 seconds, more than the 600 .*max_audio_seconds"),
     "a WAV of NaN": (not_a_number, "not finite"),
     "a WAV of infinity": (lambda: encoded(np.full(1000, np.inf), subtype="FLOAT"), "not finite"),
     "a FLAC's magic alone": (lambda: b"fLaC", "cannot be read as audio"),
     "a truncated FLAC": (lambda: cut(sound("FLAC")), "broken or truncated FLAC"),
     "a FLAC that does not say how long it is": (lambda: flac(0), "does not say how long"),
-    "a FLAC that says it lasts for days": (lambda: flac(2**36 - 1), "1431655.8 seconds, more than the 600"),
-    "a FLAC that lasts for hours": (lambda: encoded(np.zeros(8000 * 7200, np.int16), "FLAC", 8000), "7200.0 seconds, more than the 600"),
+    "a FLAC that says it lasts for days": (lambda: flac(2**36 - 1), "1431655.77 seconds, more than the 600"),
+    "a FLAC that lasts for hours": (lambda: encoded(np.zeros(8000 * 7200, np.int16), "FLAC", 8000), "7200.00 seconds, more than the 600"),
     "a FLAC of many channels at a fast rate": (lambda: flac(384_000 * 599, 384_000, 8), "8 channels together, more than are decoded"),
     "a FLAC with more than it says": (lambda: flac(100), ""),
     "a FLAC with less than it says": (lambda: flac(100_000), "truncated FLAC"),
@@ -173,7 +173,7 @@ def test_bombs_take_no_memory() -> None:
 
 def test_a_recording_is_not_decoded_to_learn_that_it_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soundfile.SoundFile, "read", lambda *given, **named: pytest.fail("it was decoded"))
-    limits, told = MediaLimits(max_audio_seconds=1.5), r"it has 2\.0 seconds, more than the 1\.5 that are taken \(max_audio_seconds\)"
+    limits, told = MediaLimits(max_audio_seconds=1.5), r"it has 2\.00 seconds, more than the 1\.5 that are taken \(max_audio_seconds\)"
     for format in ("WAV", "FLAC", "OGG", "MP3"):
         with pytest.raises(RequestError, match=told), open_audio(sound(format, 2.0), limits):
             pass

@@ -19,10 +19,11 @@ from toolkit_lm_media.source import require_size
 
 BYTES_PER_SAMPLE = 12
 """Of memory, while features are computed: its own and its copies'."""
+RATES = (1_000, 384_000)
+"""The fewest and the most samples a second that are read."""
 _BLOCK = 2**16
 """Frames that are decoded at a time."""
 _MOST_CHANNELS = 8
-_RATES = (1_000, 384_000)
 _MOST_DECODED = 192_000
 """Samples of all channels, for each second that is taken: as many as 48,000 a second of four channels."""
 _MOST_TOLD = 100
@@ -32,12 +33,12 @@ _MOST_TOLD = 100
 class Audio:
     """An open file, of which the header is read. Its methods raise RefusedError."""
 
-    def __init__(self, file: Any, limits: MediaLimits, stated: int | None) -> None:
-        """`file`: of soundfile. `stated`: frames that there must be; None: as many as there are."""
-        self._file, self._stated = file, stated
+    def __init__(self, file: Any, format: str, limits: MediaLimits, stated: int | None) -> None:
+        """`file`: of soundfile. `format`: "WAV" or the like. `stated`: frames that there must be; None: as many as there are."""
+        self._file, self.format, self._stated = file, format, stated
         rate, channels, frames = file.samplerate, file.channels, file.frames
-        if not _RATES[0] <= rate <= _RATES[1]:
-            raise RefusedError(f"it states {rate} samples a second; {_RATES[0]:,} to {_RATES[1]:,} are read")
+        if not RATES[0] <= rate <= RATES[1]:
+            raise RefusedError(f"it states {rate} samples a second; {RATES[0]:,} to {RATES[1]:,} are read")
         if not 0 < channels <= _MOST_CHANNELS:
             raise RefusedError(f"it has {channels} channels; up to {_MOST_CHANNELS} are read")
         if frames <= 0:
@@ -46,7 +47,7 @@ class Audio:
             raise RefusedError("its header does not say how long it is")
         most = limits.max_audio_seconds
         if frames > most * rate:
-            raise RefusedError(f"it has {self.seconds:.1f} seconds, more than the {most:g} that are taken (max_audio_seconds)")
+            raise RefusedError(f"it has {self.seconds:.2f} seconds, more than the {most:g} that are taken (max_audio_seconds)")
         if frames * channels > most * _MOST_DECODED:
             counted = f"it has {frames * channels} samples, {channels} channels together"
             raise RefusedError(f"{counted}, more than are decoded for {most:g} seconds (max_audio_seconds)")
@@ -56,12 +57,6 @@ class Audio:
         """As the header has it."""
         seconds: float = self._file.frames / self._file.samplerate
         return seconds
-
-    @property
-    def format(self) -> str:
-        """ "WAV", "FLAC", "OGG" or "MP3"."""
-        format: str = self._file.format
-        return "WAV" if format == "WAVEX" else format
 
     def read(self, sampling_rate: int) -> npt.NDArray[np.float32]:
         """Samples [N], the mean of the channels, `sampling_rate` a second. Raises RefusedError where it is damaged or cut short."""
@@ -118,16 +113,16 @@ def open_audio(data: bytes, limits: MediaLimits, *, what: str = "audio", param: 
         _require_sound(data)
         import soundfile
 
-        stated = sound_formats.require_whole(data)
+        format, stated = sound_formats.format_of(data), sound_formats.require_whole(data)
         try:
             file = soundfile.SoundFile(io.BytesIO(data))
         except soundfile.LibsndfileError as error:
             told = "".join(one for one in error.error_string if one.isprintable()).strip().rstrip(".")[:_MOST_TOLD]
             raise RefusedError(f"it cannot be read as audio: {told}") from None
         with file:
-            if stated is None and file.format == "MP3" and sound_formats.states_length(data):
+            if format == "MP3" and sound_formats.states_length(data):
                 stated = file.frames - sound_formats.MP3_SLACK
-            yield Audio(file, limits, stated)
+            yield Audio(file, format, limits, stated)
 
 
 def _require_sound(data: bytes) -> None:

@@ -16,6 +16,11 @@ _LAST, _HEADER = 4, 27
 _MOST_PAGE = 65_307
 
 
+def format_of(data: bytes) -> str:
+    """ "WAV", "FLAC", "OGG" or "MP3", of the first bytes of a recording."""
+    return {b"RIFF": "WAV", b"fLaC": "FLAC", b"OggS": "OGG"}.get(data[:4], "MP3")
+
+
 def require_whole(data: bytes) -> int | None:
     """How many frames there must be, where a FLAC's header says it. Raises RefusedError for a WAV or an Ogg that ends too early."""
     if data.startswith(b"RIFF"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,15 +18,20 @@ from toolkit_lm.errors import ContextLengthError, RequestError
 from toolkit_lm.messages import Array, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.renderer import MultiModalRules, Replacement
 from toolkit_lm.renderer.feature_lookup import FeatureLookup
+from toolkit_lm_media.audio import Resampler, open_audio
 from toolkit_lm_media.image import image_size, open_image
 from toolkit_lm_media.limits import MediaLimits
+from toolkit_lm_media.sniff import modality_of
+from toolkit_lm_media.sound_formats import format_of
 from toolkit_lm_media.source import load_bytes
 from toolkit_lm_media.video import Video, open_video
 
+from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
 from toolkit_lm_renderer_hf.embeds import read_embeds
 from toolkit_lm_renderer_hf.image_processor import SIZES, ImageProcessor, check_options
 from toolkit_lm_renderer_hf.media_items import Item
 from toolkit_lm_renderer_hf.pixels import Frames, read_pixels
+from toolkit_lm_renderer_hf.samples import read_samples
 from toolkit_lm_renderer_hf.sampling import OPTIONS
 from toolkit_lm_renderer_hf.video_processor import VideoProcessor
 
@@ -55,19 +60,22 @@ class ReadItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """What an item holds: one of the four."""
+    """What an item holds: one of the five."""
 
     kind: str
     file: bytes = b""
     pixels: np.ndarray | None = None
     frames: Frames | None = None
+    samples: tuple[int, np.ndarray] | None = None
+    """How many there are in a second, and float32 [N]."""
     arrays: Mapping[str, np.ndarray] | None = None
 
     def digest(self) -> bytes:
         if self.frames is not None:
             return self.frames.digest()
         digest = hashlib.sha256(self.file)
-        arrays = {"": self.pixels} if self.pixels is not None else dict(self.arrays or {})
+        whole = self.pixels if self.samples is None else self.samples[1]
+        arrays = {"": whole} if whole is not None else dict(self.arrays or {})
         for name in sorted(arrays):
             digest.update(repr((name, str(arrays[name].dtype), arrays[name].shape)).encode())
             digest.update(arrays[name].data)
@@ -80,8 +88,8 @@ class MediaReader:
     Raises CheckpointError where the checkpoint does not say how, ConfigError for bounds that make no sense.
     """
 
-    def __init__(self, config: VllmConfig, rules: MultiModalRules, folder: Path | None) -> None:
-        """`folder`: of the checkpoint's processors. None: neither images nor videos are read."""
+    def __init__(self, config: VllmConfig, rules: MultiModalRules, folder: Path, modalities: Container[str]) -> None:
+        """`folder`: of the checkpoint's processors. `modalities`: those of which items are read, and not their embeddings alone."""
         self._rules = rules
         self._max_model_len = config.max_model_len
         bounds = config.renderer
@@ -89,13 +97,16 @@ class MediaReader:
             max_bytes=bounds.max_media_bytes,
             max_pixels=bounds.max_media_pixels,
             max_frames=bounds.max_media_frames,
+            max_audio_seconds=bounds.max_audio_seconds,
             allowed_hosts=tuple(bounds.allowed_media_hosts),
         )
-        self._images = None if folder is None else ImageProcessor(folder, bounds.max_media_pixels)
+        sees = "image" in modalities or "video" in modalities
+        self._images = ImageProcessor(folder, bounds.max_media_pixels) if sees else None
         self._videos: VideoProcessor | None = None
-        if folder is not None and self._images is not None and "video" in rules.modalities:
+        if self._images is not None and "video" in rules.modalities:
             timed = "tokens_per_second" in (config.hf_config.get("vision_config") or {})
             self._videos = VideoProcessor(folder, self._images, bounds.max_media_pixels, timed=timed)
+        self._audio = AudioProcessor(folder) if "audio" in modalities else None
 
     def read(self, items: Sequence[Item], options: Any, held: FeatureLookup | None) -> list[ReadItem]:
         """Each item once, however often it stands in a prompt. `options`: mm_processor_kwargs.
@@ -126,13 +137,13 @@ class MediaReader:
             raise ContextLengthError(f"it has {num_tokens} tokens{before}; {longest}.")
 
     def _options(self, items: Sequence[Item], given: Any) -> dict[str, dict[str, Any]]:
-        """By modality. Those of sampling say nothing of an image."""
-        if self._images is None or given is None:
+        """By modality. Those of sampling say nothing of an image; recordings have none."""
+        if given is None:
             return {}
-        known = check_options(given, [*SIZES, *(OPTIONS if self._videos is not None else ())])
+        known = check_options(given, [*(SIZES if self._images is not None else ()), *(OPTIONS if self._videos is not None else ())])
         chosen = {}
         for item in items:
-            if item.modality == "image" and item.modality not in chosen:
+            if item.modality == "image" and self._images is not None and item.modality not in chosen:
                 chosen["image"] = self._images.options(known)
             elif item.modality == "video" and item.modality not in chosen and self._videos is not None:
                 with _naming(item, param="mm_processor_kwargs"):
@@ -149,6 +160,8 @@ class MediaReader:
             arrays = content.arrays
         elif item.modality == "image":
             arrays = self._image(item, content, options, check)
+        elif item.modality == "audio":
+            arrays = self._recording(item, content)
         else:
             arrays = self._video(item, content, options, check)
         with _naming(item):
@@ -174,6 +187,20 @@ class MediaReader:
         with open_video(content.file, self._limits, what=item.what, param=item.param) as video, _naming(item):
             return self._arrays(video, options, check, is_file=True)
 
+    def _recording(self, item: Item, content: _Content) -> dict[str, np.ndarray]:
+        assert self._audio is not None, "no recording is read"
+        audio, rate = self._audio, self._audio.window.sampling_rate
+        if content.samples is not None:
+            given, samples = content.samples
+            with _naming(item):
+                audio.require_room(len(samples) / given)
+                stream = Resampler(given, rate)
+                stream.push(samples)
+                return audio.process(stream.finish())
+        with open_audio(content.file, self._limits, what=item.what, param=item.param) as file, _naming(item):
+            audio.require_room(file.seconds)
+            return audio.process(file.read(rate))
+
     def _arrays(self, video: Video | Frames, options: Mapping[str, Any], check: _Check, *, is_file: bool) -> dict[str, np.ndarray]:
         assert self._videos is not None, "no video is read"
         sampling = self._videos.sampling
@@ -187,7 +214,8 @@ class MediaReader:
     def _identifier(self, item: Item, content: _Content, options: Mapping[str, Any]) -> str:
         """Of the content and all that decides what is made of it; and of the caller's name, which cannot stand for the content."""
         said = json.dumps([item.modality, content.kind, item.uuid, options], sort_keys=True)
-        fingerprint = self._images.fingerprint if self._images is not None else b""
+        processor = self._audio if item.modality == "audio" else self._images
+        fingerprint = processor.fingerprint if processor is not None else b""
         with _naming(item):
             digest = content.digest()
         return hashlib.sha256(fingerprint + digest + said.encode()).hexdigest()
@@ -203,8 +231,11 @@ class MediaReader:
         if item.is_embeds:
             with _naming(item):
                 return _Content("embeds", arrays=read_embeds(item.modality, item.source, self._limits.max_bytes))
-        if self._images is None or item.modality not in ("image", "video") or (item.modality == "video" and self._videos is None):
-            raise RequestError(f"{item.what}: this renderer processes images and videos only. Give {item.modality}_embeds.", item.param)
+        if {"image": self._images, "video": self._videos, "audio": self._audio}.get(item.modality) is None:
+            known = "images, videos and recordings"
+            raise RequestError(f"{item.what}: this renderer processes {known} only. Give {item.modality}_embeds.", item.param)
+        if self._audio is not None and item.modality == "audio":
+            return self._sound(item, self._audio)
         source = bytes(item.source) if isinstance(item.source, bytearray | memoryview) else item.source
         if isinstance(source, str | bytes):
             return _Content("file", file=load_bytes(source, self._limits, what=item.what, param=item.param))
@@ -214,6 +245,19 @@ class MediaReader:
                 return _Content(f"frames {frames.fps}", frames=frames)
             mode, pixels = read_pixels(source, self._limits.max_pixels)
             return _Content(f"pixels {mode}", pixels=pixels)
+
+    def _sound(self, item: Item, audio: AudioProcessor) -> _Content:
+        with _naming(item):
+            audio.require_known()
+        if isinstance(item.source, str | bytes | bytearray | memoryview):
+            source = item.source if isinstance(item.source, str) else bytes(item.source)
+            file = load_bytes(source, self._limits, what=item.what, param=item.param)
+            if item.format and modality_of(file) == "audio" and item.format != (format := format_of(file)):
+                raise RequestError(f"{item.what}: it is said to be of the format {item.format}, and is of the format {format}.", item.param)
+            return _Content("file", file=file)
+        with _naming(item):
+            rate, samples = read_samples(item.source, audio.window.sampling_rate, self._limits.max_audio_seconds)
+            return _Content(f"samples {rate}", samples=(rate, samples))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from toolkit_lm_media.data_url import beginning
 from toolkit_lm_media.sniff import modality_of
 
 from toolkit_lm_renderer_hf.pixels import is_frames, is_with_fps
+from toolkit_lm_renderer_hf.samples import is_with_rate
 
 _MOST_ITEMS = 16
 """Of a modality in a prompt, where the operator does not say."""
@@ -30,6 +31,9 @@ _SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """By type of a content part, the modality, and the keys of which one holds the item."""
 
+_INPUT_AUDIO = "input_audio"
+_FORMATS = {"wav": "WAV", "mp3": "MP3", "mpeg": "MP3", "flac": "FLAC", "ogg": "OGG", "opus": "OGG"}
+"""What a client may call a recording's format, and what it is."""
 _FILE = "file"
 """A content part whose own bytes tell the modality."""
 _KINDS = (*_SOURCES, _FILE)
@@ -47,6 +51,8 @@ class Item(NamedTuple):
     is_embeds: bool = False
     uuid: str = ""
     """The caller's own name of it."""
+    format: str = ""
+    """Of a recording, "WAV" or the like, where the caller says it."""
 
 
 class ItemLimits:
@@ -104,8 +110,8 @@ def items_of_prompt(prompt: Mapping[str, Any]) -> list[Item]:
 
 
 def _sources(modality: str, given: Any) -> list[Any]:
-    """The items of a modality. A video may be a list of frames, or a pair of frames and what is said of them."""
-    if not isinstance(given, list | tuple):
+    """The items of a modality. A video may be a list of frames, or a pair of frames and what is said of them; a recording a pair, too."""
+    if not isinstance(given, list | tuple) or (modality == "audio" and is_with_rate(given)):
         return [given]
     return [given] if modality == "video" and (is_with_fps(given) or is_frames(given)) else list(given)
 
@@ -136,9 +142,22 @@ def _bare_part(part: Any, items: list[Item]) -> Any:
         source = source.get("url")
     if source is None:
         raise RequestError(f"{what}: a content part of type {kind!r} must have {keys[0]!r}.", "messages")
+    source, format = _of_input_audio(source, what) if kind == _INPUT_AUDIO else (source, "")
     embeds = kind.endswith("_embeds") or _is_embeds(source)
-    items.append(Item(modality, source, what, "messages", embeds, _uuid(part.get("uuid"), what, "messages")))
+    items.append(Item(modality, source, what, "messages", embeds, _uuid(part.get("uuid"), what, "messages"), format))
     return {"type": modality}
+
+
+def _of_input_audio(given: Any, what: str) -> tuple[str | bytes, str]:
+    """The source of OpenAI's {"data": base64, "format": "wav"}, and the format; a data URL is taken, too. Raises RequestError."""
+    if not isinstance(given, Mapping) or not isinstance(given.get("data"), str | bytes):
+        raise RequestError(f"{what}: input_audio must be {{'data': base64, 'format': 'wav'}}.", "messages")
+    data, format = given["data"], given.get("format")
+    if format is not None and (not isinstance(format, str) or format not in _FORMATS):
+        raise RequestError(f"{what}: its format is {format!r:.50}; known: {', '.join(_FORMATS)}.", "messages")
+    if isinstance(data, str) and data[:5].lower() != "data:":
+        data = f"data:;base64,{data}"
+    return data, _FORMATS[format] if format else ""
 
 
 def _of_file(part: Mapping[str, Any], items: Sequence[Item]) -> dict[str, Any]:

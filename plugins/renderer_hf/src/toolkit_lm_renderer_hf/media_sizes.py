@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 from toolkit_lm_media.data_url import beginning
 from toolkit_lm_media.image import image_size
 
+from toolkit_lm_renderer_hf.audio_processor import Window
 from toolkit_lm_renderer_hf.image_processor import QWEN
 from toolkit_lm_renderer_hf.media_items import Item
 from toolkit_lm_renderer_hf.tokenizer import read_json
@@ -24,9 +25,10 @@ _QWEN = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280, "patch_size":
 class MediaSizes:
     """Bounds for one checkpoint. What it cannot tell counts as the most that the operator lets in."""
 
-    def __init__(self, folder: Path, max_pixels: int, max_tokens: int) -> None:
-        """`max_pixels`: of an image, or of a video's frames. `max_tokens`: of all items of a prompt."""
-        self._max_pixels = max_pixels
+    def __init__(self, folder: Path, max_pixels: int, max_tokens: int, modalities: Container[str]) -> None:
+        """`max_pixels`: of an image, or of a video's frames. `max_tokens`: of all items of a prompt. `modalities`: those that are read."""
+        self._modalities, self._max_pixels = modalities, max_pixels
+        self._window = Window.read(folder) if "audio" in modalities else None
         nested = read_json(folder / "processor_config.json").get("image_processor")
         stated = nested if isinstance(nested, Mapping) else read_json(folder / "preprocessor_config.json")
         self._is_qwen = bool(QWEN.fullmatch(str(stated.get("image_processor_type"))))
@@ -47,8 +49,10 @@ class MediaSizes:
 
     def bytes_of(self, item: Item, options: Mapping[str, Any]) -> tuple[int, int]:
         """Of what is made of an item at most, and what it takes beside that while it is read. `options`: of the processor, as given."""
-        if item.is_embeds:
+        if item.is_embeds or item.modality not in self._modalities:
             return 0, 0
+        if self._window is not None and item.modality == "audio":
+            return self._window.made, self._window.read_bytes
         if item.modality == "video":
             # A frame is small beside what is made of all of them.
             return _MADE * min(self._max_pixels, self._most_of_prompt * self._depth), 0

@@ -30,9 +30,9 @@ class MultiModal:
         self._rules = rules
         self._placeholders = Placeholders(tokenizer, rules)
         self._limits = ItemLimits(config.renderer.limit_mm_per_prompt, rules.modalities)
-        reads = any(modality in rules.modalities and self._limits.most(modality) > 0 for modality in ("image", "video"))
-        self._reader = MediaReader(config, rules, folder if reads else None)
-        self._sizes = MediaSizes(folder, config.renderer.max_media_pixels, config.max_model_len) if reads else None
+        read = [modality for modality in rules.modalities if self._limits.most(modality) > 0]
+        self._reader = MediaReader(config, rules, folder, read)
+        self._sizes = MediaSizes(folder, config.renderer.max_media_pixels, config.max_model_len, read)
         self.tokens = self._placeholders.tokens
         """By modality, the text of its placeholder."""
         self.texts = {modality: rules.placeholder_text(modality, token) for modality, token in self.tokens.items()}
@@ -56,7 +56,7 @@ class MultiModal:
             _, items = take_items([{"content": [part]}])
         except RequestError:
             return 0, 0
-        return self._sizes.bytes_of(items[0], options) if items and self._sizes is not None else (0, 0)
+        return self._sizes.bytes_of(items[0], options) if items else (0, 0)
 
     def typed(self) -> TypedPlaceholders:
         """For a conversation: its `hide` is applied to all that is in it."""
