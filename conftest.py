@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +42,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoint_with(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """checkpoint_with(template, marks): the same with another chat template. `marks`: texts that are tokens of their own."""
+
+    def checkpoint_with(template: str, marks: Sequence[str] = ()) -> Path:
+        folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("checkpoint_with") / "checkpoint")
+        told = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}))
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "vocab_size": tokenizer.get_vocab_size()}))
+        return folder
+
+    return checkpoint_with

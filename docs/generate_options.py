@@ -21,7 +21,7 @@ from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
 
 DOCS = Path(__file__).parent
-PLUGINS = ("structured_output", "sampling_extra")
+PLUGINS = ("structured_output", "parsers", "sampling_extra")
 """Those that bring sampling parameters."""
 BEGIN = "<!-- written by docs/generate_options.py -->\n"
 END = "<!-- end of what is written -->\n"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import RequestError
 from toolkit_lm.plugin import Plugins, hookimpl
@@ -28,27 +26,9 @@ BUDGET = 12
 
 
 @pytest.fixture(scope="session")
-def folder_of(checkpoint, tmp_path_factory):
-    """folder_of(template, marks): the random checkpoint with a chat template. `marks`: tokens of their own."""
-
-    def folder_of(template, marks=()):
-        folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("thinking") / "checkpoint")
-        told = json.loads((folder / "tokenizer_config.json").read_text())
-        (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}))
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
-        tokenizer.save(str(folder / "tokenizer.json"))
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "vocab_size": tokenizer.get_vocab_size()}))
-        return folder
-
-    return folder_of
-
-
-@pytest.fixture(scope="session")
-def folders(folder_of):
+def folders(checkpoint_with):
     """By how marks are written: with letters, or as tokens of their own."""
-    return {"letters": folder_of(BEGUN), "tokens": folder_of(BEGUN, ("<think>", "</think>"))}
+    return {"letters": checkpoint_with(BEGUN), "tokens": checkpoint_with(BEGUN, ("<think>", "</think>"))}
 
 
 class Preempted:
@@ -171,8 +151,8 @@ def test_what_is_ruled_out_is_not_forced(folders):
             assert one.token_ids.index(end) <= BUDGET
 
 
-def test_a_model_that_begins_by_itself_is_held_too(folder_of):
-    with engine(folder_of(OPEN, ("<think>", "</think>"))) as llm:
+def test_a_model_that_begins_by_itself_is_held_too(checkpoint_with):
+    with engine(checkpoint_with(OPEN, ("<think>", "</think>"))) as llm:
         start, end = (llm.engine.renderer.render_prompt(mark, add_special_tokens=False).token_ids[0] for mark in ("<think>", "</think>"))
         for one in answers(llm, params(2, allowed_token_ids=[start, 40, end], logit_bias={start: 50, end: -50})):
             assert one.token_ids[:4] == [start, start, start, end]
@@ -180,8 +160,8 @@ def test_a_model_that_begins_by_itself_is_held_too(folder_of):
             assert one.token_ids[0] == start or end not in one.token_ids
 
 
-def test_of_several_stretches_of_reasoning_the_second_is_the_last(folder_of):
-    with engine(folder_of(CHANNELS, HARMONY)) as llm:
+def test_of_several_stretches_of_reasoning_the_second_is_the_last(checkpoint_with):
+    with engine(checkpoint_with(CHANNELS, HARMONY)) as llm:
         renderer = llm.engine.renderer
         begun = "<|channel|>analysis<|message|>"
         thinking, space = renderer.render_prompt(begun, add_special_tokens=False).token_ids, 40
@@ -204,7 +184,7 @@ def test_of_several_stretches_of_reasoning_the_second_is_the_last(folder_of):
             assert following[:1] == ([script[place]] if is_forced else []), place
 
 
-def test_a_budget_that_cannot_be_held_to_is_refused(checkpoint, folder_of, folders):
+def test_a_budget_that_cannot_be_held_to_is_refused(checkpoint, checkpoint_with, folders):
     with engine(checkpoint) as llm, pytest.raises(RequestError, match=r"no reasoning that is known here.*think") as raised:
         answers(llm, params())
     assert raised.value.param == "thinking_token_budget"
@@ -219,8 +199,8 @@ def test_a_budget_that_cannot_be_held_to_is_refused(checkpoint, folder_of, folde
             answers(llm, params(wrong))
 
 
-def test_a_tokenizer_without_the_mark_is_refused(folder_of):
-    folder = folder_of(BEGUN.replace("A:<think>\n", "A:"))
+def test_a_tokenizer_without_the_mark_is_refused(checkpoint_with):
+    folder = checkpoint_with(BEGUN.replace("A:<think>\n", "A:"))
     told = json.loads((folder / "tokenizer.json").read_text())
     kept = [token for token in told["model"]["vocab"] if token not in "<>/"]
     told["model"]["vocab"] = {token: number for number, token in enumerate(kept)}

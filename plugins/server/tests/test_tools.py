@@ -260,3 +260,31 @@ async def test_the_operator_chooses_parsers(client_of, scripted):
         create_app(engine, ServerOptions(tool_call_parser="hermse"))
     with pytest.raises(ConfigError, match=r"'think' finds no tool calls\. Those that do: harmony, hermes"):
         create_app(engine, ServerOptions(tool_call_parser="think"))
+
+
+async def test_reasoning_is_counted_streamed_or_not(client_of, scripted):
+    engine = scripted(f"{THOUGHT}Four.")
+    body = {"messages": BODY["messages"]}
+    used = (await ask(client_of, engine, body)).json()["usage"]
+    assert (used["completion_tokens"], used["completion_tokens_details"]) == (len(engine.text), {"reasoning_tokens": len("\nHm.\n")})
+    assert (await ask(client_of, engine, {**body, "n": 2})).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 10}
+    stream = {**body, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    lines = [json.loads(line[6:]) for line in (await ask(client_of, engine, stream)).text.splitlines() if line.startswith("data: {")]
+    counts = [line["usage"]["completion_tokens_details"]["reasoning_tokens"] for line in lines]
+    assert counts == sorted(counts) and counts[-1] == 5
+    async with client_of(create_app(engine)) as client:
+        response = (await client.post("/v1/responses", json={"input": "hi"})).json()
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 5}
+    plain = (await ask(client_of, scripted("Four.", template=""), body)).json()["usage"]
+    assert "completion_tokens_details" not in plain
+
+
+async def test_a_budget_is_of_the_format_that_the_operator_chose(client_of, scripted):
+    engine = scripted(f"{THOUGHT}Four.")
+    body = {"messages": BODY["messages"], "thinking_token_budget": 7}
+    await whole(client_of, engine, body)
+    assert engine.params.extra_args == {"thinking_token_budget": 7, "thinking_format": "think"}
+    await whole(client_of, engine, body, reasoning_parser="mistral_think")
+    assert engine.params.extra_args["thinking_format"] == "mistral_think"
+    await whole(client_of, engine, {**body, "response_format": {"type": "json_object"}, "thinking_format": "seed_think"})
+    assert engine.params.extra_args == {"thinking_token_budget": 7, "thinking_format": "seed_think"}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from msgspec import structs
-from toolkit_lm.errors import ConfigError, RequestError
+from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import ParserRegistry
-from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, ToolCallDelta
+from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, ReasoningCounter, ToolCallDelta
 
 from toolkit_lm_server.generation import Generation, Piece
 from toolkit_lm_server.tools import NO_TOOLS, ToolUse
@@ -21,11 +22,14 @@ if TYPE_CHECKING:
     from toolkit_lm_server.options import ServerOptions
     from toolkit_lm_server.protocol import ChatBody
 
+Counters = Callable[[Sequence[int]], ReasoningCounter]
 _BARE = "llama3_json"
 """Calls without marks: what a model whose own format is not known can be held to."""
 _SHORT_ID = 16
 _PROMPT_END = 64
 """Tokens of the prompt that show what it has begun of the answer."""
+BUDGET, _FORMAT = "thinking_token_budget", "thinking_format"
+"""Parameters of what ends reasoning, and of whose."""
 _STRUCTURES = (
     "structured_outputs",
     "response_format",
@@ -37,25 +41,10 @@ _STRUCTURES = (
 )
 
 
-def choose_format(parsers: ParserRegistry, what: str, wanted: str, template: str) -> AnswerFormat | None:
-    """The format by which `what`, "tool_calls" or "reasoning", is found; None: by none.
-
-    Raises ConfigError for a name that no plugin has, or that is not for `what`, PluginError where a plugin fails.
-    """
-    if wanted == "none":
-        return None
-    if wanted == "auto":
-        entries = sorted(parsers.entries(), key=lambda entry: -entry.priority)
-        name = next((e.key for e in entries if what in parsers.load(e.key).finds and parsers.ask(e.key, template) is None), None)
-    else:
-        name = wanted
-        if what not in parsers.load(name).finds:
-            able = ", ".join(key for key in parsers if what in parsers.load(key).finds)
-            raise ConfigError(f"answer parser {name!r} finds no {what.replace('_', ' ')}. Those that do: {able}.")
-    if name is None:
-        return None
-    made: AnswerFormat = parsers.make(name, template)
-    return made
+def make_format(parsers: ParserRegistry, what: str, wanted: str, template: str) -> tuple[str | None, AnswerFormat | None]:
+    """The format by which `what` is found, and its name before it, as ParserRegistry.find_format says; None: by none."""
+    name = parsers.find_format(what, template, wanted)
+    return name, None if name is None else parsers.make(name, template)
 
 
 class Plan(NamedTuple):
@@ -67,6 +56,10 @@ class Plan(NamedTuple):
     structure: dict[str, Any] | None
     """What its answers must be, for `structured_outputs`; None: what the request says itself."""
     shows_reasoning: bool
+    reasoning_name: str | None = None
+    """Of the format of reasoning."""
+    counters: Counters | None = None
+    """What makes the counters of its tokens; None: they are not counted."""
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -78,6 +71,9 @@ class Plan(NamedTuple):
         if self.structure is not None:
             extra = {name: value for name, value in (params.extra_args or {}).items() if name not in _STRUCTURES}
             changed |= {"structured_outputs": self.structure, "extra_args": extra or None}
+        given = changed.get("extra_args", params.extra_args) or {}
+        if self.reasoning_name is not None and given.get(BUDGET) is not None:
+            changed["extra_args"] = {_FORMAT: self.reasoning_name, **given}
         return structs.replace(params, **changed) if changed else params
 
     @property
@@ -104,11 +100,19 @@ class AnswerParts:
     """How the answers of a model are read."""
 
     def __init__(self, engine: AsyncLLM, options: ServerOptions) -> None:
-        """Raises ConfigError, PluginError as `choose_format`."""
-        self._parsers = engine.plugins.parsers
+        """Raises ConfigError, PluginError as ParserRegistry.find_format."""
+        self._parsers, self._renderer = engine.plugins.parsers, engine.renderer
         template = engine.renderer.chat_template_source
-        self._tools = choose_format(self._parsers, "tool_calls", options.tool_call_parser, template)
-        self.reasoning = choose_format(self._parsers, "reasoning", options.reasoning_parser, template)
+        _, self._tools = make_format(self._parsers, "tool_calls", options.tool_call_parser, template)
+        self._name, self.reasoning = make_format(self._parsers, "reasoning", options.reasoning_parser, template)
+        self._counters: Counters | None = None
+        self._has_counters = False
+
+    async def prepare(self) -> None:
+        """Before the first plan: reads the vocabulary, which takes its time, for the marks of reasoning."""
+        if not self._has_counters and self.reasoning is not None:
+            self._counters = await asyncio.to_thread(self.reasoning.reasoning_counters, self._renderer)
+        self._has_counters = True
 
     def plan(self, body: ChatBody, use: ToolUse) -> Plan:
         """Of one request. Raises RequestError for tools that could not be called."""
@@ -148,7 +152,8 @@ class AnswerParts:
             else:
                 structure = reasoning.after_reasoning(content, kwargs)
         told = None if structure is None else {"structural_tag": {"type": "structural_tag", "format": structure}}
-        return Plan(tools, reasoning, use, told, body.include_reasoning is not False)
+        name, counters = (None, None) if reasoning is None else (self._name, self._counters)
+        return Plan(tools, reasoning, use, told, body.include_reasoning is not False, name, counters)
 
 
 class _Chain(AnswerParser):
@@ -180,6 +185,26 @@ class Parts:
         self._generation = generation
         self._renderer = engine.renderer
         self._parsers: dict[int, AnswerParser] = {}
+        self._counters: dict[int, ReasoningCounter] = {}
+
+    def count(self, pieces: Sequence[Piece]) -> None:
+        """Takes in the tokens of pieces, for `usage`."""
+        if self._plan.counters is None:
+            return
+        for piece in pieces:
+            counter = self._counters.get(piece.index)
+            if counter is None:
+                prompt = self._generation.prompt(piece.index).prompt_token_ids or []
+                counter = self._counters[piece.index] = self._plan.counters(prompt)
+            counter.push(piece.token_ids)
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts, so far: those of reasoning, too, where they are known."""
+        usage = self._generation.usage()
+        if self._plan.counters is None:
+            return usage
+        num_reasoning = sum(counter.num_tokens for counter in self._counters.values())
+        return usage | {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}
 
     def read(self, piece: Piece) -> tuple[list[AnswerDelta], str | None]:
         """What a piece adds to its choice, and why the choice ends, where it does."""

@@ -16,11 +16,18 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class ReasoningTokens(BaseModel):
+    reasoning_tokens: int
+    """Of all choices, without those of marks."""
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
+    """Of chats with a model whose reasoning is known."""
 
 
 class PoolingUsage(BaseModel):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 
-from toolkit_lm_server.answer_parts import PLAIN, AnswerParts, Parts, Plan
+from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import validated
@@ -44,6 +44,11 @@ class Chat:
         is_large = body.prompt_logprobs is not None or are_large(choices)
         return await answer(lambda: reply.whole(choices), is_large=is_large)
 
+    @property
+    def budget_fields(self) -> tuple[str, ...]:
+        """The field that limits reasoning, where the model is known to reason."""
+        return () if self._parts.reasoning is None else (BUDGET,)
+
     async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> ChatAnswer:
         """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""
         return await self.begin(validated(self.body, fields), context)
@@ -55,7 +60,7 @@ class Chat:
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
         options = body.render_options() | ({"tools": use.tools} if use.tools else {})
         with cast(BudgetedLLM, self._engine).hold_rendering([(body.messages, options)], {"context": context}):
-            rendered = await asyncio.to_thread(self._engine.renderer.render_conversation, body.messages, **options)
+            rendered = await self._engine.renderer.render_conversation_async(body.messages, **options)
         return len(rendered.token_ids)
 
     async def begin(self, body: ChatBody, context: dict[str, str]) -> ChatAnswer:
@@ -64,6 +69,7 @@ class Chat:
         check_generates(self._engine)
         plan, params, options = PLAIN, body.params(), body.request_options(context)
         if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:
+            await self._parts.prepare()
             plan = self._parts.plan(body, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls))
             params = plan.applied(params)
         check_priority(self._engine, options)
@@ -92,7 +98,7 @@ class ChatAnswer:
 
     def usage(self) -> dict[str, Any]:
         """Token counts, so far."""
-        return self._generation.usage()
+        return self._parts.usage()
 
     async def completion(self) -> dict[str, Any]:
         """The whole answer, a chat.completion. Raises ApiError."""
@@ -106,10 +112,11 @@ class ChatAnswer:
     def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """As `completion`, whose choices are made when they are taken."""
         body, generation = self._body, self._generation
+        self._parts.count(choices)
         found = (_choice(choice, body, self._parts, self._echo) for choice in choices)
         prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids if body.return_token_ids else None}
         of_prompt = prompt_logprobs(None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs)
-        return {**self._head("chat.completion"), "choices": found, "usage": generation.usage(), "prompt_logprobs": of_prompt, **prompt}
+        return {**self._head("chat.completion"), "choices": found, "usage": self.usage(), "prompt_logprobs": of_prompt, **prompt}
 
     async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError."""
@@ -118,7 +125,7 @@ class ChatAnswer:
 
         def chunk(index: int, delta: dict[str, Any], logprobs: Any = None, finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
             choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
-            return {**head, "choices": [choice], **body.usage_so_far(generation)}
+            return {**head, "choices": [choice], **body.usage_so_far(self.usage)}
 
         first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
         if body.return_token_ids:
@@ -126,6 +133,7 @@ class ChatAnswer:
         yield first + [chunk(index, {"content": self._echo}) for index in range(body.n or 1) if self._echo]
         async for deltas in generation.pieces():
             chunks = []
+            self._parts.count(deltas)
             for delta in deltas:
                 wanted: dict[str, Any] = {"token_ids": delta.token_ids} if body.return_token_ids else {}
                 parts, reason = self._parts.read(delta)
@@ -137,7 +145,7 @@ class ChatAnswer:
                     chunks.append(chunk(delta.index, {}, **end))
             yield chunks
         if body.include_usage:
-            yield [{**head, "choices": [], "usage": generation.usage()}]
+            yield [{**head, "choices": [], "usage": self.usage()}]
 
     @property
     def _echo(self) -> str:

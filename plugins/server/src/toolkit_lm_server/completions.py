@@ -120,11 +120,11 @@ class Completions:
                 if body.echo and one.index not in echoed:
                     echo = await asyncio.to_thread(self._echo, body, generation, one.index)
                     echoed[one.index] = len(echo["text"])
-                    chunks.append({**head, "choices": [echo], **body.usage_so_far(generation)})
+                    chunks.append({**head, "choices": [echo], **body.usage_so_far(generation.usage)})
                 wanted = generation.token_ids(one) if body.return_token_ids else {}
                 if one.text or one.logprobs or one.finish_reason is not None or wanted.get("token_ids"):
                     choice = _choice(one, body.logprobs, echoed.get(one.index, 0)) | wanted
-                    chunks.append({**head, "choices": [choice], **body.usage_so_far(generation)})
+                    chunks.append({**head, "choices": [choice], **body.usage_so_far(generation.usage)})
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": generation.usage()}]

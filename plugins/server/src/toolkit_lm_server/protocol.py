@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -22,8 +22,6 @@ from toolkit_lm_server.unknown_fields import NEUTRAL, NOTES, STRICT, UNKNOWN, as
 if TYPE_CHECKING:
     from toolkit_lm.processing.requests import RequestOptions
     from toolkit_lm_async_llm import AsyncLLM
-
-    from toolkit_lm_server.generation import Generation
 
 _NO_EFFECT = {"description": "It has no effect."}
 
@@ -209,11 +207,11 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def usage_so_far(self, generation: Generation) -> dict[str, Any]:
-        """A field of a stream's events before the last."""
+    def usage_so_far(self, usage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """A field of a stream's events before the last. `usage` gives the token counts so far."""
         if self.stream_options is None or not self.stream_options.include_usage:
             return {}
-        return {"usage": generation.usage() if self.stream_options.continuous_usage_stats else None}
+        return {"usage": usage() if self.stream_options.continuous_usage_stats else None}
 
 
 BodyT = TypeVar("BodyT", bound=SamplingBody)

@@ -16,6 +16,7 @@ NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 """What a chat completion's fields are called here."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -104,6 +105,10 @@ class MessagesBody(PromptBody):
             if (value := getattr(self, theirs)) is not None:
                 fields[name] = value
         return fields
+
+    def budget(self) -> Any:
+        """Tokens of reasoning; None: as many as there are."""
+        return (self.thinking or {}).get("budget_tokens") if self.thinks else None
 
 
 def _messages(message: dict[str, Any], where: str) -> list[dict[str, Any]]:

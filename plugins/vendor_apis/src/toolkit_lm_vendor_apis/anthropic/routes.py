@@ -35,7 +35,9 @@ class Messages:
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers a conversation."""
         try:
-            reply = await self._chat.ask(body.chat(), request_context(request))
+            # Vendors' clients may not leave a budget out. A model that does not reason keeps to any.
+            budget = dict.fromkeys(self._chat.budget_fields if body.budget() is not None else (), body.budget())
+            reply = await self._chat.ask(body.chat() | budget, request_context(request))
         except Exception as error:
             raise renamed(as_api_error(error), NAMES) from error
         output = Output(reply, body.model or self._engine.served_model_name, thinks=body.thinks)

@@ -10,7 +10,7 @@ from toolkit_lm_server.protocol import EngineBody, Items, examples
 
 _SAME = ("model", "stream", "temperature", "seed", "frequency_penalty", "presence_penalty", "priority", "timeout", "cache_salt", "tools")
 _OTHERS = {"k": "top_k", "p": "top_p", "stop_sequences": "stop", "max_tokens": "max_completion_tokens"}
-NAMES = {theirs: ours for ours, theirs in _OTHERS.items()}
+NAMES = {"thinking_token_budget": "thinking.token_budget", **{theirs: ours for ours, theirs in _OTHERS.items()}}
 """What a chat completion's fields are called here."""
 _EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
 
@@ -60,10 +60,20 @@ class CohereChatBody(EngineBody):
             fields["tools"] = [_tool(tool, f"tools[{index}]", self.strict_tools) for index, tool in enumerate(self.tools)]
             fields |= {"tool_choice": self.tool_choice.lower()} if self.tool_choice is not None else {}
         if self.thinking is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.get("type") != "disabled"}
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinks}
         if (form := self._response_format()) is not None:
             fields["response_format"] = form
         return fields
+
+    @property
+    def thinks(self) -> bool:
+        """Reasoning is not turned off."""
+        kind: object = (self.thinking or {}).get("type")
+        return kind != "disabled"
+
+    def budget(self) -> Any:
+        """Tokens of reasoning; None: as many as there are."""
+        return (self.thinking or {}).get("token_budget") if self.thinks else None
 
     def _response_format(self) -> dict[str, Any] | None:
         match self.response_format or {"type": "text"}:
