@@ -25,6 +25,7 @@ SHIPPED = [
     "devkit",
     "encdec",
     "encoder",
+    "executor_mp",
     "flash_attn",
     "flex",
     "llguidance",

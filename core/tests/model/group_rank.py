@@ -1,17 +1,18 @@
 """One of four ranks, two tensor parallel by two pipeline parallel: `group_rank.py RANK SYNC_FILE`. Fails where a collective is wrong."""
 
 import sys
+from pathlib import Path
 
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import pipeline_parallel_group, tensor_parallel_group
 from toolkit_lm.model import RowParallelLinear
-from toolkit_lm_devkit import torch_groups
+from toolkit_lm_executor_mp.groups import torch_groups
 
 
 def main(rank: int, sync_file: str) -> None:
     config = VllmConfig.default(tensor_parallel_size=2, pipeline_parallel_size=2).with_rank(rank)
-    with torch_groups(config.parallel, init_method=f"file://{sync_file}", backend="gloo"):
+    with torch_groups(config.parallel, Path(sync_file)):
         check_collectives(rank, config)
         check_messages(rank, config)
         check_residual(config)

@@ -39,5 +39,4 @@ from .renderer import RendererConformance as RendererConformance
 from .sampling import sampling_rows as sampling_rows
 from .scheduling_policy import SchedulingPolicyConformance as SchedulingPolicyConformance
 from .thread_ranks import ThreadGroup as ThreadGroup, run_ranks as run_ranks
-from .torch_group import TorchGroup as TorchGroup, torch_groups as torch_groups
 from .transformers_model import TransformersConformance as TransformersConformance

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import Model
+from toolkit_lm_executor_mp.groups import torch_groups
 from torch import Tensor
 
 from toolkit_lm_devkit.forward import hidden_states, load_checkpoint, logits_of
-from toolkit_lm_devkit.torch_group import torch_groups
 
 
 class Computed(NamedTuple):
@@ -68,7 +68,7 @@ def _main(rank: int, folder: Path) -> None:
     sequences, options = [torch.tensor(s) for s in work["sequences"]], {"tensor_parallel_size": work["ranks"], **work["options"]}
     parallel = VllmConfig.default(tensor_parallel_size=work["ranks"]).with_rank(rank).parallel
     results = {}
-    with torch_groups(parallel, init_method=f"file://{folder / 'sync'}", backend="gloo"):
+    with torch_groups(parallel, folder / "sync"):
         for index, (module, name, checkpoint) in enumerate(work["models"]):
             model = load_checkpoint(getattr(importlib.import_module(module), name), Path(checkpoint), rank=rank, **options)
             out = logits_of([model], sequences[0]) if work["kind"] == "logits" else torch.cat(hidden_states([model], sequences))

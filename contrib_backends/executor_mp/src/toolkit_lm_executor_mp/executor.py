@@ -1,0 +1,138 @@
+"""The executor whose workers are processes of this machine: tensor x pipeline parallel size of them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from msgspec.structs import replace
+from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.config.tasks import PoolingTask
+from toolkit_lm.errors import PluginError, UnsupportedError
+from toolkit_lm.executor import Executor
+from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
+from toolkit_lm.plugin import Plugins
+
+from toolkit_lm_executor_mp import wire
+from toolkit_lm_executor_mp.link import Link
+
+_OF_ENGINE = {"executors", "scheduling_policies", "renderers", "commands", "hookspecs", "checkpoints"}
+"""What plugins register that no worker needs."""
+
+
+class MpExecutor(Executor):
+    """Every worker takes every plan; the first rank of the last pipeline stage answers."""
+
+    def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
+        self.config = config
+        self.parallel = config.parallel
+        self.max_in_flight = max(self.parallel.pipeline_parallel_size, 2 if config.engine.overlap else 1)
+        self._plugins = plugins
+        self._answering = self.parallel.num_ranks - self.parallel.tensor_parallel_size
+        self._num_steps = 0
+        self._descriptions: list[wire.Description] = []
+        self._end: float | None = time.monotonic() + config.engine.start_timeout
+        """When the workers must be ready."""
+        _check(config, plugins)
+        self.link = Link(self.parallel.num_ranks)
+        # Whoever makes an engine may fail before there is one to shut down.
+        self._finalizer = weakref.finalize(self, self.link.end)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers' processes, by rank."""
+        return [process.pid for process in self.link.processes]
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """What fails at the start ends the workers."""
+        try:
+            yield
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def load(self) -> None:
+        names = {info.name for info in self._plugins.infos if info.distribution is None}
+        options = {name: values for name, values in self.config.plugins.plugin_option.items() if name not in names}
+        config = replace(self.config, plugins=replace(self.config.plugins, plugin_option=options))
+        assert self._end is not None, "it is loaded once"
+        with self._starting():
+            self.link.start(wire.Start(config, self._plugins.fingerprint(installed=True)), self._end)
+            self._ask(wire.Load(), "while loading the model")
+            self._descriptions = [done.description for done in self._ask(wire.Describe(), "while loading the model")]
+
+    def _ask(self, command: wire.Command, doing: str) -> list[Any]:
+        """What all ranks answer, in the order of ranks."""
+        if self.link.has_failed:
+            self.link.connect()
+        done: list[Any] = self.link.answers(self.link.call(command, doing), self._end)
+        return done
+
+    def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
+        return [{layer: self._spec(raw) for layer, raw in one.specs.items()} for one in self._descriptions]
+
+    def _spec(self, raw: msgspec.Raw) -> KVCacheSpec:
+        plain: Any = msgspec.msgpack.decode(raw)
+        spec: KVCacheSpec = msgspec.convert(plain, self._plugins.kv_kinds.load(plain["kind"]))
+        return spec
+
+    def backends(self) -> dict[str, str]:
+        return {layer: name for one in self._descriptions for layer, name in one.backends.items()}
+
+    def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
+        return self._descriptions[-1].pooling
+
+    def free_memory(self) -> int:
+        step_memory = max(one.step_memory for one in self._descriptions)
+        sharing = 1 if self.config.device.device.startswith("cuda") else len(self._descriptions)
+        return min(one.free_memory for one in self._descriptions) // sharing - step_memory
+
+    def free_host_memory(self) -> int:
+        return min(one.free_host_memory for one in self._descriptions) // len(self._descriptions)
+
+    def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
+        with self._starting():
+            self._ask(wire.InitKVCache([msgspec.Raw(wire.encode(one)) for one in kv_caches]), "while allocating the KV cache")
+
+    def warm_up(self) -> None:
+        if self._num_steps:
+            self._ask(wire.WarmUp(), "while warming up")
+            return
+        with self._starting():
+            self._ask(wire.WarmUp(), "while warming up")
+        # From now on, nothing takes the time that a start does.
+        self._end = None
+
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
+        if self.link.has_failed:
+            self.link.connect()
+        self._num_steps += 1
+        return self.link.call(wire.Step(plan), f"in step {self._num_steps}", [self._answering], lambda done: done[0].result).future
+
+    def shutdown(self) -> None:
+        self._finalizer()
+
+
+def _check(config: VllmConfig, plugins: Plugins) -> None:
+    for info in plugins.infos:
+        registers = [hook.partition("toolkit_register_") for hook in info.hooks]
+        needed = [f"{mark}{what}" for _, mark, what in registers if mark and what not in _OF_ENGINE]
+        if info.distribution is None and info.status == "ok" and needed:
+            raise PluginError(
+                f"{info} implements {', '.join(needed)}, which the workers need too, but an object is known to this process only. "
+                "Install it as a distribution with an entry point."
+            )
+    device, num_ranks = torch.device(config.device.device), config.parallel.num_ranks
+    if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < num_ranks:
+        raise UnsupportedError(
+            f"tensor_parallel_size {config.parallel.tensor_parallel_size} x pipeline_parallel_size "
+            f"{config.parallel.pipeline_parallel_size} needs {num_ranks} GPUs, one per rank: there are {num_devices}."
+        )

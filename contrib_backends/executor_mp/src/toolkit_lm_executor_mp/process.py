@@ -1,0 +1,98 @@
+"""A worker's process as the engine sees it: how it is started, how its end is noticed, and how it is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from toolkit_lm.engine.process.stderr import StderrRelay, last_words
+from toolkit_lm.errors import EngineDeadError
+
+_GRACE = 0.5
+"""Seconds that a worker gets to end by itself, once its lifeline is cut."""
+
+
+class WorkerProcess:
+    """A process that runs worker.py. It starts to import at once, and waits for its config.
+
+    Engine and worker hold one end each of a socket pair, the lifeline: whichever process dies, the other's end reads end-of-file. The
+    worker reads the key of the launch from it, which stands neither in its arguments nor in its environment.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, folder: Path, key: bytes) -> None:
+        """Starts it. Raises EngineDeadError where that fails."""
+        self.rank = rank
+        self._parent = os.getpid()
+        self.lifeline, theirs = socket.socketpair()
+        # Workers on one machine share its cores.
+        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
+        # As multiprocessing does, so that it imports what this process would import.
+        code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_mp.worker import main; main()"
+        with theirs:
+            command = [sys.executable, "-c", code, str(rank), str(folder), str(theirs.fileno()), str(self._parent)]
+            try:
+                # Without a shell, and without a word of a client's.
+                self._process = subprocess.Popen(  # nosec B603
+                    command,
+                    bufsize=0,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env={"OMP_NUM_THREADS": str(threads), **os.environ},
+                )
+            except OSError as error:
+                self.lifeline.close()
+                raise EngineDeadError(f"no worker can be started from {sys.executable!r}: {error}") from error
+        assert self._process.stderr is not None, "it was asked for"
+        self._stderr = StderrRelay(self._process.stderr)
+        self.lifeline.sendall(key)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that has ended; the negative number of the signal that ended it."""
+        code: int = self._process.returncode
+        return code
+
+    def kill(self) -> None:
+        """At once. No error when it has ended."""
+        self.lifeline.close()
+        if os.getpid() == self._parent:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Ends it if it has not ended. Safe to call twice. A fork of the engine leaves it alone."""
+        self.lifeline.close()
+        if os.getpid() != self._parent:
+            return
+        try:
+            self._process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stderr.join()
+
+    def death(self, doing: str) -> EngineDeadError:
+        """Ends it. Returns an error that says how it died, with the last that it wrote. `doing`: such as "in step 7"."""
+        self.end()
+        code, stderr = self.exit_code, self._stderr.text
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        message = f"the worker of rank {self.rank} (process {self.pid}) has died {doing}: it {how}"
+        words = "" if -code == signal.SIGKILL else last_words(stderr)
+        if -code == signal.SIGKILL:
+            # What it wrote before says nothing of why.
+            message += "; perhaps the machine ran out of memory"
+        error = EngineDeadError(f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}.")
+        error.add_note(f"The end of its stderr:\n{stderr}" if stderr else "It wrote nothing to stderr.")
+        return error

@@ -1,0 +1,153 @@
+"""What a worker's process does: it proves who it is, then takes commands and sends reports."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+from msgspec.structs import replace
+from toolkit_lm.attention import KVCacheConfig
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.distributed import parallel_groups
+from toolkit_lm.errors import PluginError
+from toolkit_lm.executor import Failure
+from toolkit_lm.messages import StepResult
+from toolkit_lm.plugin import Plugins
+from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
+
+from toolkit_lm_executor_mp import wire
+from toolkit_lm_executor_mp.groups import Groups, LostRankError, connect
+
+_LAST_WORDS = 1000
+"""Milliseconds that the last report gets to leave."""
+
+
+def serve(rank: int, folder: str, key: bytes, connected: Callable[[], None]) -> None:
+    """Meets the engine in `folder`, and does what it says until it dies.
+
+    `connected` is called when all ranks are, and the folder is of no more use.
+    """
+    context = zmq.Context()
+    commands, reports = wire.make_socket(context, zmq.PULL), wire.make_socket(context, zmq.PUSH)
+    commands.bind(f"ipc://{folder}/{rank}")
+    reports.connect(f"ipc://{folder}/reports")
+    nonce = os.urandom(wire.KEY_BYTES)
+    reports.send(wire.encode(wire.Hello(rank, nonce)))
+    challenge = wire.decode_command(commands.recv())
+    if not isinstance(challenge, wire.Challenge) or challenge.proof != wire.prove(key, "engine", rank, nonce):
+        raise PermissionError("who answers at the engine's socket does not know the key of the launch")
+    reports.send(wire.encode(wire.Proof(rank, wire.prove(key, "worker", rank, challenge.nonce))))
+    start = wire.decode_command(commands.recv())
+    assert isinstance(start, wire.Start), "the engine's first call"
+    try:
+        worker = _make_worker(start, rank)
+    except Exception as error:
+        reports.send(wire.encode(wire.Failed(rank, 0, Failure.of(error, repr), is_victim=False)))
+        reports.close(linger=_LAST_WORDS)
+        context.term()
+        return
+    with suppress(ImportError):
+        from setproctitle import setproctitle
+
+        setproctitle(f"toolkit-lm worker {rank} {start.config.served_model_name}")
+    reports.send(wire.encode(wire.Done(rank, 0)))
+    for call in itertools.count(1):
+        # Large arrays among a plan are views of the message.
+        command = wire.decode_command(commands.recv(copy=False).buffer)
+        if (report := worker.handle(call, command)) is not None:
+            reports.send(wire.encode(report), copy=False)
+        if isinstance(report, wire.Failed):
+            # Now that the engine can know who was the first, the others may fail as well.
+            worker.leave()
+        elif isinstance(command, wire.Connect):
+            connected()
+
+
+def _make_worker(start: wire.Start, rank: int) -> Worker:
+    with warnings.catch_warnings():
+        # The front has warned.
+        warnings.simplefilter("ignore")
+        plugins = Plugins.load(start.config.plugins)
+    if difference := start.fingerprint.difference(plugins.fingerprint()):
+        raise PluginError(f"the worker has other plugins than its engine ('here': the engine; 'there': the worker):\n{difference}")
+    config = start.config.with_rank(rank)
+    if config.device.device.startswith("cuda"):
+        config = replace(config, device=replace(config.device, device=f"cuda:{rank}"))
+        torch.cuda.set_device(rank)
+    return Worker(config, plugins)
+
+
+class Worker:
+    """A rank: its runner, and its groups."""
+
+    def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
+        self.config = config
+        self.plugins = plugins
+        self.runner = ModelRunner(config, plugins)
+        self._groups: Groups | None = None
+        self._step_memory = 0
+
+    def handle(self, call: int, command: wire.Command) -> wire.Report | None:
+        """Does what the command of number `call` says. The report is None where others answer."""
+        rank = self.config.parallel.rank
+        try:
+            if isinstance(command, wire.Connect):
+                self.leave()
+                self._groups = connect(self.config.parallel, Path(command.folder, "groups"), self.runner.device)
+                return wire.Done(rank, call)
+            if self._groups is None:
+                raise LostRankError("the step before has failed")
+            with parallel_groups(tensor=self._groups.tensor, pipeline=self._groups.pipeline):
+                if not isinstance(command, wire.Step):
+                    return wire.Done(rank, call, description=self._call(command))
+                result: StepResult = self.runner.execute(command.plan)
+                return wire.Done(rank, call, result) if rank == answering_rank(self.config) else None
+        except Exception as error:
+            failed = wire.Failed(rank, call, Failure.of(error, self.plugins.failure), isinstance(error, LostRankError))
+            # What its frames hold would keep connections of the groups open.
+            traceback.clear_frames(error.__traceback__)
+            return failed
+
+    def _call(self, command: wire.Command) -> wire.Description | None:
+        with self.plugins.boundary:
+            if isinstance(command, wire.Load):
+                self.runner.load()
+                self._step_memory = profile(self.runner)
+            elif isinstance(command, wire.Describe):
+                return self._describe()
+            elif isinstance(command, wire.InitKVCache):
+                mine = command.kv_caches[self.config.parallel.rank]
+                self.runner.init_kv_cache(KVCacheConfig.decode(mine, self.plugins.kv_kinds))
+            else:
+                assert isinstance(command, wire.WarmUp), f"{command} is no call"
+                warm_up(self.runner)
+        return None
+
+    def _describe(self) -> wire.Description:
+        return wire.Description(
+            specs={layer: msgspec.Raw(wire.encode(spec)) for layer, spec in self.runner.kv_cache_specs().items()},
+            backends={layer: selection.name for layer, selection in self.runner.selections.items()},
+            pooling=self.runner.pooling_rules(),
+            step_memory=self._step_memory,
+            free_memory=free_memory(self.runner.device),
+            free_host_memory=free_memory(torch.device("cpu")),
+        )
+
+    def leave(self) -> None:
+        """Leaves the groups: whoever waits for this rank fails."""
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+
+
+def answering_rank(config: VllmConfig) -> int:
+    """The first rank of the last stage."""
+    return config.parallel.num_ranks - config.parallel.tensor_parallel_size

@@ -1,0 +1,73 @@
+"""A worker's main function; WorkerProcess starts it.
+
+Nothing heavy is imported before the lifeline is watched: from its first moments on, the process ends with its engine.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import gc
+import os
+import select
+import shutil
+import signal
+import sys
+import threading
+
+_LOOK = 1000
+"""Milliseconds between two looks at whether the engine lives, should a fork of it hold the lifeline open."""
+
+
+def main() -> None:
+    """Runs a worker until it fails; the end of the lifeline ends the process before that.
+
+    Arguments: rank, folder, lifeline, the engine's pid.
+    """
+    try:
+        _run(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    os._exit(1)
+
+
+def _run(rank: int, folder: str, lifeline: int, parent: int) -> None:
+    # The terminal's and the service manager's signals go to all processes alike: the front decides.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
+    # 32 bytes, which the engine writes in one piece.
+    key = os.read(lifeline, 64)
+    is_connected = threading.Event()
+    threading.Thread(target=_watch, args=(folder, is_connected, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
+    # Imports make many objects and hardly any garbage, and what they make stays.
+    gc.disable()
+    from toolkit_lm_executor_mp.serve import serve
+
+    gc.freeze()
+    gc.enable()
+
+    def connected() -> None:
+        is_connected.set()
+        _die_with(lifeline)
+
+    serve(rank, folder, key, connected)
+
+
+def _watch(folder: str, is_connected: threading.Event, lifeline: int, parent: int) -> None:
+    poll = select.poll()
+    poll.register(lifeline, select.POLLIN)
+    while not poll.poll(_LOOK) and os.getppid() == parent:
+        pass
+    while not is_connected.is_set() and os.path.exists(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+def _die_with(lifeline: int) -> None:
+    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code that holds the interpreter lock."""
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
