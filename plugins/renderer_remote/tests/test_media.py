@@ -7,6 +7,7 @@ from base64 import b64decode
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 from toolkit_lm.errors import RequestError
@@ -79,6 +80,40 @@ def test_what_cannot_be_sent_is_named():
         plain_data({"image": [b"a", FRAMES]})
     with pytest.raises(RequestError, match=r"^image 2: a object cannot be sent"):
         plain_messages([{"content": [{"type": "image", "image": b"a"}]}, {"content": ["b", {"type": "image", "image": object()}]}])
+
+
+SAMPLES = np.sin(np.arange(1600, dtype=np.float32))
+
+
+def heard(sent):
+    """The samples of a WAV that is sent, and how many there are in a second."""
+    assert sent.startswith("data:audio/wav;base64,")
+    return soundfile.read(io.BytesIO(b64decode(sent.partition(",")[2])), dtype="float32")
+
+
+def test_samples_are_sent_as_a_wav():
+    whole = (SAMPLES * 32767).astype(np.int16)
+    for samples, expected in ((SAMPLES, SAMPLES), (torch.from_numpy(SAMPLES), SAMPLES), (whole, whole.astype(np.float32) / 32767)):
+        for sent in (plain_data({"audio": (samples, 16000)})["audio"], *plain_data({"audio": [(samples, 16000.0), b"a"]})["audio"][:1]):
+            found, rate = heard(sent)
+            assert rate == 16000
+            assert np.array_equal(found, expected)
+    [message] = plain_messages([{"content": [{"type": "audio", "audio": (SAMPLES, 8000)}]}])
+    assert heard(message["content"][0]["audio"])[1] == 8000
+
+
+@pytest.mark.parametrize(
+    "given", [SAMPLES, torch.from_numpy(SAMPLES), (SAMPLES[None], 16000), (SAMPLES, 0), (SAMPLES, float("nan")), ([0.5], 16000), (b"a", 5)]
+)
+def test_samples_that_cannot_be_sent_are_named(given):
+    with pytest.raises(RequestError, match=r"^audio 2: (samples are sent|it must be samples)"):
+        plain_data({"audio": [b"a", given]})
+    with pytest.raises(RequestError, match=r"^audio 2: (samples are sent|it must be samples)"):
+        plain_messages([{"content": [{"type": "input_audio", "input_audio": {"data": "YQ=="}}, {"type": "audio", "audio": given}]}])
+
+
+def test_what_an_audio_encoder_gives_is_sent():
+    assert plain_data({"audio": [np.zeros((3, 2), np.float32)]})["audio"][0]["shape"] == [3, 2]
 
 
 def test_files_are_sent_as_they_are():

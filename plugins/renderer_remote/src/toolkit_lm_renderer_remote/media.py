@@ -37,7 +37,7 @@ def plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
     """`multi_modal_data` as `plain` has it. Raises RequestError, naming the item."""
     made: dict[str, Any] = {}
     for modality, given in data.items():
-        if not isinstance(given, list | tuple) or (modality == "video" and _is_frames(given)):
+        if not isinstance(given, list | tuple) or (modality == "video" and _is_frames(given)) or _has_rate(modality, given):
             made[modality] = _plain_item(modality, 1, given)
         else:
             made[modality] = [_plain_item(modality, number, one) for number, one in enumerate(given, 1)]
@@ -67,9 +67,33 @@ def _plain_item(modality: str, number: int, source: Any) -> Any:
     if modality == "video" and _is_frames(source):
         raise RequestError(f"video {number}: frames are not sent to a render server: give the bytes of a file, or its URL.", "prompt")
     try:
-        return plain(source)
+        return _plain_sound(*source) if _has_rate(modality, source) else _plain_other(modality, source)
     except RequestError as error:
         raise RequestError(f"{modality} {number}: {error}", error.param) from None
+
+
+def _plain_other(modality: str, source: Any) -> Any:
+    if modality == "audio" and getattr(source, "ndim", 0) == 1:
+        raise RequestError("samples are sent to a render server as (samples, how many there are in a second).", "prompt")
+    return plain(source)
+
+
+def _has_rate(modality: str, source: Any) -> bool:
+    """Whether it is one recording's samples, and how many there are in a second."""
+    return modality == "audio" and isinstance(source, tuple) and len(source) == 2 and isinstance(source[1], int | float)
+
+
+def _plain_sound(samples: Any, rate: float) -> str:
+    """Samples [N], `rate` a second, as a WAV of 32-bit floats. Raises RequestError."""
+    samples = _numpy(samples)
+    if not isinstance(samples, np.ndarray) or samples.ndim != 1 or samples.dtype.kind not in "fi" or not 0 < rate < 2**31:
+        raise RequestError("it must be samples [N] of one channel, and how many there are in a second.", "prompt")
+    made = samples.astype("<f4")
+    if samples.dtype.kind == "i":
+        made /= np.float32(np.iinfo(samples.dtype).max)
+    described = struct.pack("<4sIHHIIHH", b"fmt ", 16, 3, 1, int(rate), 4 * int(rate) % 2**32, 4, 32)
+    body = b"WAVE" + described + struct.pack("<4sI", b"data", made.nbytes) + made.tobytes()
+    return data_url(b"RIFF" + struct.pack("<I", len(body)) + body, "audio/wav")
 
 
 def _is_frames(source: Any) -> bool:
@@ -90,10 +114,7 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     if isinstance(value, bytes | bytearray | memoryview):
         return data_url(bytes(value))
-    if hasattr(value, "detach"):
-        # A tensor, without an import of torch. numpy knows no bfloat16.
-        value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()
+    value = _numpy(value)
     if hasattr(value, "convert") and hasattr(value, "mode"):
         # An image of Pillow. It would warn that RGB has no room for a palette's transparency.
         opaque = value.convert("RGBA") if "transparency" in value.info else value
@@ -101,6 +122,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return data_url(_png(value), "image/png") if value.dtype == np.uint8 else _array(value)
     raise RequestError(f"a {type(value).__name__} cannot be sent to a render server: give bytes, an array or a data URL.", "prompt")
+
+
+def _numpy(value: Any) -> Any:
+    """A tensor as an array, without an import of torch. numpy knows no bfloat16."""
+    if not hasattr(value, "detach"):
+        return value
+    value = value.detach().cpu()
+    return (value.float() if value.is_floating_point() else value).numpy()
 
 
 def data_url(data: bytes, kind: str = "application/octet-stream") -> str:
