@@ -112,6 +112,18 @@ def test_images_go_with_the_first_message(toolkit, url, monkeypatch, tmp_path):
     assert Scripted.asked[-1]["messages"][0]["content"][-1] == {"type": "text", "text": "four"}
 
 
+def test_recordings_go_with_the_first_message(toolkit, url, tmp_path):
+    parts = []
+    for name, format in (("a.WAV", "wav"), ("b.mp3", "mp3"), ("c", "wav")):
+        (tmp_path / name).write_bytes(b"abc")
+        parts.append({"type": "input_audio", "input_audio": {"data": "YWJj", "format": format}})
+    files = [word for name in ("a.WAV", "b.mp3", "c") for word in ("--audio", str(tmp_path / name))]
+    image = ["--image", str(tmp_path / "c")]
+    assert toolkit("chat", "--url", url, *files, *image, "--message", "four").out == "four\n"
+    first, *rest, text = Scripted.asked[-1]["messages"][0]["content"]
+    assert (first["type"], rest, text) == ("image_url", parts, {"type": "text", "text": "four"})
+
+
 def test_when_a_conversation_starts_anew_its_images_do_too(toolkit, url, monkeypatch, tmp_path):
     (tmp_path / "a.png").write_bytes(b"abc")
     monkeypatch.setattr("sys.stdin", iter_lines("one\n", "long\n"))
@@ -125,13 +137,14 @@ def test_when_a_conversation_starts_anew_its_images_do_too(toolkit, url, monkeyp
 @pytest.mark.parametrize(
     ("name", "why"), [("none.png", "No such file"), ("", "Is a directory"), ("empty.png", "is empty"), ("big.png", "has more than")]
 )
-def test_a_file_that_cannot_be_sent_is_told_at_once(toolkit, url, tmp_path, name, why):
+@pytest.mark.parametrize("flag", ["--image", "--audio"])
+def test_a_file_that_cannot_be_sent_is_told_at_once(toolkit, url, tmp_path, name, why, flag):
     (tmp_path / "empty.png").touch()
     with (tmp_path / "big.png").open("wb") as file:
         file.truncate(2**35)
-    done = toolkit("chat", "--url", url, "--image", str(tmp_path / name), "--message", "a")
+    done = toolkit("chat", "--url", url, flag, str(tmp_path / name), "--message", "a")
     assert (done.code, Scripted.asked) == (2, [])
-    assert why in done.err
+    assert why in done.err and flag in done.err
 
 
 def test_complete_names_the_model_that_was_given(toolkit, url):

@@ -200,6 +200,18 @@ def test_an_image_goes_with_the_next_message_and_with_it_anew(session, tmp_path)
     assert "cannot be read" in session.screen.notes[-1]
 
 
+def test_a_recording_goes_with_the_next_message(session, tmp_path):
+    for name in ("a.png", "b.flac"):
+        (tmp_path / name).write_bytes(b"abc")
+    session.run([f"/image {tmp_path / 'a.png'}", f"/audio {tmp_path / 'b.flac'}", "what?", "and?"])
+    asked = session.talker.asked[0][0][-1]["content"]
+    assert asked[1:] == [{"type": "input_audio", "input_audio": {"data": "YWJj", "format": "flac"}}, {"type": "text", "text": "what?"}]
+    assert session.talker.asked[1][0][-1]["content"] == "and?"
+    assert "2 file(s) go with the next message." in session.screen.notes
+    session.handle(f"/audio {tmp_path / 'none.wav'}")
+    assert "cannot be read" in session.screen.notes[-1]
+
+
 def test_help_unknown_commands_and_the_end(session):
     session.run(["/help", "/retri", "//etc/passwd", "/exit", "never"])
     assert all(f"/{name}" in session.screen.notes[0] for name in COMMANDS)

@@ -23,12 +23,13 @@ class _Message(Struct):
 
 
 class Conversation:
-    """The messages so far: the system's, then questions and answers. Images wait for the next question."""
+    """The messages so far: the system's, then questions and answers. What is attached waits for the next question."""
 
-    def __init__(self, system: str | None = None, images: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(self, system: str | None = None, attached: Sequence[dict[str, Any]] = ()) -> None:
         self.system = system
         self.said: list[dict[str, Any]] = []
-        self.images = list(images)
+        self.attached = list(attached)
+        """Content parts: images and recordings."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -36,12 +37,12 @@ class Conversation:
 
     def ask(self, text: str) -> list[dict[str, Any]]:
         """The messages with a question at their end, which is not part of the conversation before it is answered."""
-        return [*self.messages, question(text, self.images)]
+        return [*self.messages, question(text, self.attached)]
 
     def add(self, asked: dict[str, Any], answer: str) -> None:
         """A question that was answered, and its answer."""
         self.said += [asked, {"role": "assistant", "content": answer}]
-        self.images = []
+        self.attached = []
 
     def undo(self) -> dict[str, Any]:
         """Takes the last question back, and all that was said to it. Raises RequestError where there is none."""
@@ -53,7 +54,7 @@ class Conversation:
         raise RequestError("nothing was asked so far.")
 
     def clear(self) -> None:
-        self.said, self.images = [], []
+        self.said, self.attached = [], []
 
     def save(self, path: Path, *, replace: bool = False) -> None:
         """Writes the messages as JSON. Raises RequestError where it cannot, or the file is there and may not be replaced."""
@@ -82,4 +83,4 @@ class Conversation:
             raise RequestError(f"{str(path)!r} is no conversation: {error}.") from None
         is_system = bool(messages) and messages[0]["role"] == "system" and isinstance(messages[0].get("content"), str)
         self.system = messages[0]["content"] if is_system else None
-        self.said, self.images = messages[is_system:], []
+        self.said, self.attached = messages[is_system:], []

@@ -13,7 +13,7 @@ from toolkit_lm.config import VllmConfig, option
 from toolkit_lm.errors import ContextLengthError
 from toolkit_lm.plugin import Plugins
 
-from toolkit_lm_cli.attachments import image_parts
+from toolkit_lm_cli.attachments import audio_parts, image_parts
 from toolkit_lm_cli.conversation import Conversation
 from toolkit_lm_cli.options import engine_command
 from toolkit_lm_cli.sampling import SamplingFlags
@@ -44,6 +44,10 @@ def chat(
         list[Path] | None,
         typer.Option(help="Image that the first message is about, of a model that sees. May be given several times.", metavar="FILE"),
     ] = None,
+    audio: Annotated[
+        list[Path] | None,
+        typer.Option(help="Recording that the first message is about, of a model that hears. May be given several times.", metavar="FILE"),
+    ] = None,
     markdown: Annotated[bool, typer.Option(help="Show answers as Markdown. Only on a terminal.")] = True,
     history: Annotated[bool, typer.Option(help="Keep what is entered, for the next time. Only of a conversation on a terminal.")] = True,
 ) -> None:
@@ -54,7 +58,7 @@ def chat(
     """
     _refuse_many(flags)
     # A file that cannot be read is told before the model is loaded.
-    conversation = Conversation(system, image_parts(image or ()))
+    conversation = Conversation(system, [*image_parts(image or ()), *audio_parts(audio or ())])
     talker, screen = _talker(ctx, config, client, plugins), make_screen(as_markdown=markdown)
     try:
         if message is not None:
@@ -113,8 +117,8 @@ def _talker(ctx: typer.Context, config: VllmConfig, client: ClientOptions, plugi
 
 
 def _converse(talker: Talker, conversation: Conversation, flags: SamplingFlags, screen: Screen) -> None:
-    """Each line with what was said before it; when that no longer fits, from the start, with the images of the first message."""
-    images = list(conversation.images)
+    """Each line with what was said before it; when that no longer fits, from the start, with what the first message had attached."""
+    attached = list(conversation.attached)
     for line in _lines():
         messages = conversation.ask(line)
         try:
@@ -123,7 +127,7 @@ def _converse(talker: Talker, conversation: Conversation, flags: SamplingFlags, 
             if not conversation.said:
                 raise
             print(f"note: {error} What was said before is forgotten.", file=sys.stderr)
-            conversation.said, conversation.images = [], list(images)
+            conversation.said, conversation.attached = [], list(attached)
             messages = conversation.ask(line)
             shown = screen.show(talker.chat(messages, flags))
         conversation.add(messages[-1], shown.text)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _PROMPT, _CONTINUED = "> ", "… "
 _MOST_HISTORY = 2**20
-_FILES = ("/save ", "/save! ", "/load ", "/image ")
+_FILES = ("/save ", "/save! ", "/load ", "/image ", "/audio ")
 
 
 def lines(*, history: bool) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import typer
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError, nearest
 
-from toolkit_lm_cli.attachments import image_parts
+from toolkit_lm_cli.attachments import audio_parts, image_parts
 from toolkit_lm_cli.conversation import Conversation
 from toolkit_lm_cli.sampling import SamplingFlags
 from toolkit_lm_cli.screen import Screen
@@ -158,13 +158,13 @@ class ChatSession:
 
     def retry(self, _: str) -> None:
         conversation = self.conversation
-        before, images = list(conversation.said), conversation.images
+        before, attached = list(conversation.said), conversation.attached
         asked = conversation.undo()
         left = len(conversation.said)
         try:
             self._answer([*conversation.messages, asked])
         finally:
-            conversation.images = images
+            conversation.attached = attached
             if len(conversation.said) == left:
                 # There is no new answer.
                 conversation.said = before
@@ -173,8 +173,14 @@ class ChatSession:
         self.screen.note(self.told or "nothing was asked so far.")
 
     def image(self, text: str) -> None:
-        self.conversation.images += image_parts([_path(text)])
-        self.screen.note(f"{len(self.conversation.images)} image(s) go with the next message.")
+        self._attach(image_parts([_path(text)]))
+
+    def audio(self, text: str) -> None:
+        self._attach(audio_parts([_path(text)]))
+
+    def _attach(self, parts: list[dict[str, Any]]) -> None:
+        self.conversation.attached += parts
+        self.screen.note(f"{len(self.conversation.attached)} file(s) go with the next message.")
 
     def exit(self, _: str) -> None:
         self.is_over = True
@@ -215,6 +221,7 @@ COMMANDS = {
     "undo": Command("/undo", "Take the last message and its answer back.", ChatSession.undo),
     "tokens": Command("/tokens", "Tokens and speed of the last answer, and what it takes of the context.", ChatSession.tokens),
     "image": Command("/image FILE", "Send an image with the next message, to a model that sees.", ChatSession.image),
+    "audio": Command("/audio FILE", "Send a recording with the next message, to a model that hears.", ChatSession.audio),
     "exit": _EXIT,
     "quit": _EXIT,
 }
