@@ -23,6 +23,8 @@ from toolkit_lm_server.options import ServerOptions
 DOCS = Path(__file__).parent
 PLUGINS = ("structured_output", "parsers", "sampling_extra")
 """Those that bring sampling parameters."""
+_MEDIA = {"audio": "recordings"}
+"""What a model takes, where it is no plural of a modality's name."""
 BEGIN = "<!-- written by docs/generate_options.py -->\n"
 END = "<!-- end of what is written -->\n"
 
@@ -84,7 +86,7 @@ def model_tables() -> str:
 def model_row(models: ModelRegistry, entry: ModelEntry) -> str:
     """What an architecture does, and what it takes."""
     media = () if entry.multimodal is None else models.load_multimodal(entry.key).modalities
-    takes = ["text", *(f"{kind}s" for kind in media), *(["a prompt of its encoder"] if entry.encoder_decoder else [])]
+    takes = ["text", *(_MEDIA.get(kind, f"{kind}s") for kind in media), *(["a prompt of its encoder"] if entry.encoder_decoder else [])]
     does = "pools" if entry.runner == "pooling" else "generates"
     if does == "generates" and not media and not entry.encoder_decoder:
         does += ", also pools"
