@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -118,3 +122,133 @@ def test_what_is_no_address_is_refused_at_the_start(wrong):
 def test_the_name_alone_is_not_enough():
     with pytest.raises(ToolkitError, match="give --renderer-url"):
         LLM(model="tiny", renderer="remote", **OPTIONS)
+
+
+class Slow(BaseHTTPRequestHandler):
+    """A render server that answers once it is let, and tells who waits and who has left."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body, server = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server
+        with server.lock:
+            server.waiting += 1
+        self.connection.setblocking(False)
+        while not server.let.wait(0.05):
+            try:
+                if self.connection.recv(1) == b"":
+                    server.left.release()
+                    break
+            except BlockingIOError:
+                continue
+        self.connection.setblocking(True)
+        with server.lock:
+            server.waiting -= 1
+        bad = body.get("prompt") == "bad"
+        content = json.dumps({"error": {"message": "it is bad.", "param": "prompt"}} if bad else {"tokens": [5, 6, 7]}).encode()
+        self.send_response(400 if bad else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+class SlowServer(ThreadingHTTPServer):
+    request_queue_size = 256
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Slow)
+        self.let, self.left, self.lock, self.waiting = threading.Event(), threading.Semaphore(0), threading.Lock(), 0
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *_):
+        """Who has left cannot be answered."""
+
+
+@pytest.fixture
+def slow() -> Iterator[SlowServer]:
+    with SlowServer() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.let.set()
+        server.shutdown()
+
+
+def num_threads() -> int:
+    """Of this process, without the slow server's."""
+    return sum("process_request" not in one.name for one in threading.enumerate())
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("it does not come to that")
+
+
+async def answered(llm: AsyncLLM, prompt: object, **options) -> list[int]:
+    async with aclosing(llm.generate(prompt, GREEDY.replace(max_tokens=2), **options)) as outputs:
+        return [one.prompt_token_ids async for one in outputs][-1]
+
+
+@pytest.mark.anyio
+async def test_two_hundred_requests_wait_for_a_slow_renderer_without_a_thread_each(slow):
+    config = VllmConfig.make(model="tiny", renderer_url=[slow.url], **OPTIONS)
+    async with AsyncLLM(config) as llm:
+        await answered(llm, {"prompt_token_ids": [5, 6]})
+        asked = [asyncio.ensure_future(answered(llm, f"prompt {number}")) for number in range(200)]
+        await until(lambda: slow.waiting == 128)
+        # The event loop's pool has a few threads for work, and all of them are free.
+        assert num_threads() < 50
+        assert await asyncio.wait_for(answered(llm, {"prompt_token_ids": [8, 9]}), 20) == [8, 9]
+        slow.let.set()
+        assert await asyncio.gather(*asked) == [[5, 6, 7]] * 200
+
+
+@pytest.mark.anyio
+async def test_who_leaves_while_a_prompt_is_rendered_closes_the_connection(slow):
+    config = VllmConfig.make(model="tiny", renderer_url=[slow.url], **OPTIONS)
+    async with AsyncLLM(config) as llm:
+        asked = asyncio.ensure_future(answered(llm, "once"))
+        many = asyncio.ensure_future(anext(llm.generate_many(["one", "two"], GREEDY)))
+        await until(lambda: slow.waiting == 3)
+        for one in (asked, many):
+            one.cancel()
+        await asyncio.gather(asked, many, return_exceptions=True)
+        for _ in range(3):
+            assert await asyncio.to_thread(slow.left.acquire, timeout=5), "the server has not seen one leave"
+        slow.let.set()
+        assert await answered(llm, "once") == [5, 6, 7]
+
+
+@pytest.mark.anyio
+async def test_errors_are_those_of_a_caller_that_waits(slow):
+    slow.let.set()
+    config = VllmConfig.make(model="tiny", renderer_url=[slow.url], **OPTIONS)
+    async with AsyncLLM(config) as llm:
+
+        def waiting(prompts: list[object], **params: object) -> str:
+            with pytest.raises(ToolkitError) as told:
+                llm.processor.prepare_batch(list(map(str, range(len(prompts)))), prompts, GREEDY.replace(**params))
+            return repr(told.value)
+
+        async def awaited(prompts: list[object], **params: object) -> str:
+            with pytest.raises(ToolkitError) as told:
+                async with aclosing(llm.generate_many(prompts, GREEDY.replace(**params))) as outputs:
+                    await anext(outputs)
+            return repr(told.value)
+
+        for prompts, params in (
+            (["bad"], {}),
+            (["good", {"prompt": 5}, "bad"], {}),
+            (["\ud800"], {}),
+            ([{"prompt_token_ids": [10**6]}], {}),
+            (["bad"], {"n": 1000}),
+            (["good"], {"extra_args": {"unknown": 1}}),
+        ):
+            assert await awaited(prompts, **params) == waiting(prompts, **params), prompts

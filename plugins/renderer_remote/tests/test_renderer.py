@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import httpx
@@ -62,18 +63,42 @@ def asked():
     return []
 
 
-@pytest.fixture
-def make(config, asked):
+class Content(httpx.SyncByteStream, httpx.AsyncByteStream):
+    """Content as it comes from a server, for either kind of client."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __iter__(self):
+        yield self.content
+
+    async def __aiter__(self):
+        yield self.content
+
+
+class Awaited(RemoteRenderer):
+    """The same, awaited."""
+
+    def render_conversation(self, *arguments, **options):
+        return asyncio.run(self.render_conversation_async(*arguments, **options))
+
+    def render_prompt(self, *arguments, **options):
+        return asyncio.run(self.render_prompt_async(*arguments, **options))
+
+
+@pytest.fixture(params=[RemoteRenderer, Awaited])
+def make(config, asked, request):
     """make(answer, ...): a renderer whose server gives these answers, one after the other."""
+    kind = request.param
 
     def made(*answers, cache=None):
         left = iter(answers)
 
         def answer(request):
             asked.append((request.url.path, json.loads(request.content)))
-            return httpx.Response(200, content=iter([json.dumps(next(left)).encode()]), headers={"content-type": "application/json"})
+            return httpx.Response(200, stream=Content(json.dumps(next(left)).encode()), headers={"content-type": "application/json"})
 
-        one = RemoteRenderer(config)
+        one = kind(config)
         one._servers = RenderServers(["http://here"], transport=httpx.MockTransport(answer))
         one.take_rules(Rules(config))
         one.feature_cache = cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from hashlib import sha256
 
@@ -26,9 +26,19 @@ class PinnedRendering:
     def __call__(self) -> Rendered:
         token = CURRENT.set(self)
         try:
-            rendered = self._render()
+            return self._salted(self._render())
         finally:
             CURRENT.reset(token)
+
+    async def awaited(self, rendered: Awaitable[Rendered]) -> Rendered:
+        """As a call, of a coroutine that renders the same prompt."""
+        token = CURRENT.set(self)
+        try:
+            return self._salted(await rendered)
+        finally:
+            CURRENT.reset(token)
+
+    def _salted(self, rendered: Rendered) -> Rendered:
         if not self.salt or not rendered.features:
             return rendered
         return rendered._replace(features=[replace(one, mm_identifier=self.name(one.mm_identifier)) for one in rendered.features])

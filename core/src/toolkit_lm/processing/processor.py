@@ -53,7 +53,7 @@ class Processor:
         self.config = config
         self.renderer = renderer
         self.plugins = plugins
-        self._texts = self._pooling_inputs(config, renderer)
+        self._texts = _pooling_inputs(config, renderer, plugins)
         self._encoder_decoder = self._rules(config, renderer)
         self._limits: RequestLimits | None = None
         try:
@@ -68,14 +68,6 @@ class Processor:
         models, architecture = self.plugins.models, config.checkpoint.architecture if config.checkpoint is not None else ""
         rules = models.load_rules(architecture) if architecture in models else None
         return None if rules is None else rules(config, renderer)
-
-    def _pooling_inputs(self, config: VllmConfig, renderer: Renderer) -> PoolingInputs | None:
-        """None where nobody needs any. Raises ConfigError."""
-        # mypy: an abstract class stands for those that are made.
-        found = self.plugins.pooling_inputs.first_result(PoolingInputs, config, renderer, self.plugins)  # type: ignore[type-abstract]
-        if found is None and (config.model.runner == "pooling" or config.model.extra_tasks):
-            raise ConfigError(f"{_NO_INPUTS} Install toolkit-lm-pooling-adapters. {self.plugins.pooling_inputs.hint}".rstrip())
-        return found
 
     @property
     def texts(self) -> PoolingInputs:
@@ -92,6 +84,11 @@ class Processor:
     def limits(self) -> RequestLimits:
         assert self._limits is not None, "the engine is not ready: call wait_ready first"
         return self._limits
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Prompts are of an encoder-decoder model, whose rules render them."""
+        return self._encoder_decoder is not None
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -122,13 +119,10 @@ class Processor:
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read, params=params)
             pairs = (RenderedPrompt(*self._render(read, prompt)) for prompt in prompts)
-            return self._generation(request_ids, pairs, params, options or {})
-        given: Any = prompts
-        render = self.renderer.render_prompt
-        salt = (options or {}).get("cache_salt")
-        texts = [one if isinstance(one, str) else one.get("prompt") if hasattr(one, "get") else None for one in given]
-        rendered = (self._rendered(render, one, text, salt) for one, text in zip(given, texts, strict=True))
-        return self._generation(request_ids, rendered, params, options or {})
+            return self.prepare_rendered(request_ids, pairs, params, self.inputs(params), options or {})
+        render, salt = self.renderer.render_prompt, (options or {}).get("cache_salt")
+        rendered = (self._rendered(render, one, text_of(one), salt) for one in prompts)
+        return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options or {})
 
     def prepare_chat(
         self,
@@ -155,11 +149,10 @@ class Processor:
         if self._encoder_decoder is not None:
             read = partial(self._encoder_decoder.read_conversation, params=params, **render_options)
             pairs = (RenderedPrompt(*self._render(read, one)) for one in conversations)
-            return self._generation(request_ids, pairs, params, options or {})
-        render = self.renderer.render_conversation
-        salt = (options or {}).get("cache_salt")
+            return self.prepare_rendered(request_ids, pairs, params, self.inputs(params), options or {})
+        render, salt = self.renderer.render_conversation, (options or {}).get("cache_salt")
         rendered = (self._rendered(render, one, None, salt, **render_options) for one in conversations)
-        return self._generation(request_ids, rendered, params, options or {})
+        return self.prepare_rendered(request_ids, rendered, params, self.inputs(params), options or {})
 
     def _render(self, render: Callable[..., ResultT], given: Any, **render_options: Any) -> ResultT:
         try:
@@ -174,8 +167,15 @@ class Processor:
         if self.renderer.rules is None:
             rendered = self._render(render, given, **render_options)
             return RenderedPrompt(rendered.token_ids, text, features=rendered.features)
-        rendering = PinnedRendering(partial(self._render, render, given, **render_options), salt)
-        rendered = rendering()
+        rendering = self.rendering(render, given, salt, **render_options)
+        return self.rendered_by(rendering, rendering(), text)
+
+    def rendering(self, render: Callable[..., Rendered], given: Any, salt: str | None, **render_options: Any) -> PinnedRendering:
+        """What renders a prompt or a conversation by a method of the renderer, now and for `render_again`."""
+        return PinnedRendering(partial(self._render, render, given, **render_options), salt)
+
+    def rendered_by(self, rendering: PinnedRendering, rendered: Rendered, text: str | None) -> RenderedPrompt:
+        """What `rendering` has given. `text`: the prompt's own, if it is one."""
         is_held = rendered.features and self.renderer.feature_cache is not None
         return RenderedPrompt(rendered.token_ids, text, features=rendered.features, rendering=rendering if is_held else None)
 
@@ -190,9 +190,19 @@ class Processor:
             raise RequestError("the prompt's items of media are other ones when they are read again.", "multi_modal_data")
         prepared.message.features = [structs.replace(old, data=new.data) for old, new in zip(features, again, strict=True)]
 
-    def _generation(
-        self, request_ids: Sequence[str], rendered: Iterable[RenderedPrompt], params: SamplingParams, options: RequestOptions
+    def prepare_rendered(
+        self,
+        request_ids: Sequence[str],
+        rendered: Iterable[RenderedPrompt],
+        params: SamplingParams,
+        inputs: SequenceInputs,
+        options: RequestOptions,
     ) -> list[PreparedRequest]:
+        """The last part of `prepare_batch`. `inputs` are those of `params`, which nobody else holds."""
+        return [self._prepared(one, its, params, inputs, options) for one, its in zip(request_ids, rendered, strict=True)]
+
+    def inputs(self, params: SamplingParams) -> SequenceInputs:
+        """What the runner needs of parameters, which are checked. Raises RequestError."""
         check_bounds(params, self.config.limits)
         if params.stop and not self.renderer.has_text:
             raise RequestError("stop is a text, and this engine makes none of its tokens: use stop_token_ids.", "stop")
@@ -203,7 +213,7 @@ class Processor:
                 logits_processors=prepare_processors(of_processors, self.plugins.logits_processors, self.renderer),
             )
         check_tokens_of_params(params, inputs.bad_words, self._vocab_size)
-        return [self._prepared(one, its, params, inputs, options) for one, its in zip(request_ids, rendered, strict=True)]
+        return inputs
 
     def _prepared(
         self,
@@ -328,3 +338,17 @@ class Processor:
             cache_keys=[CacheKey(0, 1, salt)] if salt else [],
             context=options.get("context", {}),
         )
+
+
+def _pooling_inputs(config: VllmConfig, renderer: Renderer, plugins: Plugins) -> PoolingInputs | None:
+    """None where nobody needs any. Raises ConfigError."""
+    # mypy: an abstract class stands for those that are made.
+    found = plugins.pooling_inputs.first_result(PoolingInputs, config, renderer, plugins)  # type: ignore[type-abstract]
+    if found is None and (config.model.runner == "pooling" or config.model.extra_tasks):
+        raise ConfigError(f"{_NO_INPUTS} Install toolkit-lm-pooling-adapters. {plugins.pooling_inputs.hint}".rstrip())
+    return found
+
+
+def text_of(prompt: Any) -> str | None:
+    """That of a prompt which is one, or has one."""
+    return prompt if isinstance(prompt, str) else prompt.get("prompt") if hasattr(prompt, "get") else None

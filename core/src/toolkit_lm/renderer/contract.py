@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,14 @@ class Renderer(ABC):
         Those of Jinja templates take `chat_template`, one in the place of the checkpoint's, and `add_special_tokens` (default False).
         """
 
+    async def render_conversation_async(self, messages: Conversation, **kwargs: Any) -> Rendered:
+        """As `render_conversation`, awaited. This one calls that in a thread.
+
+        A renderer that waits for other machines overrides it and `render_prompt_async`, so that who waits holds no thread. They may be
+        called from several event loops. Cancelling them ends what they wait for.
+        """
+        return await asyncio.to_thread(self.render_conversation, messages, **kwargs)
+
     def media_size(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
         """Bytes of memory that an item of media takes at most: what is made of it, and what it takes beside that while it is read.
 
@@ -112,6 +121,10 @@ class Renderer(ABC):
 
         Token ids that are given are passed on as they are: the engine checks that the model has them.
         """
+
+    async def render_prompt_async(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+        """As `render_prompt`, awaited: see `render_conversation_async`."""
+        return await asyncio.to_thread(self.render_prompt, prompt, add_special_tokens=add_special_tokens)
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         """Token ids of whole texts, or pairs of texts joined as the model wants them, special tokens included; for pooling.

@@ -27,6 +27,7 @@ from toolkit_lm.renderer import Renderer
 from toolkit_lm_async_llm.engine_thread import EngineThread
 from toolkit_lm_async_llm.health import Health
 from toolkit_lm_async_llm.listener import Batch, Listener, Stream
+from toolkit_lm_async_llm.preparation import Preparation
 
 AnyListener = TypeVar("AnyListener", bound=Listener)
 
@@ -62,6 +63,7 @@ class AsyncLLM:
         self.served_model_name = self.engine.config.served_model_name
         """What clients call the model, as plugins left it."""
         self._ids = count()
+        self._preparation = Preparation(self.engine.processor)
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.stop)
         if wait:
@@ -127,7 +129,8 @@ class AsyncLLM:
         A caller that is slow gets fewer, larger outputs. Closing the iterator aborts the request. Raises RequestError before the first
         output, QueueFullError among them; EngineDeadError when the engine dies.
         """
-        return self._single(lambda rid: self.processor.prepare(rid, prompt, sampling_params, options), sampling_params, request_id)
+        ids = [self._new_id() if request_id is None else request_id]
+        return self._single(ids, lambda: self._preparation.prepare_batch(ids, [prompt], sampling_params, options), sampling_params)
 
     def chat(
         self,
@@ -139,11 +142,12 @@ class AsyncLLM:
         **render_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """As `generate`, for a conversation; `render_options` are Renderer.render_conversation's."""
+        ids = [self._new_id() if request_id is None else request_id]
 
-        def prepare(name: str) -> PreparedRequest:
-            return self.processor.prepare_chat(name, messages, sampling_params, options, **render_options)
+        def prepare() -> Awaitable[list[PreparedRequest]]:
+            return self._preparation.prepare_chat_batch(ids, [messages], sampling_params, options, **render_options)
 
-        return self._single(prepare, sampling_params, request_id)
+        return self._single(ids, prepare, sampling_params)
 
     def chat_many(
         self,
@@ -156,8 +160,8 @@ class AsyncLLM:
         """As `generate_many`, for conversations."""
         ids = [self._new_id() for _ in conversations]
 
-        def prepare() -> list[PreparedRequest]:
-            return self.processor.prepare_chat_batch(ids, conversations, sampling_params, options, **render_options)
+        def prepare() -> Awaitable[list[PreparedRequest]]:
+            return self._preparation.prepare_chat_batch(ids, conversations, sampling_params, options, **render_options)
 
         return self._outputs(ids, prepare, sampling_params)
 
@@ -170,7 +174,7 @@ class AsyncLLM:
         is computed. Closing the iterator aborts them all.
         """
         ids = [self._new_id() for _ in prompts]
-        return self._outputs(ids, lambda: self.processor.prepare_batch(ids, prompts, sampling_params, options), sampling_params)
+        return self._outputs(ids, lambda: self._preparation.prepare_batch(ids, prompts, sampling_params, options), sampling_params)
 
     async def encode(
         self,
@@ -218,7 +222,7 @@ class AsyncLLM:
 
         if not many and not ids:
             return []
-        async with self._served(ids, prepare, Batch(len(ids))) as batch:
+        async with self._served(ids, lambda: asyncio.to_thread(prepare), Batch(len(ids))) as batch:
             results = await batch.results()
         found = {output.request_id: output for output in results}
         return [found[request_id] for request_id in ids]
@@ -259,16 +263,15 @@ class AsyncLLM:
         await self.shutdown()
 
     async def _single(
-        self, prepare: Callable[[str], PreparedRequest], params: SamplingParams | None, request_id: str | None
+        self, ids: list[str], prepare: Callable[[], Awaitable[list[PreparedRequest]]], params: SamplingParams | None
     ) -> AsyncGenerator[RequestOutput, None]:
-        name = request_id if request_id is not None else self._new_id()
-        async with aclosing(self._outputs([name], lambda: [prepare(name)], params)) as outputs:
+        async with aclosing(self._outputs(ids, prepare, params)) as outputs:
             async for found in outputs:
                 for _, output in found:
                     yield output
 
     async def _outputs(
-        self, request_ids: list[str], prepare: Callable[[], list[PreparedRequest]], params: SamplingParams | None
+        self, request_ids: list[str], prepare: Callable[[], Awaitable[list[PreparedRequest]]], params: SamplingParams | None
     ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
         if not request_ids:
             return
@@ -279,7 +282,7 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _served(
-        self, request_ids: list[str], prepare: Callable[[], list[PreparedRequest]], listener: AnyListener
+        self, request_ids: list[str], prepare: Callable[[], Awaitable[list[PreparedRequest]]], listener: AnyListener
     ) -> AsyncIterator[AnyListener]:
         """Has the engine work on requests, until the end of the block."""
         for request_id in request_ids:
@@ -292,9 +295,7 @@ class AsyncLLM:
                 await self.wait_ready()
             except Exception:
                 raise self._thread.why() from self.error
-            # Rendering and tokenizing may take long: not on the event loop.
-            prepared = await asyncio.to_thread(prepare)
-            self._thread.submit(prepared, listener)
+            self._thread.submit(await prepare(), listener)
             yield listener
         finally:
             self._thread.forget(request_ids, listener)

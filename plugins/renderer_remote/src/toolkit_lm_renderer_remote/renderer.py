@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 from toolkit_lm.config import VllmConfig, parse_memory
@@ -30,6 +31,32 @@ _BYTES_OF_TOKEN = 16
 """That an answer may have for each token, a mask's entry included."""
 _MOST_HELD = 512
 """Identifiers that a render server is told of."""
+
+
+class _Question(NamedTuple):
+    """What a render server is asked."""
+
+    path: str
+    body: dict[str, Any]
+    fewest_media: int
+    most_media: int
+    """Items of media in it."""
+    read: Callable[..., Rendered]
+    """An answer, the most items, those that are held, and the fewest."""
+
+
+class _Sent(NamedTuple):
+    """The arguments of RenderServers.ask."""
+
+    path: str
+    body: bytes
+    read: Callable[[Answer], Rendered]
+    bounds: _Bounds
+
+
+class _Bounds(TypedDict):
+    most: int
+    too_large: str | None
 
 
 class RemoteRenderer(Renderer):
@@ -64,28 +91,18 @@ class RemoteRenderer(Renderer):
     # Input, rendered elsewhere
 
     def render_conversation(self, messages: Conversation, **kwargs: Any) -> Rendered:
-        for name in kwargs:
-            if name not in _CHAT_OPTIONS:
-                raise RequestError(f"render_conversation takes no option {name!r}.", name)
-        num_media = count_media(messages)
-        messages = plain_messages(messages) if num_media[1] else messages
-        body = {"messages": messages, **{name: value for name, value in kwargs.items() if value is not None}}
-        return self._render(RENDER_CHAT, body, num_media, Answer.prompt)
+        return self._render(self._conversation(messages, kwargs))
+
+    async def render_conversation_async(self, messages: Conversation, **kwargs: Any) -> Rendered:
+        return await self._render_async(await asyncio.to_thread(self._conversation, messages, kwargs))
 
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
-        parsed: Any = parse_prompt(prompt, media=True)
-        media: dict[str, Any] = {name: parsed[name] for name in _MEDIA if parsed.get(name)}
-        token_ids = parsed.get("prompt_token_ids")
-        if not media:
-            if token_ids is not None:
-                return self._local.render_prompt(parsed)
-            body = {"prompt": parsed["prompt"], "add_special_tokens": add_special_tokens}
-            return self._render(TOKENIZE, body, (0, 0), lambda answer, *_: answer.tokens())
-        given = parsed["prompt"] if token_ids is None else token_ids
-        items = media["multi_modal_data"] = plain_data(media.get("multi_modal_data", {}))
-        count = sum(len(one) if isinstance(one, list) else 1 for one in items.values())
-        body = {"prompt": given, "add_special_tokens": add_special_tokens, **media}
-        return self._render(RENDER_PROMPTS, body, (count, count), Answer.only_prompt)
+        question = self._prompt(prompt, add_special_tokens)
+        return question if isinstance(question, Rendered) else self._render(question)
+
+    async def render_prompt_async(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
+        question = await asyncio.to_thread(self._prompt, prompt, add_special_tokens)
+        return question if isinstance(question, Rendered) else await self._render_async(question)
 
     def render_texts(self, texts: Sequence[str | tuple[str, str]], *, max_tokens: int | None = None) -> list[RenderedText]:
         return self._local.render_texts(texts, max_tokens=max_tokens)
@@ -93,32 +110,66 @@ class RemoteRenderer(Renderer):
     def cut_texts(self, texts: Sequence[str], max_tokens: int) -> list[str]:
         return self._local.cut_texts(texts, max_tokens)
 
-    def _render(self, path: str, body: dict[str, Any], num_media: tuple[int, int], read: Callable[..., Rendered]) -> Rendered:
-        """`num_media`: the fewest and the most items of media in `body`."""
-        if not num_media[1]:
-            return self._ask(path, body, num_media, [], read)
-        body = plain(body)
-        held = [] if self.feature_cache is None else self.feature_cache.held_keys(_MOST_HELD)
-        rendered = self._ask(path, body, num_media, held, read)
+    def _conversation(self, messages: Conversation, options: dict[str, Any]) -> _Question:
+        for name in options:
+            if name not in _CHAT_OPTIONS:
+                raise RequestError(f"render_conversation takes no option {name!r}.", name)
+        fewest, most = count_media(messages)
+        messages = plain_messages(messages) if most else messages
+        body = {"messages": messages, **{name: value for name, value in options.items() if value is not None}}
+        return _Question(RENDER_CHAT, plain(body) if most else body, fewest, most, Answer.prompt)
+
+    def _prompt(self, prompt: SingletonPrompt, add_special_tokens: bool) -> _Question | Rendered:
+        """Token ids need no render server."""
+        parsed: Any = parse_prompt(prompt, media=True)
+        media: dict[str, Any] = {name: parsed[name] for name in _MEDIA if parsed.get(name)}
+        token_ids = parsed.get("prompt_token_ids")
+        if not media:
+            if token_ids is not None:
+                return self._local.render_prompt(parsed)
+            body = {"prompt": parsed["prompt"], "add_special_tokens": add_special_tokens}
+            return _Question(TOKENIZE, body, 0, 0, lambda answer, *_: answer.tokens())
+        given = parsed["prompt"] if token_ids is None else token_ids
+        items = media["multi_modal_data"] = plain_data(media.get("multi_modal_data", {}))
+        count = sum(len(one) if isinstance(one, list) else 1 for one in items.values())
+        body = plain({"prompt": given, "add_special_tokens": add_special_tokens, **media})
+        return _Question(RENDER_PROMPTS, body, count, count, Answer.only_prompt)
+
+    def _render(self, question: _Question) -> Rendered:
+        path, sent, read, bounds = self._sent(question, self._held(question))
+        rendered = self._servers.ask(path, sent, read, **bounds)
         if self._lacks(rendered):
             # Meanwhile the engine has forgotten an item.
-            rendered = self._ask(path, body, num_media, [], read)
+            path, sent, read, bounds = self._sent(question, [])
+            rendered = self._servers.ask(path, sent, read, **bounds)
         return rendered
 
-    def _ask(self, path: str, body: dict[str, Any], num_media: tuple[int, int], held: list[str], read: Callable[..., Rendered]) -> Rendered:
+    async def _render_async(self, question: _Question) -> Rendered:
+        """As `_render`."""
+        path, sent, read, bounds = await asyncio.to_thread(self._sent, question, self._held(question))
+        rendered = await self._servers.ask_async(path, sent, read, **bounds)
+        if self._lacks(rendered):
+            path, sent, read, bounds = await asyncio.to_thread(self._sent, question, [])
+            rendered = await self._servers.ask_async(path, sent, read, **bounds)
+        return rendered
+
+    def _held(self, question: _Question) -> list[str]:
+        return [] if self.feature_cache is None or not question.most_media else self.feature_cache.held_keys(_MOST_HELD)
+
+    def _sent(self, question: _Question, held: list[str]) -> _Sent:
+        """What a question comes to, where the engine holds these items."""
         # The length is checked here, where it is known whether the prompt is to be cut.
-        more = {} if path == TOKENIZE else {"check_length": False}
-        sent = _encoded({**body, **more, **({"held": held} if held else {})})
-        fewest, count = num_media
+        more = {} if question.path == TOKENIZE else {"check_length": False}
+        sent = _encoded({**question.body, **more, **({"held": held} if held else {})})
         most, too_large = _SLACK + _BYTES_OF_TOKEN * self.config.max_model_len + 8 * len(sent), None
-        if count:
+        if question.most_media:
             most += self._most_media
             too_large = f"the prompt's images and other media are too large: renderer_remote.max_answer_size is {self._most_media} bytes."
 
         def checked(answer: Answer) -> Rendered:
-            return self._checked(read(answer, count, held, fewest))
+            return self._checked(question.read(answer, question.most_media, held, question.fewest_media))
 
-        return self._servers.ask(path, sent, checked, most=most, too_large=too_large)
+        return _Sent(question.path, sent, checked, {"most": most, "too_large": too_large})
 
     def _checked(self, rendered: Rendered) -> Rendered:
         """Raises WrongAnswerError for what is not this model's: the next server may know better."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from toolkit_lm.errors import ConfigError, ContextLengthError, RequestError
 
+from toolkit_lm_renderer_remote.connections import LoopConnections
 from toolkit_lm_renderer_remote.errors import BadAnswerError, RenderServerError, UnreachableError
 from toolkit_lm_renderer_remote.reading import Answer, WrongAnswerError
 from toolkit_lm_renderer_remote.wire import MSGPACK
@@ -53,7 +56,7 @@ class _Body(NamedTuple):
 
 
 class RenderServers:
-    """Render servers that serve the same model. They are asked by turns. Thread-safe."""
+    """Render servers that serve the same model. They are asked by turns, from threads and from event loops."""
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class RenderServers:
         timeout: float = 30.0,
         connect_timeout: float = 2.0,
         api_key: str | None = None,
-        transport: httpx.BaseTransport | None = None,
+        transport: httpx.MockTransport | None = None,
     ) -> None:
         """Raises ConfigError for what is no address. Nothing is connected to yet."""
         self._urls = [_checked(url) for url in urls]
@@ -75,14 +78,16 @@ class RenderServers:
         headers = {"accept": _ACCEPTED, "accept-encoding": "identity", "content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
-        self._client = httpx.Client(
-            headers=headers,
-            timeout=httpx.Timeout(timeout, connect=min(connect_timeout, timeout)),
-            limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=20),
-            transport=transport,
-        )
+        options: dict[str, Any] = {
+            "headers": headers,
+            "timeout": httpx.Timeout(timeout, connect=min(connect_timeout, timeout)),
+            "limits": httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=20),
+            "transport": transport,
+        }
+        self._client = httpx.Client(**options)
         # Renderers have no end that they are told of.
         weakref.finalize(self, self._client.close)
+        self._connections = LoopConnections(_CONNECTIONS, options)
         self._resting: dict[str, float] = {}
         """Until when, by time.monotonic()."""
         self._turn = 0
@@ -93,72 +98,148 @@ class RenderServers:
 
         Raises RequestError where the request is wrong, BadAnswerError and UnreachableError where no server gives what can be used.
         """
-        failures: list[tuple[str, _FailedError]] = []
-        for url in self._order():
-            for attempt in range(2):
-                try:
-                    return self._ask(url, path, body, read, most)
-                except _FailedError as failure:
-                    if failure.too_large and too_large is not None:
-                        raise RequestError(too_large) from None
-                    if failure.again and not attempt:
-                        continue
-                    failures.append((url, failure))
-                    if failure.rests:
-                        self._resting[url] = time.monotonic() + _REST
-                    logger.warning("the render server at %s failed: %s", url, failure)
-                    break
-        raise _summed_up(failures)
+        attempts = _Attempts(self._order(), self._resting, too_large)
+        for url in attempts:
+            with attempts.one():
+                return _read(self._post(url + path, body, most), read)
+        raise attempts.summed_up()
 
-    def _order(self) -> Iterator[str]:
+    async def ask_async(
+        self, path: str, body: bytes, read: Callable[[Answer], Result], *, most: int, too_large: str | None = None
+    ) -> Result:
+        """As `ask`, awaited. `read` is called in a thread."""
+        async with self._connections.one() as client:
+            attempts = _Attempts(self._order(), self._resting, too_large)
+            for url in attempts:
+                with attempts.one():
+                    found = await self._post_async(client, url + path, body, most)
+                    return await asyncio.to_thread(_read, found, read)
+        raise attempts.summed_up()
+
+    def _order(self) -> list[str]:
         """By turns, those that have failed of late at the end."""
         with self._lock:
             self._turn += 1
             start = self._turn % len(self._urls)
         now = time.monotonic()
         turns = self._urls[start:] + self._urls[:start]
-        yield from sorted(turns, key=lambda url: self._resting.get(url, 0) > now)
-
-    def _ask(self, url: str, path: str, body: bytes, read: Callable[[Answer], Result], most: int) -> Result:
-        found = self._post(url + path, body, most)
-        if found.status in _CLIENTS:
-            raise _refusal(found)
-        if found.status in _BUSY:
-            raise _FailedError(f"it is busy (status {found.status})", answered=False, rests=False)
-        if found.status != 200:
-            raise _FailedError(f"it answered with the status {found.status}", answered=True)
-        try:
-            return read(Answer(found.data, found.content_type))
-        except WrongAnswerError as error:
-            raise _FailedError(str(error), answered=True) from None
+        return sorted(turns, key=lambda url: self._resting.get(url, 0) > now)
 
     def _post(self, url: str, body: bytes, most: int) -> _Body:
         """An answer, which is read no further than to `most` bytes, and for no longer than the timeout. Raises _FailedError."""
         deadline = time.monotonic() + self._timeout
+        with _failing(self._timeout), self._client.stream("POST", url, content=body) as response:
+            reading = _Reading(response, most, deadline, self._timeout)
+            for part in response.iter_raw():
+                reading.add(part)
+            return reading.whole()
+
+    async def _post_async(self, client: httpx.AsyncClient, url: str, body: bytes, most: int) -> _Body:
+        """As `_post`."""
+        deadline = time.monotonic() + self._timeout
+        with _failing(self._timeout):
+            async with client.stream("POST", url, content=body) as response:
+                reading = _Reading(response, most, deadline, self._timeout)
+                async for part in response.aiter_raw():
+                    reading.add(part)
+                return reading.whole()
+
+
+class _Attempts:
+    """Whom a request goes to, one after the other: `for url in attempts: with attempts.one(): return ...`."""
+
+    def __init__(self, urls: list[str], resting: dict[str, float], too_large: str | None) -> None:
+        self._urls = urls
+        self._resting = resting
+        self._too_large = too_large
+        self._failures: list[tuple[str, _FailedError]] = []
+        self._last: _FailedError | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        for url in self._urls:
+            for attempt in range(2):
+                yield url
+                failure = self._last
+                assert failure is not None, "the attempt ended without a result"
+                if failure.too_large and self._too_large is not None:
+                    raise RequestError(self._too_large) from None
+                if failure.again and not attempt:
+                    continue
+                self._failures.append((url, failure))
+                if failure.rests:
+                    self._resting[url] = time.monotonic() + _REST
+                logger.warning("the render server at %s failed: %s", url, failure)
+                break
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Around one attempt: another follows where it fails."""
         try:
-            with self._client.stream("POST", url, content=body) as response:
-                if response.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
-                    raise _FailedError("its answer is compressed", answered=True)
-                is_good = response.status_code == 200
-                most = most if is_good else _MOST_ERROR
-                too_large = _FailedError(f"its answer has more than {most} bytes", answered=True, too_large=is_good)
-                declared = response.headers.get("content-length", "")
-                if declared.isdecimal() and int(declared[:20]) > most:
-                    raise too_large
-                data = bytearray()
-                for part in response.iter_raw():
-                    data += part
-                    if len(data) > most:
-                        raise too_large
-                    if time.monotonic() > deadline:
-                        raise _FailedError(f"it gave no whole answer within {self._timeout:g} s", answered=False)
-                return _Body(response.status_code, response.headers.get("content-type", ""), bytes(data))
-        except httpx.TimeoutException:
-            raise _FailedError(f"it gave no answer within {self._timeout:g} s", answered=False) from None
-        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
-            raise _FailedError(f"the connection broke off ({type(error).__name__})", answered=False, again=True) from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _FailedError(f"it cannot be reached ({type(error).__name__})", answered=False) from None
+            yield
+        except _FailedError as failure:
+            self._last = failure
+
+    def summed_up(self) -> RenderServerError:
+        """With the addresses in the log only: clients have no business with them."""
+        wrong = [failure for _, failure in self._failures if failure.answered]
+        number = f"{len(self._failures)} render servers" if len(self._failures) > 1 else "the render server"
+        if wrong:
+            return BadAnswerError(f"the prompt was not rendered: {number} gave no usable answer; {wrong[-1]}.")
+        return UnreachableError(f"the prompt was not rendered: {number} gave no answer; {self._failures[-1][1]}. Try again later.")
+
+
+class _Reading:
+    """An answer on its way. Methods raise _FailedError where it is too large, too late, or compressed."""
+
+    def __init__(self, response: httpx.Response, most: int, deadline: float, timeout: float) -> None:
+        if response.headers.get("content-encoding", "identity").lower() not in ("", "identity"):
+            raise _FailedError("its answer is compressed", answered=True)
+        is_good = response.status_code == 200
+        self._response = response
+        self._most = most if is_good else _MOST_ERROR
+        self._too_large = _FailedError(f"its answer has more than {self._most} bytes", answered=True, too_large=is_good)
+        self._deadline, self._timeout = deadline, timeout
+        self._data = bytearray()
+        declared = response.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self._most:
+            raise self._too_large
+
+    def add(self, part: bytes) -> None:
+        self._data += part
+        if len(self._data) > self._most:
+            raise self._too_large
+        if time.monotonic() > self._deadline:
+            raise _FailedError(f"it gave no whole answer within {self._timeout:g} s", answered=False)
+
+    def whole(self) -> _Body:
+        return _Body(self._response.status_code, self._response.headers.get("content-type", ""), bytes(self._data))
+
+
+@contextmanager
+def _failing(timeout: float) -> Iterator[None]:
+    """What goes wrong with a connection is a _FailedError."""
+    try:
+        yield
+    except httpx.TimeoutException:
+        raise _FailedError(f"it gave no answer within {timeout:g} s", answered=False) from None
+    except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError) as error:
+        raise _FailedError(f"the connection broke off ({type(error).__name__})", answered=False, again=True) from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise _FailedError(f"it cannot be reached ({type(error).__name__})", answered=False) from None
+
+
+def _read(found: _Body, read: Callable[[Answer], Result]) -> Result:
+    """What `read` makes of an answer. Raises RequestError for one that blames the request, _FailedError for one that is of no use."""
+    if found.status in _CLIENTS:
+        raise _refusal(found)
+    if found.status in _BUSY:
+        raise _FailedError(f"it is busy (status {found.status})", answered=False, rests=False)
+    if found.status != 200:
+        raise _FailedError(f"it answered with the status {found.status}", answered=True)
+    try:
+        return read(Answer(found.data, found.content_type))
+    except WrongAnswerError as error:
+        raise _FailedError(str(error), answered=True) from None
 
 
 def _checked(url: str) -> str:
@@ -181,12 +262,3 @@ def _refusal(found: _Body) -> RequestError:
         raise _FailedError(f"it refused the request (status {found.status}) without a reason", answered=True, rests=False) from None
     kind = ContextLengthError if detail.code == "context_length_exceeded" else RequestError
     return kind(detail.message[:_MOST_MESSAGE], detail.param)
-
-
-def _summed_up(failures: list[tuple[str, _FailedError]]) -> RenderServerError:
-    """With the addresses in the log only: clients have no business with them."""
-    wrong = [failure for _, failure in failures if failure.answered]
-    number = f"{len(failures)} render servers" if len(failures) > 1 else "the render server"
-    if wrong:
-        return BadAnswerError(f"the prompt was not rendered: {number} gave no usable answer; {wrong[-1]}.")
-    return UnreachableError(f"the prompt was not rendered: {number} gave no answer; {failures[-1][1]}. Try again later.")

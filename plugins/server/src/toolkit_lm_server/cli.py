@@ -57,7 +57,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
 
         return create_app(engine, options, metrics=metrics, readiness=readiness, page=page)
 
-    # Prompts that are rendered elsewhere are waited for.
+    # The words of sampling parameters that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
     _run(make, make_app, options, metrics, config.engine.start_timeout, threads, page)
 

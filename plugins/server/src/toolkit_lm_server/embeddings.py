@@ -183,7 +183,7 @@ class Embeddings:
     async def _rendered(self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request) -> TokensPrompt:
         """A conversation in tokens."""
         with cast(BudgetedLLM, self._engine).hold_rendering([(messages, options)], {"context": request_context(request)}):
-            rendered = await asyncio.to_thread(self._engine.renderer.render_conversation, messages, **options)
+            rendered = await self._engine.renderer.render_conversation_async(messages, **options)
         if rendered.features:
             raise RequestError("images and other media are not supported by pooling tasks.", "messages")
         return TokensPrompt(prompt_token_ids=rendered.token_ids)

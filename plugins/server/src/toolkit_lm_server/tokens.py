@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.processing.validation import check_token_ids
+from toolkit_lm.renderer import Rendered
 from toolkit_lm.resolution.checkpoint import read_json
 
 from toolkit_lm_server.answers import answer
@@ -36,7 +37,8 @@ class Tokens:
         has_media = any(True for message in body.messages or () for _ in items_of(message))
         prompts = [(body.messages, body.render_options())] if has_media else []
         with self._hold(prompts, {"context": request_context(request)}):
-            return await answer(lambda: self._tokenize(body))
+            token_ids = (await self._rendered(body)).token_ids
+            return await answer(lambda: self._tokenized(token_ids, body))
 
     async def detokenize(self, body: DetokenizeBody) -> Response:
         """The text of token ids."""
@@ -54,14 +56,15 @@ class Tokens:
         stated = read_json(path) if path.is_file() else {}
         return {"tokenizer_class": "", **stated, "chat_template": self._engine.renderer.chat_template_source or None}
 
-    def _tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def _rendered(self, body: TokenizeBody) -> Rendered:
         renderer = self._engine.renderer
         if body.messages is not None:
-            token_ids = renderer.render_conversation(body.messages, **body.render_options()).token_ids
-        else:
-            assert body.prompt is not None
-            token_ids = renderer.render_prompt(body.prompt, add_special_tokens=body.add_special_tokens is not False).token_ids
-        texts = renderer.vocabulary_texts(token_ids) if body.return_token_strs else None
+            return await renderer.render_conversation_async(body.messages, **body.render_options())
+        assert body.prompt is not None
+        return await renderer.render_prompt_async(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+
+    def _tokenized(self, token_ids: list[int], body: TokenizeBody) -> dict[str, Any]:
+        texts = self._engine.renderer.vocabulary_texts(token_ids) if body.return_token_strs else None
         return {"count": len(token_ids), "max_model_len": self._engine.config.max_model_len, "tokens": token_ids, "token_strs": texts}
 
     def _detokenize(self, token_ids: list[int]) -> str:

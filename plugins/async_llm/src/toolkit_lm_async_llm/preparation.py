@@ -1,0 +1,88 @@
+"""Preparation: prompts and conversations become requests, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from copy import copy
+from typing import Any
+
+from toolkit_lm.params import SamplingParams
+from toolkit_lm.processing.processor import Processor, text_of
+from toolkit_lm.processing.requests import PreparedRequest, RenderedPrompt, RequestOptions
+from toolkit_lm.prompts import Conversation, Prompt
+from toolkit_lm.renderer import Rendered, Renderer
+
+Render = Callable[..., Rendered]
+RenderAsync = Callable[..., Awaitable[Rendered]]
+
+
+class Preparation:
+    """A Processor for event loops. Work is done in threads, and none of them waits for a renderer that can be awaited.
+
+    A renderer can be awaited that has async methods of its own. With another, all that a call asks is one piece of work.
+    """
+
+    def __init__(self, processor: Processor) -> None:
+        self._processor = processor
+        self._renderer = processor.renderer
+        kind = type(processor.renderer)
+        own = kind.render_prompt_async, kind.render_conversation_async
+        self._awaits = not processor.reads_pairs and own != (Renderer.render_prompt_async, Renderer.render_conversation_async)
+
+    async def prepare_batch(
+        self, request_ids: Sequence[str], prompts: Sequence[Prompt], params: SamplingParams | None, options: RequestOptions | None
+    ) -> list[PreparedRequest]:
+        """As the Processor's."""
+        if not self._awaits:
+            return await asyncio.to_thread(self._processor.prepare_batch, request_ids, prompts, params, options)
+        salt, both = (options or {}).get("cache_salt"), (self._renderer.render_prompt_async, self._renderer.render_prompt)
+        rendered = (self._rendered(*both, one, text_of(one), salt) for one in prompts)
+        return await self._prepared(request_ids, rendered, params, options or {})
+
+    async def prepare_chat_batch(
+        self,
+        request_ids: Sequence[str],
+        conversations: Sequence[Conversation],
+        params: SamplingParams | None,
+        options: RequestOptions | None,
+        **render_options: Any,
+    ) -> list[PreparedRequest]:
+        """As the Processor's."""
+        if not self._awaits:
+            prepare = self._processor.prepare_chat_batch
+            return await asyncio.to_thread(prepare, request_ids, conversations, params, options, **render_options)
+        salt, both = (options or {}).get("cache_salt"), (self._renderer.render_conversation_async, self._renderer.render_conversation)
+        rendered = (self._rendered(*both, one, None, salt, **render_options) for one in conversations)
+        return await self._prepared(request_ids, rendered, params, options or {})
+
+    async def _rendered(
+        self, render: RenderAsync, again: Render, given: Any, text: str | None, salt: str | None, **render_options: Any
+    ) -> RenderedPrompt:
+        """`again`: as `render`, for data that the engine has lost."""
+        rendering = self._processor.rendering(again, given, salt, **render_options)
+        try:
+            return self._processor.rendered_by(rendering, await rendering.awaited(render(given, **render_options)), text)
+        except Exception as error:
+            self._processor.plugins.boundary.check(error)
+            raise
+
+    async def _prepared(
+        self,
+        request_ids: Sequence[str],
+        rendered: Iterable[Coroutine[Any, Any, RenderedPrompt]],
+        params: SamplingParams | None,
+        options: RequestOptions,
+    ) -> list[PreparedRequest]:
+        params = copy(params or self._processor.default_params)
+        # What is wrong with the parameters is told before anything is rendered.
+        inputs = await asyncio.to_thread(self._processor.inputs, params)
+        tasks = [asyncio.ensure_future(one) for one in rendered]
+        try:
+            # Of several errors, that of the first prompt is told.
+            made = [await task for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return await asyncio.to_thread(self._processor.prepare_rendered, request_ids, made, params, inputs, options)
