@@ -70,11 +70,22 @@ async def test_a_requests_life(client, metrics):
         "request_inference_time_seconds_sum": 3,
         "request_prompt_tokens_sum": 7,
         "request_generation_tokens_sum": 5,
+        "request_sequences_sum": 1,
+        "request_preemptions_sum": 1,
         "step_duration_seconds_sum": 0.5,
         "step_tokens_sum": 8,
     }
     found = await figures(client)
     assert {name: found[name] for name in expected} == expected
+
+
+async def test_the_tokens_that_requests_allow(client):
+    """Each prompt counts, and none whose request leaves it to the context."""
+    talk = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (("completions", {"prompt": ["a", "b"], "max_tokens": 3}), ("chat/completions", talk)):
+        assert (await client.post(f"/v1/{path}", json={"model": "fake", **body})).status_code == 200
+    found = await figures(client)
+    assert (found["request_max_tokens_count"], found["request_max_tokens_sum"]) == (2, 6)
 
 
 async def test_pooled_prompts_count(client, metrics):
@@ -170,10 +181,15 @@ def names(metrics: Metrics) -> dict[str, str]:
 
 
 def test_the_names_of_vllm(metrics):
-    """All that it has and we can tell; the others keep ours, and no figure is told twice."""
+    """All that it has and we can tell; the others keep ours. It tells those who wait twice, and no other figure."""
     own, others = names(metrics), names(Metrics(names="vllm"))
-    assert sorted(own.values()) == sorted(others.values())
+    assert sorted([*own.values(), "gauge"]) == sorted(others.values())
     assert {name for name in others if name.startswith("vllm:")} == {
+        "vllm:num_requests_waiting_by_reason",
+        "vllm:request_params_n",
+        "vllm:request_params_max_tokens",
+        "vllm:request_num_preemptions",
+        "vllm:cache_config_info",
         "vllm:num_requests_running",
         "vllm:num_requests_waiting",
         "vllm:kv_cache_usage_perc",
@@ -195,7 +211,7 @@ def test_the_names_of_vllm(metrics):
         "vllm:request_decode_time_seconds",
         "vllm:request_inference_time_seconds",
     }
-    assert len(VLLM_NAMES) == 20
+    assert len(VLLM_NAMES) == 24
 
 
 async def test_the_labels_of_vllm(engine, client_of):
@@ -212,7 +228,8 @@ async def test_the_labels_of_vllm(engine, client_of):
 def test_the_page_names_what_vllm_has():
     text = (Path(__file__).parents[3] / "docs" / "observability.md").read_text()
     rows = dict(re.findall(r"^\| `toolkit_lm_(\w+)` \| `(vllm:\w+)` \|$", text, re.MULTILINE))
-    own, others = names(Metrics()), names(Metrics(names="vllm"))
+    own, others = list(names(Metrics())), list(names(Metrics(names="vllm")))
+    others.remove("vllm:num_requests_waiting_by_reason")
     assert rows == {
         ours.removeprefix("toolkit_lm_"): theirs for ours, theirs in zip(own, others, strict=True) if theirs.startswith("vllm:")
     }

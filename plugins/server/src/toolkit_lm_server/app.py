@@ -163,7 +163,7 @@ def create_router(
     readiness = readiness or Readiness(engine)
     keys = Keys.of(options)
     budget = CostBudget(options.max_request_bytes, engine.config.limits.max_queued_requests)
-    budgeted = BudgetedLLM(engine, budget, keys)
+    budgeted = BudgetedLLM(engine, budget, keys, metrics)
     engine = cast("AsyncLLM", budgeted)
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from toolkit_lm.prompts import Conversation, Prompt, TextPair
     from toolkit_lm_async_llm import AsyncLLM
 
+    from toolkit_lm_server.metrics import Metrics
+
 Output = TypeVar("Output")
 
 Cost = Mapping[str, int]
@@ -196,9 +198,10 @@ class BudgetedLLM:
     All routes get it, those of plugins too.
     """
 
-    def __init__(self, engine: AsyncLLM, budget: CostBudget, keys: Keys | None = None) -> None:
+    def __init__(self, engine: AsyncLLM, budget: CostBudget, keys: Keys | None = None, metrics: Metrics | None = None) -> None:
         self._engine = engine
         self._budget = budget
+        self._metrics = metrics
         self._accounts: Mapping[str, Account] = {} if keys is None else keys.accounts
 
     def __getattr__(self, name: str) -> Any:
@@ -286,6 +289,8 @@ class BudgetedLLM:
             if account is not None:
                 paid.enter_context(account.run(len(prompts) * params.num_sequences))
                 outputs = _counted(account, params, outputs, each)
+            if self._metrics is not None:
+                self._metrics.asked(params.max_tokens, len(prompts))
             return cast(AsyncGenerator[Output, None], _Paid(outputs, paid.pop_all().close))
 
 

@@ -43,8 +43,17 @@ VLLM_NAMES = {
     "request_prefill_time_seconds": VllmName("request_prefill_time_seconds"),
     "request_decode_time_seconds": VllmName("request_decode_time_seconds"),
     "request_inference_time_seconds": VllmName("request_inference_time_seconds"),
+    "request_sequences": VllmName("request_params_n"),
+    "request_max_tokens": VllmName("request_params_max_tokens"),
+    "request_preemptions": VllmName("request_num_preemptions"),
+    "kv_cache_info": VllmName(
+        "cache_config_info",
+        {"num_blocks": "num_gpu_blocks", "size_tokens": "kv_cache_size_tokens", "max_concurrency": "kv_cache_max_concurrency"},
+    ),
 }
 """By our name, without its prefix."""
+_BY_REASON = "vllm:num_requests_waiting_by_reason"
+"""vLLM tells those who wait twice. Ours have one reason: no place in the batch is free."""
 
 
 class _Named(Collector):
@@ -61,7 +70,10 @@ class _Named(Collector):
             if short == family.name or short.startswith("engine_process_"):
                 yield _renamed(family, family.name, {}, {})
             elif self._names == "vllm" and (other := VLLM_NAMES.get(short)) is not None:
-                yield _renamed(family, f"vllm:{other.name}", {"engine": "0", "model_name": self._model_name}, other.labels)
+                labels = {"engine": "0", "model_name": self._model_name}
+                yield _renamed(family, f"vllm:{other.name}", labels, other.labels)
+                if other.name == "num_requests_waiting":
+                    yield _renamed(family, _BY_REASON, labels | {"reason": "capacity"}, {})
             else:
                 yield _renamed(family, family.name, {"model_name": self._model_name}, {})
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
@@ -18,11 +19,14 @@ from toolkit_lm_server.metric_names import named
 from toolkit_lm_server.options import MetricNames
 
 if TYPE_CHECKING:
+    from toolkit_lm.attention import KVCacheConfig
+    from toolkit_lm.config import VllmConfig
     from toolkit_lm_async_llm import Health
 
 _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTHS = (*_TOKENS, 32768, 65536, 131072, 262144)
+_FEW = (1, 2, 5, 10, 20)
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 _STATUSES = ("starting", "ready", "stalled", "restarting", "dead", "closed")
@@ -90,6 +94,8 @@ class Metrics:
         self._gap, self._num_later = 0.0, 0
         """Seconds to the last step's tokens from those before them, and how many there are that were no sequence's first."""
         self._engine_pid: int | None = None
+        self._preempted: Tally[str] = Tally()
+        """By request under way, how often it was preempted."""
         self.registry = CollectorRegistry()
         self._running = self._gauge("num_sequences_running", "Sequences of the requests that have a place in the batch.")
         self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
@@ -125,6 +131,15 @@ class Metrics:
         self._latency = self._seconds("e2e_request_latency_seconds", "From arrival to the end.")
         self._prompt_length = self._lengths("request_prompt_tokens", "Prompt tokens of an ended request.")
         self._output_length = self._lengths("request_generation_tokens", "Output tokens of an ended request, over its sequences.")
+        self._sequences = self._numbers("request_sequences", "Sequences of an ended request, its n.", _FEW)
+        self._max_tokens = self._lengths("request_max_tokens", "Output tokens that a request allows, where it says how many.")
+        self._request_preemptions = self._numbers("request_preemptions", "How often an ended request was preempted.", (0, *_FEW))
+        self._kv_cache = Gauge(
+            "toolkit_lm_kv_cache_info",
+            "1. The labels tell the size of the KV cache: tokens, and requests of the longest context, that have room at a time.",
+            ["block_size", "num_blocks", "size_tokens", "max_concurrency"],
+            registry=self.registry,
+        )
         self._step_time = self._seconds("step_duration_seconds", "Of one step of the engine.")
         self._step_tokens = Histogram(
             "toolkit_lm_step_tokens", "Tokens computed in one step of the engine.", buckets=_TOKENS, registry=self.registry
@@ -173,6 +188,12 @@ class Metrics:
         self._http_requests.labels(handler, method, f"{status // 100}xx").inc()
         self._http_time.labels(handler, method).observe(seconds)
 
+    def asked(self, max_tokens: int | None, num_prompts: int) -> None:
+        """The engine is asked for at most so many tokens of each of some prompts. None: of as many as there is room for."""
+        if max_tokens is not None:
+            for _ in range(num_prompts):
+                self._max_tokens.observe(max_tokens)
+
     def observe(self, engine: Watched) -> None:
         """Takes in what no event tells."""
         self.model_name = getattr(engine, "served_model_name", self.model_name)
@@ -183,6 +204,15 @@ class Metrics:
             self._status.labels(one).set(one == status)
         self._restarts.set(engine.num_restarts)
         self._queued_tokens.set(engine.num_queued_tokens)
+        limits = getattr(getattr(engine, "processor", None), "limits", None)
+        self._kv_cache.clear()
+        if limits is not None and limits.kv_cache.pools:
+            self._tell_kv_cache(limits.kv_cache, engine.config)  # type: ignore[attr-defined]  # What has a processor has a config.
+
+    def _tell_kv_cache(self, kv_cache: KVCacheConfig, config: VllmConfig) -> None:
+        fit = num_fitting(kv_cache, config)
+        block_size, num_blocks = kv_cache.groups[0].spec.block_size, sum(pool.num_blocks for pool in kv_cache.pools)
+        self._kv_cache.labels(block_size, num_blocks, int(fit * config.max_model_len), f"{fit:.2f}").set(1)
 
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
@@ -206,12 +236,14 @@ class Metrics:
                 self._queue_time.observe(since_arrival)
             case "preempted":
                 self._preemptions.inc()
+                self._preempted[event.request_id] += 1
             case "first_token":
                 self._num_later -= event.num_sequences
                 self._first_token.observe(since_arrival)
                 self._prompt(event)
             case "aborted":
                 self._aborted.labels(event.finish_reason).inc()
+                self._preempted.pop(event.request_id, None)
             case "finished":
                 self._finished.labels(event.finish_reason).inc()
                 if event.first_token_time is None and event.finish_reason != "error":
@@ -224,6 +256,8 @@ class Metrics:
         self._latency.observe(event.time - event.arrival_time)
         self._prompt_length.observe(event.num_prompt_tokens)
         self._output_length.observe(event.num_output_tokens)
+        self._sequences.observe(event.num_sequences)
+        self._request_preemptions.observe(self._preempted.pop(event.request_id, 0))
         if event.scheduled_time is not None:
             self._inference.observe(event.time - event.scheduled_time)
         if event.first_token_time is None:
@@ -252,4 +286,13 @@ class Metrics:
         return Histogram(f"toolkit_lm_{name}", f"Seconds: {help}", buckets=_LATENCY, registry=self.registry)
 
     def _lengths(self, name: str, help: str) -> Histogram:
-        return Histogram(f"toolkit_lm_{name}", help, buckets=_LENGTHS, registry=self.registry)
+        return self._numbers(name, help, _LENGTHS)
+
+    def _numbers(self, name: str, help: str, buckets: Sequence[int]) -> Histogram:
+        return Histogram(f"toolkit_lm_{name}", help, buckets=buckets, registry=self.registry)
+
+
+def num_fitting(kv_cache: KVCacheConfig, config: VllmConfig) -> float:
+    """Requests of the longest context that the KV cache has room for at a time."""
+    needed = kv_cache.max_blocks(config.max_model_len, config.scheduler.token_budget, config.max_encoder_len)
+    return min((pool.num_blocks / count for pool, count in zip(kv_cache.pools, needed, strict=True) if count), default=0.0)

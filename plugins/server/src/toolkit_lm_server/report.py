@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit_lm_server.log import Clock, fields
-from toolkit_lm_server.metrics import Metrics, Totals
+from toolkit_lm_server.metrics import Metrics, Totals, num_fitting
 
 if TYPE_CHECKING:
     from toolkit_lm.attention import KVCacheConfig
@@ -89,8 +89,7 @@ def _capacity(kv_cache: KVCacheConfig, config: VllmConfig) -> str:
     if not kv_cache.pools:
         return "none"
     size = as_size(sum(pool.block_bytes * pool.num_blocks for pool in kv_cache.pools))
-    needed = kv_cache.max_blocks(config.max_model_len, config.scheduler.token_budget, config.max_encoder_len)
-    fit = min((pool.num_blocks / count for pool, count in zip(kv_cache.pools, needed, strict=True) if count), default=0.0)
+    fit = num_fitting(kv_cache, config)
     return f"{int(fit * config.max_model_len):,} tokens in {size}, {fit:.1f} requests of the longest context at a time"
 
 
