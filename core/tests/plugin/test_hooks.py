@@ -242,6 +242,18 @@ def test_toolkit_register_quantization(example):
     assert torch.equal(layer(x), torch.nn.functional.linear(x, weight.half().float()))
 
 
+def test_toolkit_register_compilers(example):
+    compilers = load(example).compilers
+    assert (compilers.get("mine").target, compilers.get("mine").priority) == ("toolkit_lm_mine.compiler:MyCompiler", 5)
+    shown = types.ModuleType("toolkit_lm_mine.compiler")
+    exec(page_example(PAGES / "toolkit_register_compilers.md", block=3), shown.__dict__)
+    assert shown.MyCompiler.refuses(VllmConfig.default(tensor_parallel_size=2)) == "it traces models of one rank"
+    model = torch.nn.Linear(2, 2)
+    compiler = shown.MyCompiler(model, VllmConfig.default(), None)
+    assert torch.equal(compiler(torch.ones(3, 2)), model(torch.ones(3, 2)))
+    compiler.seal()
+
+
 def test_toolkit_register_kernels(example):
     kernels = load(example).kernels
     assert (kernels.get("mine").target, kernels.get("mine").priority) == ("toolkit_lm_mine.kernels:MyKernels", 5)

@@ -174,6 +174,21 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
     kernels: Annotated[str, option("Kernels of layers, by name. torch: plain torch. auto: the best for the device.")] = "auto"
 
 
+class CompilationConfig(Struct, frozen=True, kw_only=True):
+    """Whether the forward pass is compiled, before the first request, and how."""
+
+    optimization_level: Annotated[
+        int,
+        option(
+            "Compilation of the forward pass. 0: none. 1: for any number of tokens. 2: for the compile_sizes, too. 3: those are tuned.",
+            ge=0,
+            le=3,
+        ),
+    ] = 0
+    compilation_config: Annotated[str, option("Details of compilation, as JSON: '{\"compile_sizes\": [1, 8]}'.")] = "{}"
+    compile_cache: Annotated[bool, option("Keep what is compiled for the next start.")] = True
+
+
 class AttentionConfig(Struct, frozen=True, kw_only=True):
     """Which attention backend runs the layers."""
 
@@ -288,6 +303,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     engine: EngineConfig = field(default_factory=EngineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    compilation: CompilationConfig = field(default_factory=CompilationConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     renderer: RendererConfig = field(default_factory=RendererConfig)
     pooler: PoolerConfig = field(default_factory=PoolerConfig)
@@ -388,6 +404,7 @@ _SECTIONS: dict[str, type[Struct]] = {
     "engine": EngineConfig,
     "parallel": ParallelConfig,
     "device": DeviceConfig,
+    "compilation": CompilationConfig,
     "attention": AttentionConfig,
     "renderer": RendererConfig,
     "pooler": PoolerConfig,

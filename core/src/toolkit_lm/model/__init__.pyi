@@ -1,5 +1,6 @@
 from .activation import gate as gate, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
+from .compiler import ModelCompiler as ModelCompiler, make_compiler as make_compiler
 from .contract import (
     EncoderDecoderModel as EncoderDecoderModel,
     EncoderSequences as EncoderSequences,

@@ -8,6 +8,7 @@ from .plugins import Plugins as Plugins
 from .registries import (
     AttentionBackendRegistry as AttentionBackendRegistry,
     CheckpointRegistry as CheckpointRegistry,
+    CompilerRegistry as CompilerRegistry,
     ConverterRegistry as ConverterRegistry,
     DrafterRegistry as DrafterRegistry,
     EngineClientRegistry as EngineClientRegistry,

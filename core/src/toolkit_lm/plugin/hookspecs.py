@@ -16,6 +16,7 @@ from toolkit_lm.plugin.markers import hookspec
 from toolkit_lm.plugin.registries import (
     AttentionBackendRegistry,
     CheckpointRegistry,
+    CompilerRegistry,
     ConverterRegistry,
     DrafterRegistry,
     EngineClientRegistry,
@@ -64,6 +65,14 @@ def toolkit_register_attention_backends(backends: AttentionBackendRegistry) -> N
 @hookspec
 def toolkit_register_kernels(kernels: KernelsRegistry) -> None:
     """Registers kernels: what the layers of models compute with, on devices of their kind.
+
+    Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
+    """
+
+
+@hookspec
+def toolkit_register_compilers(compilers: CompilerRegistry) -> None:
+    """Registers compilers: what computes the forward passes of models in their place, where the option optimization_level asks for it.
 
     Caller: the loader. Process: every one. Thread: main. Return: nothing; all implementations are called.
     """

@@ -169,6 +169,13 @@ class KernelsRegistry(AttentionBackendRegistry):
     base = "toolkit_lm.model:Kernels"
 
 
+class CompilerRegistry(AttentionBackendRegistry):
+    """Compilers of models, by name."""
+
+    noun = "compiler"
+    base = "toolkit_lm.model:ModelCompiler"
+
+
 class ExecutorRegistry(Registry[ExecutorEntry]):
     """Executors, by name."""
 
@@ -399,6 +406,7 @@ class Registries:
     models: ModelRegistry = field(default_factory=ModelRegistry)
     attention_backends: AttentionBackendRegistry = field(default_factory=AttentionBackendRegistry)
     kernels: KernelsRegistry = field(default_factory=KernelsRegistry)
+    compilers: CompilerRegistry = field(default_factory=CompilerRegistry)
     kv_kinds: KVKindRegistry = field(default_factory=KVKindRegistry)
     executors: ExecutorRegistry = field(default_factory=ExecutorRegistry)
     renderers: RendererRegistry = field(default_factory=RendererRegistry)

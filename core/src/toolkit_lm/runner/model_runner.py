@@ -35,10 +35,12 @@ from toolkit_lm.model import (
     EncoderDecoderModel,
     IntermediateTensors,
     Model,
+    ModelCompiler,
     ModelState,
     MultiModalModel,
     StepInputs,
     load_model,
+    make_compiler,
 )
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
@@ -58,6 +60,8 @@ class ModelRunner:
         self.plugins = plugins
         self.device = torch.device(config.device.device)
         self.model: Model
+        self.compiler: ModelCompiler | None = None
+        """What computes the model's forward pass in its place."""
         self._encoder: EncoderDecoderModel | None = None
         """The model, where it has one."""
         self.selections: dict[str, Selection] = {}
@@ -100,6 +104,7 @@ class ModelRunner:
                 raise UnsupportedError(f"drafter {drafter!r}: drafts are for engines that generate, of models without recurrent state.")
             self._states.append(self.plugins.drafters.make(drafter, self.model, self.config, self.device))
         self.selections = select_backends(self.model, self.device, self.config, self.plugins.attention_backends)
+        self.compiler = make_compiler(self.model, self.config, self.plugins)
 
     def pooling_rules(self) -> dict[PoolingTask, PoolingRules]:
         """The pooling tasks that the model serves, and what each allows."""
@@ -173,7 +178,7 @@ class ModelRunner:
         self._backends.clear()
         self._layers.clear()
         self._states.clear()
-        self._pooler = self._encoder = self._media = None
+        self._pooler = self._encoder = self._media = self.compiler = None
         for name in ("model", "_cache", "_batch", "_buffers"):
             self.__dict__.pop(name, None)
 
@@ -243,7 +248,7 @@ class ModelRunner:
         if inputs.encoders is not None:
             arguments["encoder_hidden_states"] = self._encode(inputs.encoders)
         with step_context(StepContext(self._bindings, metadata)):
-            out: Tensor | IntermediateTensors = self.model(buffers.input_ids.upload(num_tokens), **arguments)
+            out: Tensor | IntermediateTensors = (self.compiler or self.model)(buffers.input_ids.upload(num_tokens), **arguments)
         if isinstance(out, Tensor):
             return out
         assert pipeline is not None, "a model of one stage gives hidden states"

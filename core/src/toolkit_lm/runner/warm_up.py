@@ -42,6 +42,8 @@ def warm_up(runner: ModelRunner) -> None:
     if generates:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
     runner.execute(_drop(plan))
+    if runner.compiler is not None:
+        runner.compiler.seal()
 
 
 def _cause(runner: ModelRunner) -> str:

@@ -1,0 +1,41 @@
+"""The compiler contract: what computes a model's forward pass in its place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model.contract import IntermediateTensors, Model
+from toolkit_lm.plugin import Plugins
+
+
+class ModelCompiler(ABC):
+    """Computes the forward pass of one model, equal but for rounding. It is made once the weights are loaded, and compiles then."""
+
+    @classmethod
+    def refuses(cls, vllm_config: VllmConfig) -> str | None:
+        """Why it cannot compile a model, on the device and by the ranks that the config names; None when it can."""
+        return None
+
+    @abstractmethod
+    def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
+        """Compiles. `vllm_config` is resolved. Raises ConfigError, or UnsupportedError for a forward pass that it cannot compile."""
+
+    @abstractmethod
+    def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
+        """The model's `forward`."""
+
+    def seal(self) -> None:  # noqa: B027 - there need be nothing to do
+        """The warm-up is over. From now on it compiles nothing: a step waits for no compiler."""
+
+
+def make_compiler(model: Model, vllm_config: VllmConfig, plugins: Plugins) -> ModelCompiler | None:
+    """The compiler that does not refuse the config, first by priority; None at level 0. Raises UnsupportedError where all refuse."""
+    if not vllm_config.compilation.optimization_level:
+        return None
+    registry = plugins.compilers
+    name, _ = registry.choose("compile the model", lambda entry, by_name: registry.ask(entry.key, vllm_config, by_name=by_name))
+    compiler: ModelCompiler = registry.make(name, model, vllm_config, plugins)
+    return compiler
