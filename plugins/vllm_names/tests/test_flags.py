@@ -16,13 +16,13 @@ KNOWN = ["--port", "--max-model-len", "--served-model-name", "--dtype", "--enabl
     [
         ("tiny --port 1 --gpu-memory-utilization 0.5", "tiny --port 1 --kv-cache-memory 0.5"),
         ("--enforce-eager tiny --gpu-memory-utilization=0.5", "tiny --kv-cache-memory 0.5"),
-        ("tiny -tp 2 --num-gpu-blocks-override 8 -O3", "tiny --tensor-parallel-size 2 --num-kv-blocks 8"),
+        ("tiny -tp 2 --num-gpu-blocks-override 8 -O3", "tiny --tensor-parallel-size 2 --num-kv-blocks 8 --optimization-level 3"),
         ("tiny --dtype half --max-model-len 4k", "tiny --dtype float16 --max-model-len 4000"),
         ("tiny --no-enable-prefix-caching --served-model-name a", "tiny --no-enable-prefix-caching --served-model-name a"),
         ("tiny --async-scheduling --no-enforce-eager", "tiny --overlap"),
         ("tiny --disable-log-stats --nobody-has-it 1", "tiny --nobody-has-it 1"),
         ("tiny --enable-lora false --skip-tokenizer-init true", "tiny --renderer tokens"),
-        ("tiny --guided-decoding-backend guidance -O3", "tiny --plugin-option structured_output.backend=llguidance"),
+        ("tiny --guided-decoding-backend guidance -O3", "tiny --plugin-option structured_output.backend=llguidance --optimization-level 3"),
         ("tiny -- --enforce-eager", "tiny -- --enforce-eager"),
     ],
 )

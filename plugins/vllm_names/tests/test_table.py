@@ -63,6 +63,8 @@ TRANSLATED = [
         },
         {},
     ),
+    ({"compilation_config": {"mode": 3, "compile_sizes": [1], "cudagraph_mode": "FULL"}}, {"compilation_config": '{"compile_sizes": [1]}'}),
+    ({"optimization_level": 2}, {"optimization_level": 2}),
     ({"enforce_eager": True, "compilation_config": 3, "disable_log_stats": True, "max_seq_len_to_capture": 8192}, {}),
     ({"nobody_has_it": 1, "block_size": 8}, {"nobody_has_it": 1, "block_size": 8}),
     ({"gpu_memory_utilization": 0.5, "kv_cache_memory": "1GiB"}, {"kv_cache_memory": "1GiB"}),

@@ -18,7 +18,8 @@ _LISTS = (
     "numa_bind_nodes",
 )
 """Options whose flags take several words."""
-_ATTACHED = ("-O0", "-O1", "-O2", "-O3", "-O.", "-cc.")
+_LEVELS = ("-O0", "-O1", "-O2", "-O3")
+_ATTACHED = ("-O.", "-cc.")
 """Beginnings of flags that have their value attached."""
 
 
@@ -33,8 +34,10 @@ class Flag(NamedTuple):
 
 def read_flag(words: Sequence[str]) -> Flag | None:
     """The flag that a line begins with; None where it begins with another word, or a flag that vLLM does not have."""
+    if words[0] in _LEVELS:
+        return Flag(TABLE["optimization_level"], words[0][2:], [words[0]])
     if words[0].startswith(_ATTACHED):
-        # -O3, -O.mode=3, -cc.mode=3
+        # -O.mode=3, -cc.mode=3
         return Flag(TABLE["compilation_config"], words[0], [words[0]])
     name, has_value, text = words[0].partition("=")
     is_off = name.startswith("--no-")

@@ -73,7 +73,7 @@ def _renamed(name: str, ours: str, convert: Convert | None = None, note: str = "
 
 _ONE_DEVICE = "no model is spread by this kind of parallelism. Use tensor_parallel_size or pipeline_parallel_size, or several servers."
 _NO_ADAPTERS = "adapters (LoRA) are not loaded. Merge them into the checkpoint."
-_NO_GRAPHS = "there are no graphs to capture and nothing is compiled"
+_NO_GRAPHS = "there are no graphs to capture, and nothing is compiled unless optimization_level asks for it"
 _NO_OFFLOAD = "weights and caches stay on their device."
 _NO_TRANSFER = "an engine neither sends nor fetches KV caches or weights."
 _OWN_LAYOUT = "there is one layout of weights and caches, and the results are the same"
@@ -98,6 +98,8 @@ _ENGINE: list[Name] = [
     *(Name(name, "same", name, "32k, too", values.count(name)) for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs")),
     *_same("limit_mm_per_prompt", convert=values.limits, note="a mapping, too"),
     *_same("generation_config", convert=values.generation_config, note="auto: checkpoint; vllm: none"),
+    *_same("optimization_level", note="-O2, too"),
+    *_same("compilation_config", convert=values.compilation_config, note="without what it says of graphs and passes"),
     *_same("attention_backend", convert=values.attention_backend, note="FLASH_ATTN: flash_attn; ..."),
     *_renamed("task", "runner, convert", values.task, "one task: the runner type and the pooling adapter that serve it"),
     *_renamed("gpu_memory_utilization", "kv_cache_memory", values.memory_share, "a share of what the model leaves; 0.9 is auto"),
@@ -114,7 +116,7 @@ _ENGINE: list[Name] = [
     *_renamed("override_pooler_config", "pooling_type, ...", values.pooler_config, "as pooler_config"),
     *_renamed("allowed_media_domains", "allowed_media_hosts"),
     *_free(_NO_GRAPHS, "enforce_eager", "enable_flashinfer_autotune", is_switch=True),
-    *_free(_NO_GRAPHS, "compilation_config", "optimization_level", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *_free(_NO_GRAPHS, "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
     *_free(_NO_GRAPHS, "cuda_graph_sizes", "max_seq_len_to_capture", "use_cudagraph", "kernel_config"),
     *_free(_OWN_LAYOUT, "disable_custom_all_reduce", "disable_cascade_attn", "use_v2_block_manager", is_switch=True),
     *_free(_OWN_LAYOUT, "disable_hybrid_kv_cache_manager", "disable_chunked_mm_input", "use_tqdm_on_load", is_switch=True),

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _DTYPES = {"half": "float16", "float": "float32"}
+_GRAPH_KEYS = ("mode", "level", "custom_ops", "pass_config", "max_cudagraph_capture_size", "debug_dump_path", "full_cuda_graph")
+"""Of compilation_config: what says nothing here."""
 _BACKENDS = {"torch_sdpa": "sdpa", "flex_attention": "flex", "cpu_attn": "cpu", "flash_attn_vllm_v1": "flash_attn"}
 _TASKS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -170,6 +172,15 @@ def attention_config(value: Any) -> dict[str, Any]:
     value = parsed(value)
     backend = value.get("backend") if isinstance(value, Mapping) else getattr(value, "backend", None)
     return {} if backend is None else attention_backend(backend)
+
+
+def compilation_config(value: Any) -> dict[str, Any]:
+    """JSON without the keys that have no meaning here. A level alone asks for nothing."""
+    value = parsed(value)
+    if not isinstance(value, Mapping):
+        return {}
+    kept = {key: one for key, one in value.items() if key not in _GRAPH_KEYS and not key.startswith(("cudagraph_", "use_"))}
+    return {"compilation_config": json.dumps(kept)} if kept else {}
 
 
 def task(value: Any) -> dict[str, Any]:

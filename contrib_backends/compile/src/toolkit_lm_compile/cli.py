@@ -1,0 +1,163 @@
+"""The commands `toolkit compile` and `toolkit cache ...`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+from toolkit_lm.config import PluginsConfig, VllmConfig
+from toolkit_lm.errors import ConfigError, nearest
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_cli import engine_command
+
+from toolkit_lm_compile.store import MANIFEST, DamagedError, Entry, Manifest, default_root, open_root
+
+MOST_BYTES = 2**32
+"""Of an archive's files together."""
+_DEPTH = 12
+CacheDir = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the cache. Default: the user's.")]
+Key = Annotated[str, typer.Argument(help="Key of the entry, or how it begins.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@engine_command()
+def compile_model(config: VllmConfig, plugins: Plugins) -> None:
+    """Compile a model, so that later starts with the same options find it in the cache."""
+    from toolkit_lm import LLM
+
+    if not config.compilation.optimization_level:
+        config = config.replace(optimization_level=1)
+    if not config.compilation.compile_cache:
+        raise ConfigError("toolkit compile fills the cache: --no-compile-cache leaves nothing to do.")
+    options = {one.name: value for one in VllmConfig.options() if (value := _value(config, one.name)) != one.default}
+    llm = LLM(**options | {"engine_process": False})
+    typer.echo(f"compiled: {config.model.model} at level {config.compilation.optimization_level}")
+    del llm
+
+
+@engine_command(PluginsConfig)
+def list_entries(cache_dir: CacheDir = None, json_output: AsJson = False) -> None:
+    """List what the compile cache holds."""
+    rows = [_row(folder) for folder in _folders(cache_dir)]
+    if json_output:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table("key", "rank", "model", "parts", "MiB", box=None)
+    for row in rows:
+        table.add_row(row["key"], row["rank"], row["model"], str(row["parts"]), f"{row['bytes'] / 2**20:.1f}")
+    Console().print(table)
+
+
+@engine_command(PluginsConfig)
+def show(key: Key, cache_dir: CacheDir = None) -> None:
+    """Show what an entry was made of: a digest of each ingredient of its key, and its files."""
+    for folder in _found(cache_dir, key):
+        manifest = _manifest(folder)
+        typer.echo(f"{folder}")
+        if manifest is not None:
+            shown = msgspec.to_builtins(manifest)
+            shown["plans"] = [plan.parts for plan in manifest.plans]
+            typer.echo(json.dumps(shown, indent=2))
+
+
+@engine_command(PluginsConfig)
+def prune(
+    key: Annotated[str | None, typer.Argument(help="Key of the entry, or how it begins. Default: all.")] = None, cache_dir: CacheDir = None
+) -> None:
+    """Delete entries. A running engine keeps what it has loaded."""
+    folders = _folders(cache_dir) if key is None else _found(cache_dir, key)
+    for folder in folders:
+        entry = Entry(folder.parent.parent, folder.parent.name, folder.name)
+        with entry.locked():
+            entry.discard()
+    for parent in {folder.parent for folder in folders}:
+        if not any(one.is_dir() for one in parent.iterdir()):
+            shutil.rmtree(parent, ignore_errors=True)
+    typer.echo(f"deleted: {len(folders)}")
+
+
+@engine_command(PluginsConfig)
+def export(key: Key, archive: Annotated[Path, typer.Argument(help="Archive to write (.tar.gz).")], cache_dir: CacheDir = None) -> None:
+    """Write an entry to an archive, which `toolkit cache import` takes on another machine of the kind."""
+    with tarfile.open(archive, "w:gz") as tar:
+        for folder in _found(cache_dir, key):
+            tar.add(folder, f"{folder.parent.name}/{folder.name}")
+    typer.echo(f"written: {archive}")
+
+
+@engine_command(PluginsConfig)
+def import_(archive: Annotated[Path, typer.Argument(help="Archive of an entry.")], cache_dir: CacheDir = None) -> None:
+    """Take an archive into the cache. What it holds is run as code: take those alone that you have made."""
+    root = open_root(cache_dir or default_root())
+    with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as scratch:
+        try:
+            with tarfile.open(archive) as tar:
+                members = tar.getmembers()
+                if sum(one.size for one in members) > MOST_BYTES or any(one.name.count("/") > _DEPTH for one in members):
+                    raise ConfigError(f"{archive} holds more than an entry of the compile cache does.")
+                tar.extractall(scratch, filter="data")
+        except (tarfile.TarError, OSError) as error:
+            raise ConfigError(f"{archive} cannot be read: {error}") from error
+        folders = [one.parent for one in Path(scratch).glob(f"*/*/{MANIFEST}")]
+        if not folders:
+            raise ConfigError(f"{archive} holds no entry of the compile cache.")
+        for folder in folders:
+            try:
+                Entry(Path(scratch), folder.parent.name, folder.name).read()
+            except DamagedError as error:
+                raise ConfigError(f"{archive} is damaged: {error}") from error
+        for folder in folders:
+            entry = Entry(root, folder.parent.name, folder.name)
+            with entry.locked():
+                entry.discard()
+                folder.rename(entry.folder)
+    typer.echo(f"taken: {', '.join(folder.parent.name for folder in folders)}")
+
+
+def _value(config: VllmConfig, name: str) -> object:
+    return next(getattr(section, name) for section in _sections(config) if hasattr(section, name))
+
+
+def _sections(config: VllmConfig) -> list[object]:
+    return [getattr(config, field) for field in config.__struct_fields__ if field != "checkpoint"]
+
+
+def _folders(cache_dir: Path | None) -> list[Path]:
+    root = cache_dir or default_root()
+    return sorted(one for one in root.glob("*/rank_*") if one.is_dir()) if root.is_dir() else []
+
+
+def _found(cache_dir: Path | None, key: str) -> list[Path]:
+    folders = _folders(cache_dir)
+    found = [one for one in folders if one.parent.name.startswith(key)]
+    keys = sorted({one.parent.name for one in found})
+    if len(keys) != 1:
+        known = sorted({one.parent.name for one in folders})
+        raise ConfigError(f"{len(keys)} entries of the compile cache begin with {key!r}. {nearest(key, known)}")
+    return found
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return Entry(folder.parent.parent, folder.parent.name, folder.name).read()
+    except DamagedError:
+        return None
+
+
+def _row(folder: Path) -> dict[str, object]:
+    manifest = _manifest(folder)
+    return {
+        "key": folder.parent.name,
+        "rank": folder.name,
+        "model": "damaged" if manifest is None else manifest.model,
+        "parts": 0 if manifest is None else len({part for plan in manifest.plans for part in plan.parts}),
+        "bytes": sum(one.stat().st_size for one in folder.rglob("*") if one.is_file()),
+    }

@@ -1,0 +1,211 @@
+"""The compiler: captures a model's forward passes, compiles their parts or finds them in the cache, and runs them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import EncoderDecoderModel, IntermediateTensors, Model, ModelCompiler, MultiModalModel, torch_dtype
+from toolkit_lm.plugin import Plugins
+from torch import Tensor, fx
+
+from toolkit_lm_compile.capture import capture, module_files
+from toolkit_lm_compile.key import ingredients, key_of, source_digest
+from toolkit_lm_compile.options import options_of, sizes_of
+from toolkit_lm_compile.parts import check_patches, compile_part, is_kept, load_part, symbols_of
+from toolkit_lm_compile.program import Program
+from toolkit_lm_compile.split import Plan, Split, split
+from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
+
+logger = logging.getLogger(__name__)
+
+_TOKENS, _ENCODED = 16, 24
+"""Numbers of tokens that are traced with. No code depends on them."""
+_lock = threading.Lock()
+"""torch compiles in one thread at a time: its settings are the process'."""
+
+
+class InductorCompiler(ModelCompiler):
+    """torch.compile, in parts between the attention ops."""
+
+    @classmethod
+    def refuses(cls, vllm_config: VllmConfig) -> str | None:
+        if vllm_config.parallel.num_ranks > 1:
+            return "it compiles models of one rank only"
+        return None
+
+    def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
+        self.model = model
+        self.num_compiled = 0
+        """Parts that Inductor has compiled, each size counted."""
+        self.compiled_when_sealed: int | None = None
+        self.num_eager_steps = 0
+        """Forward passes that no program was for."""
+        self.was_cached = False
+        self._level = vllm_config.compilation.optimization_level
+        self._options = options_of(vllm_config)
+        self._sizes = sizes_of(self._options, self._level)
+        self._patches = dict(self._options.inductor_compile_config)
+        if self._level >= 3:
+            self._patches = {"max_autotune": True, **self._patches}
+        self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {}
+        check_patches(self._patches)
+        with _lock:
+            self._make(vllm_config, plugins)
+
+    def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
+        given = {"input_ids": input_ids, **{name: value for name, value in arguments.items() if value is not None}}
+        program = self._programs.get(_form(given))
+        if program is None:
+            return self._eager(given)
+        return program(len(input_ids), given)
+
+    def seal(self) -> None:
+        self.compiled_when_sealed = self.num_compiled
+
+    def _eager(self, given: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
+        if not self.num_eager_steps:
+            logger.warning("steps with the arguments %s are not compiled: they are computed as without compilation", ", ".join(given))
+        self.num_eager_steps += 1
+        out: Tensor | IntermediateTensors = self.model(**given)
+        return out
+
+    def _make(self, config: VllmConfig, plugins: Plugins) -> None:
+        start = time.perf_counter()
+        if self._options.backend == "eager" or not config.compilation.compile_cache:
+            with tempfile.TemporaryDirectory(prefix="toolkit_lm-compile-") as folder:
+                self._compile(config, Path(folder), {})
+        else:
+            self._find_or_compile(config, plugins)
+        how = "found in the cache" if self.was_cached else f"compiled {self.num_compiled}"
+        parts = [part for program in self._programs.values() for part in program.plan.parts]
+        logger.info(
+            "compilation: %d forward passes of %d parts, %d of them different: %s, in %.1f s",
+            len(self._programs),
+            len(parts),
+            len(set(parts)),
+            how,
+            time.perf_counter() - start,
+        )
+
+    def _find_or_compile(self, config: VllmConfig, plugins: Plugins) -> None:
+        found = ingredients(self.model, config, self._options, plugins)
+        root = open_root(Path(self._options.cache_dir) if self._options.cache_dir else default_root())
+        entry = Entry(root, key_of(found), f"rank_{config.parallel.tensor_parallel_rank}_{config.parallel.pipeline_parallel_rank}")
+        logger.debug("compile cache: %s of %s", entry.folder, found)
+        with entry.locked():
+            try:
+                if self._load(entry):
+                    return
+            except Exception as error:
+                logger.warning("the compile cache %s is damaged (%s): it is made anew", entry.folder, error)
+                self._programs.clear()
+                entry.discard()
+            with entry.staged() as folder:
+                manifest = self._compile(config, folder, found)
+                if manifest is not None:
+                    entry.publish(folder, manifest)
+
+    def _load(self, entry: Entry) -> bool:
+        manifest = entry.read()
+        if manifest is None:
+            logger.debug("compile cache: a miss, there is no such folder")
+            return False
+        for module, digest in manifest.sources.items():
+            if source_digest(module) != digest:
+                logger.debug("compile cache: a miss, the source of %s has changed", module)
+                return False
+        parts: dict[tuple[str, int | None], Callable[..., Any]] = {}
+        for folder in sorted((entry.folder / "parts").glob("*/*")):
+            parts[folder.parent.name, None if folder.name == "any" else int(folder.name)] = load_part(folder)
+        missing = {part for plan in manifest.plans for part in plan.parts} - {key for key, size in parts if size is None}
+        if missing:
+            raise DamagedError(f"it lacks the parts {sorted(missing)}")
+        for plan in manifest.plans:
+            self._add(plan, parts)
+        self.was_cached = True
+        return True
+
+    def _compile(self, config: VllmConfig, folder: Path, found: dict[str, str]) -> Manifest | None:
+        """Compiles into a folder. None: there is something that cannot be kept."""
+        splits: list[Split] = []
+        files: set[str] = set()
+        for arguments, dynamic in _examples(self.model, config):
+            start = time.perf_counter()
+            captured = capture(self.model, arguments, dynamic)
+            files |= {*captured.files}
+            splits.append(split(captured, {name: list(one) for name, *one in _form(arguments)}, self._options.splitting_ops))
+            logger.debug("traced %s(%s) in %.1f s", type(self.model).__name__, ", ".join(arguments), time.perf_counter() - start)
+        graphs: dict[str, fx.GraphModule] = {}
+        for one in splits:
+            for key, graph in one.graphs.items():
+                graphs.setdefault(key, graph)
+        parts: dict[tuple[str, int | None], Callable[..., Any]] = {}
+        kept = True
+        for key, graph in graphs.items():
+            for size in [None, *(self._sizes if len(symbols_of(graph)) == 1 else [])]:
+                if self._options.backend == "eager":
+                    parts[key, size] = graph.forward
+                    continue
+                start, place = time.perf_counter(), folder / "parts" / key / ("any" if size is None else str(size))
+                place.mkdir(mode=0o700, parents=True)
+                parts[key, size] = compile_part(graph, place, size, self._patches)
+                kept = kept and is_kept(place)
+                shutil.rmtree(place / "locks", ignore_errors=True)
+                self.num_compiled += 1
+                logger.debug("compiled part %s for %s tokens in %.1f s", key, place.name, time.perf_counter() - start)
+        for number, one in enumerate(splits):
+            (folder / f"graph_{number}.py").write_text(one.code, encoding="utf-8")
+            self._add(one.plan, parts)
+        if not kept:
+            logger.warning("what was compiled cannot be kept for the next start: torch cannot store a part of it")
+            return None
+        sources = {name: source_digest(name) or "" for name in module_files(sorted(files)) if name.partition(".")[0] != "torch"}
+        what = f"{config.checkpoint.architecture if config.checkpoint else ''} {config.model.dtype} -O{self._level}"
+        return Manifest(model=what, ingredients=found, sources=sources, plans=[one.plan for one in splits], sizes=self._sizes)
+
+    def _add(self, plan: Plan, parts: Mapping[tuple[str, int | None], Callable[..., Any]]) -> None:
+        form = tuple((name, str(dtype), int(ndim)) for name, (dtype, ndim) in plan.arguments.items())
+        self._programs[form] = Program(plan, self.model, parts, self._sizes)
+
+
+def _form(arguments: Mapping[str, Tensor]) -> tuple[tuple[str, str, int], ...]:
+    """What tells forward passes apart."""
+    return tuple((name, str(value.dtype), value.ndim) for name, value in sorted(arguments.items()))
+
+
+def _examples(model: Model, config: VllmConfig) -> Iterator[tuple[dict[str, Tensor], dict[str, int]]]:
+    """The arguments of each kind of forward pass, and which of their dimensions count tokens."""
+    plain = {"input_ids": 0, "positions": 0}
+    if model.takes_token_types:
+        plain["token_type_ids"] = 0
+    others: list[dict[str, int]] = [{}]
+    if isinstance(model, EncoderDecoderModel):
+        others.append({"encoder_hidden_states": 0})
+    if isinstance(model, MultiModalModel):
+        others.append({"inputs_embeds": 0})
+        if type(model).prompt_positions is not MultiModalModel.prompt_positions:
+            others += [{"positions": 1}, {"positions": 1, "inputs_embeds": 0}]
+    for other in others:
+        dynamic = plain | other
+        with torch.inference_mode():
+            arguments = {name: _example(config, name, dimension) for name, dimension in dynamic.items()}
+        yield arguments, dynamic
+
+
+def _example(config: VllmConfig, name: str, dimension: int) -> Tensor:
+    device = torch.device(config.device.device)
+    if name in ("inputs_embeds", "encoder_hidden_states"):
+        text = config.hf_config.get("text_config") or config.hf_config
+        num_tokens = _ENCODED if name == "encoder_hidden_states" else _TOKENS
+        size = text.get("hidden_size") or text.get("d_model")
+        return torch.zeros(num_tokens, size, dtype=torch_dtype(config.model.dtype), device=device)
+    return torch.zeros((3, _TOKENS) if dimension else (_TOKENS,), dtype=torch.int64, device=device)

@@ -1,0 +1,125 @@
+"""Key: what compiled code depends on. It holds no path, so that a folder of the cache may move."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import toolkit_lm
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import Model
+from toolkit_lm.plugin import Plugins
+
+from toolkit_lm_compile.options import CompilationOptions, effective
+
+_NO_EFFECT: dict[str, tuple[str, ...]] = {
+    "model": ("model", "revision", "served_model_name", "generation_config", "seed", "trust_remote_code"),
+    "load": ("load_format",),
+    "cache": (
+        "kv_cache_memory",
+        "num_kv_blocks",
+        "enable_prefix_caching",
+        "encoder_cache_memory",
+        "feature_cache_memory",
+        "swap_memory",
+    ),
+    "scheduler": ("scheduling_policy", "preemption_mode", "max_num_seqs", "max_num_batched_tokens"),
+    "checkpoint": ("path", "source", "generation_config", "pooling_profile"),
+}
+"""Options without an effect on the forward pass, by section. Whatever is not named here counts."""
+_NO_EFFECT_SECTIONS = ("engine", "renderer", "limits", "pooler", "compilation")
+
+
+def ingredients(model: Model, config: VllmConfig, options: CompilationOptions, plugins: Plugins) -> dict[str, str]:
+    """What the key is made of, by name: the digest of each, so that a miss can be explained."""
+    found = {
+        "config": effective_config(config),
+        "compilation": effective(options, config.compilation.optimization_level),
+        "torch": [torch.__version__, _portable(inductor_config), _portable(dynamo_config), _portable(functorch_config)],
+        "machine": [platform.machine(), sys.version_info[:2], torch.backends.cpu.get_cpu_capability(), _device(config.device.device)],
+        "core": _core(),
+        "plugins": _plugins(model, plugins),
+        "model source": _sources(model),
+    }
+    return {name: _digest(value) for name, value in found.items()}
+
+
+def key_of(found: dict[str, str]) -> str:
+    """The name of the folder."""
+    return _digest(found)[:32]
+
+
+def effective_config(config: VllmConfig) -> dict[str, Any]:
+    """The config without what has no effect."""
+    whole = msgspec.to_builtins(config)
+    kept = {section: values for section, values in whole.items() if section not in _NO_EFFECT_SECTIONS}
+    for section, names in _NO_EFFECT.items():
+        kept[section] = {name: value for name, value in kept[section].items() if name not in names}
+    kept["checkpoint"]["hf_config"] = {name: value for name, value in config.hf_config.items() if name != "_name_or_path"}
+    return kept
+
+
+def source_digest(module: str) -> str | None:
+    """SHA-256 of a module's source file; None where there is none."""
+    loaded = sys.modules.get(module)
+    file = getattr(loaded, "__file__", None)
+    if file is None:
+        try:
+            spec = find_spec(module)
+        except (ImportError, ValueError):
+            return None
+        file = spec.origin if spec is not None else None
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None and Path(file).is_file() else None
+
+
+@cache
+def _core() -> str:
+    """The content of core's rooms that graphs go through, as it was when it was first asked for."""
+    root, digest = Path(toolkit_lm.__file__).parent, hashlib.sha256()
+    for path in sorted(path for room in ("model", "attention", "distributed") for path in (root / room).rglob("*.py")):
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _plugins(model: Model, plugins: Plugins) -> list[tuple[str, str | None, str]]:
+    """Name, version and content of the plugins that the model is made of, that change configs, and of this one."""
+    objects = [*model.modules(), *(getattr(module, "method", None) for module in model.modules()), model.kernels]
+    packages = {cls.__module__.partition(".")[0] for one in objects for cls in type(one).__mro__} | {__package__}
+    used = {info.name for info in plugins.infos if packages & {*info.packages} or "toolkit_configure" in info.hooks}
+    return [(one.name, one.version, one.content) for one in plugins.fingerprint().plugins if one.name in used and one.name != "core"]
+
+
+def _sources(model: Model) -> dict[str, str | None]:
+    """The sources of the classes that the model is made of; those of torch are of its version."""
+    modules = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    return {name: source_digest(name) for name in sorted(modules) if name.partition(".")[0] not in ("torch", "builtins", "toolkit_lm")}
+
+
+def _device(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device.partition(":")[0]
+
+
+def _portable(config: Any) -> Any:
+    return config.save_config_portable()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(_ordered(value)).encode()).hexdigest()
+
+
+def _ordered(value: Any) -> Any:
+    if isinstance(value, dict):
+        return sorted((str(name), _ordered(one)) for name, one in value.items())
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_ordered(one)) for one in value)
+    return [_ordered(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,49 @@
+"""The option compilation_config: its JSON."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct, field
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError
+
+MOST_SIZES = 64
+
+
+class CompilationOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `--compilation-config` may state."""
+
+    backend: Literal["inductor", "eager"] = "inductor"
+    """What computes a part: compiled code, or its graph as it was traced."""
+    splitting_ops: tuple[str, ...] = ("toolkit_lm::attention",)
+    """Ops between which the graph is split. They run as they are."""
+    compile_sizes: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=MOST_SIZES)] = ()
+    """Numbers of tokens that get code of their own, from level 2."""
+    inductor_compile_config: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    """Options of torch._inductor.config, by name."""
+    cache_dir: str | None = None
+    """The folder of the cache, in place of the user's."""
+
+
+def options_of(vllm_config: VllmConfig) -> CompilationOptions:
+    """What the config's JSON states. Raises ConfigError for JSON that is none, an unknown key or a wrong value."""
+    text = vllm_config.compilation.compilation_config
+    try:
+        return msgspec.json.decode(text, type=CompilationOptions)
+    except msgspec.MsgspecError as error:
+        known = ", ".join(CompilationOptions.__struct_fields__)
+        raise ConfigError(f"option 'compilation_config': {text!r}: {error}. Keys: {known}.") from None
+
+
+def effective(options: CompilationOptions, level: int) -> dict[str, Any]:
+    """What of it has an effect on compiled code."""
+    stated = msgspec.to_builtins(options)
+    del stated["cache_dir"]
+    return {**stated, "optimization_level": level, "compile_sizes": sizes_of(options, level)}
+
+
+def sizes_of(options: CompilationOptions, level: int) -> list[int]:
+    """The numbers of tokens that get code of their own at a level, ascending."""
+    return sorted(set(options.compile_sizes)) if level >= 2 else []

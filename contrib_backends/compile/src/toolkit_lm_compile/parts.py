@@ -1,0 +1,98 @@
+"""Parts: a graph becomes compiled code, which lies in a folder of its own and can be loaded from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from toolkit_lm.errors import ConfigError
+from torch import fx
+from torch._inductor import standalone_compile
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
+from torch._inductor.standalone_compile import CacheCompiledArtifact
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+Compiled = Callable[..., Any]
+
+SETTINGS: dict[str, Any] = {
+    # Generated code must not depend on the number of threads at the time.
+    "cpp.dynamic_threads": True,
+    "compile_threads": 1,
+    "fx_graph_cache": True,
+    "fx_graph_remote_cache": False,
+}
+
+
+def compile_part(graph: fx.GraphModule, folder: Path, size: int | None, patches: dict[str, Any]) -> Compiled:
+    """Compiles for any number of tokens, or for `size`. What it wrote stays in `folder`."""
+    placeholders = graph.graph.find_nodes(op="placeholder")
+    examples = [node.meta["example_value"] for node in placeholders]
+    options: dict[str, Any] = {"dynamic_shapes": "from_graph"}
+    if size is not None:
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with mode:
+            examples = [_of_size(example, size) for example in examples]
+        options = {"dynamic_shapes": "from_example_inputs", "fake_mode": mode}
+    # Which instructions there are is tried out in the user's own folder, once.
+    pick_vec_isa()
+    with _settings(folder), torch.inference_mode(False), torch.no_grad():
+        compiled: Compiled = standalone_compile(graph, examples, options={"config_patches": patches}, **options)
+    return compiled
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether a compilation left in its folder what `load_part` needs."""
+    found = folder / "aotautograd"
+    return found.is_dir() and len(list(found.iterdir())) == 1
+
+
+def load_part(folder: Path) -> Compiled:
+    """What `compile_part` left in a folder. Neither Dynamo nor Inductor runs. Raises anything where it is damaged."""
+    # The key says which instructions there are.
+    with _settings(folder), inductor_config.patch({"cpp.vec_isa_ok": True}):
+        loaded: Compiled = CacheCompiledArtifact.load(path=str(folder), format="unpacked")
+    return loaded
+
+
+@contextmanager
+def _settings(folder: Path) -> Iterator[None]:
+    patched = inductor_config.patch(SETTINGS), functorch_config.patch({"enable_autograd_cache": True})
+    with patched[0], patched[1], temporary_cache_dir(str(folder)):
+        yield
+
+
+def check_patches(patches: dict[str, Any]) -> None:
+    """Raises ConfigError for what is no option of Inductor's."""
+    known = inductor_config.get_config_copy()
+    for name in patches:
+        if name not in known:
+            raise ConfigError(f"option 'compilation_config': inductor_compile_config: torch._inductor.config has no option {name!r}.")
+
+
+def symbols_of(graph: fx.GraphModule) -> set[Any]:
+    """The symbols in the shapes of a graph's inputs."""
+    found: set[Any] = set()
+    for node in graph.graph.find_nodes(op="placeholder"):
+        value = node.meta["example_value"]
+        sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
+        found |= {symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols}
+    return found
+
+
+def _of_size(example: Any, size: int) -> Any:
+    """The example, its only symbol being `size`."""
+
+    def known(one: Any) -> int:
+        return int(one.node.expr.subs(dict.fromkeys(one.node.expr.free_symbols, size))) if isinstance(one, torch.SymInt) else int(one)
+
+    if not isinstance(example, torch.Tensor):
+        return known(example)
+    shape, strides = [known(one) for one in example.shape], [known(one) for one in example.stride()]
+    return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)

@@ -1,0 +1,68 @@
+"""Program: a plan with the model's tensors and its parts' code, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from toolkit_lm.model import Model
+from torch import Tensor
+
+from toolkit_lm_compile.capture import resolve
+from toolkit_lm_compile.split import Plan
+
+Parts = Mapping[tuple[str, int | None], Callable[..., Any]]
+"""Code by the part's key and the number of tokens that it is for; None: any number."""
+
+
+class Program:
+    """Computes forward passes of one set of arguments."""
+
+    def __init__(self, plan: Plan, model: Model, parts: Parts, sizes: list[int]) -> None:
+        self.plan = plan
+        self._registers: list[Any] = [None] * plan.num_registers
+        """Those of the model's tensors, filled."""
+        self._arguments: list[tuple[int, str]] = []
+        self._symbols: list[tuple[int, str, int]] = []
+        for register, (kind, value) in enumerate(plan.inputs):
+            if kind == "tensor":
+                self._registers[register] = resolve(model, value)
+            elif kind == "argument":
+                self._arguments.append((register, value))
+            else:
+                self._symbols.append((register, value[0], value[1]))
+        self._any = self._steps(parts, None)
+        self._of_size = {size: self._steps(parts, size) for size in sizes}
+
+    def _steps(self, parts: Parts, size: int | None) -> list[tuple[Callable[..., Any], list[tuple[bool, Any]], list[int], bool, list[int]]]:
+        steps = []
+        held = {register for register, (kind, _) in enumerate(self.plan.inputs) if kind == "tensor"}
+        for step in self.plan.steps:
+            if step.kind == "op":
+                space, name = step.name.split("::")
+                call: Callable[..., Any] = getattr(getattr(torch.ops, space), name)
+            else:
+                call = parts.get((step.name, size)) or parts[step.name, None]
+            operands = [(kind == "register", value) for kind, value in step.inputs]
+            steps.append((call, operands, step.outputs, step.kind == "part", [one for one in step.last if one not in held]))
+        return steps
+
+    def __call__(self, num_tokens: int, arguments: Mapping[str, Tensor]) -> Tensor:
+        registers = self._registers.copy()
+        for register, name in self._arguments:
+            registers[register] = arguments[name]
+        for register, name, dimension in self._symbols:
+            registers[register] = arguments[name].shape[dimension]
+        for call, operands, outputs, gives, last in self._of_size.get(num_tokens, self._any):
+            out = call(*[registers[value] if is_register else value for is_register, value in operands])
+            if gives:
+                if isinstance(out, tuple | list):
+                    for register, value in zip(outputs, out, strict=True):
+                        registers[register] = value
+                else:
+                    registers[outputs[0]] = out
+            for register in last:
+                registers[register] = None
+        result: Tensor = registers[self.plan.result]
+        return result

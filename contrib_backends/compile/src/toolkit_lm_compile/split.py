@@ -1,0 +1,203 @@
+"""Split: a captured graph in parts, between ops that stay as they are. Equal parts are one."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from msgspec import Struct, field
+from toolkit_lm.errors import ConfigError, UnsupportedError
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from toolkit_lm_compile.capture import Capture
+
+_getitem = operator.getitem
+
+
+class Step(Struct, frozen=True, array_like=True):
+    """One call. Registers hold inputs, and what earlier steps gave."""
+
+    kind: str
+    """"part" or "op"."""
+    name: str
+    """The part's key, or the op's name: "toolkit_lm::attention"."""
+    inputs: list[list[Any]]
+    """[["register", 3], ["value", "model.layers.0.self_attn.attn"]]."""
+    outputs: list[int]
+    """Registers; -1: nobody reads it."""
+    last: list[int] = field(default_factory=list)
+    """Registers that no later step reads."""
+
+
+class Plan(Struct, frozen=True):
+    """How a forward pass is computed, as data: it is all that a warm start knows of it."""
+
+    arguments: dict[str, list[Any]]
+    """By name: dtype and number of dimensions. A pass with other arguments has another plan."""
+    inputs: list[list[Any]]
+    """What the first registers hold, as in Capture.inputs."""
+    num_registers: int
+    steps: list[Step]
+    result: int
+    """The register of the result."""
+
+    @property
+    def parts(self) -> list[str]:
+        """The keys of the parts, in the order in which they run."""
+        return [step.name for step in self.steps if step.kind == "part"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The plan, the graphs that it calls by key, and the whole as code to read."""
+
+    plan: Plan
+    graphs: dict[str, fx.GraphModule]
+    code: str
+
+
+def split(captured: Capture, arguments: dict[str, list[Any]], splitting_ops: Sequence[str]) -> Split:
+    """Cuts before and after each of `splitting_ops`. Raises ConfigError for a name that is no op's."""
+    ops = {_op(name): name for name in splitting_ops}
+    whole = captured.graph
+    places: dict[fx.Node, int] = {}
+    place = 0
+    for node in whole.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.op == "get_attr":
+            raise UnsupportedError(f"the graph has a constant of its own, {node.target}.")
+        if node.op == "call_function" and _packet(node.target) in ops:
+            places[node] = place + 1
+            place += 2
+        elif node.target is _getitem and not isinstance(node.args[0].meta.get("example_value"), torch.Tensor):
+            # What is taken out of a tuple is taken where the tuple is made.
+            places[node] = places.get(node.args[0], place)
+        else:
+            places[node] = place
+    cut = split_module(whole, whole, lambda node: places[node], keep_original_order=True)
+    graphs: dict[str, fx.GraphModule] = {}
+    plan = _plan(cut, ops, captured, arguments, graphs)
+    return Split(plan, graphs, f"{whole.code}\n\n# The same in parts\n{cut.code}")
+
+
+def _plan(
+    cut: fx.GraphModule, ops: dict[Any, str], captured: Capture, arguments: dict[str, list[Any]], graphs: dict[str, fx.GraphModule]
+) -> Plan:
+    registers: dict[fx.Node, int] = {}
+    tuples: dict[fx.Node, dict[int, int]] = {}
+    """Of steps with several outputs: by index, the register."""
+    steps: list[Step] = []
+    result = 0
+    total = 0
+    for node in cut.graph.nodes:
+        if node.op == "placeholder":
+            registers[node] = total
+            total += 1
+        elif node.op == "call_module":
+            graph = cut.get_submodule(str(node.target))
+            assert isinstance(graph, fx.GraphModule)
+            inputs = [["register", registers[argument]] for argument in node.args]
+            (output,) = graph.graph.find_nodes(op="output")
+            results = output.args[0]
+            op = next((one for one in graph.graph.nodes if one.op == "call_function" and _packet(one.target) in ops), None)
+            if op is not None:
+                bound = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+                steps.append(Step("op", ops[_packet(op.target)], [_operand(one, bound) for one in op.args], []))
+                if op.kwargs or results:
+                    raise UnsupportedError(f"a splitting op must write to its arguments and return nothing, unlike {op.target}.")
+                continue
+            several = isinstance(results, tuple | list)
+            outputs = list(range(total, total + (len(results) if several else 1)))
+            total += len(outputs)
+            if several:
+                tuples[node] = dict(enumerate(outputs))
+            else:
+                registers[node] = outputs[0]
+            key = signature(graph)
+            graphs.setdefault(key, graph)
+            steps.append(Step("part", key, inputs, outputs))
+        elif node.target is _getitem:
+            registers[node] = tuples[node.args[0]][node.args[1]]
+        elif node.op == "output":
+            (only,) = node.args[0]
+            result = registers[only]
+        else:
+            raise UnsupportedError(f"the graph computes {node.target} outside of its parts.")
+    return Plan(arguments, [[kind, value] for kind, value in captured.inputs], total, _with_last_uses(steps, result), result)
+
+
+def _with_last_uses(steps: list[Step], result: int) -> list[Step]:
+    seen, made = {result}, []
+    for step in reversed(steps):
+        used = {value for kind, value in step.inputs if kind == "register"} | set(step.outputs)
+        made.append(Step(step.kind, step.name, step.inputs, step.outputs, sorted(used - seen)))
+        seen |= used
+    return made[::-1]
+
+
+def _operand(value: Any, bound: dict[fx.Node, list[Any]]) -> list[Any]:
+    if isinstance(value, fx.Node):
+        return bound[value]
+    if value is not None and not isinstance(value, str | int | float | bool):
+        raise UnsupportedError(f"a splitting op takes {value!r}, which no manifest can hold.")
+    return ["value", value]
+
+
+def signature(graph: fx.GraphModule) -> str:
+    """Equal for graphs that compute alike of tensors that look alike. Names do not count, but order does."""
+    nodes: dict[fx.Node, str] = {}
+    symbols: dict[str, str] = {}
+    lines = []
+    for node in graph.graph.nodes:
+        nodes[node] = f"%{len(nodes)}"
+        looks = _looks(node.meta.get("example_value"), symbols) if node.op == "placeholder" else ""
+        arguments = fx.map_arg((node.args, node.kwargs), lambda one: _Name(nodes[one]))
+        lines.append(f"{nodes[node]} {node.op} {'' if node.op == 'placeholder' else _target(node)} {arguments!r} {looks}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
+
+
+class _Name(str):
+    __slots__ = ()
+
+    __repr__ = str.__str__
+
+
+def _looks(value: Any, symbols: dict[str, str]) -> str:
+    if isinstance(value, torch.Tensor):
+        shape, strides = ([_size(size, symbols) for size in sizes] for sizes in (value.shape, value.stride()))
+        return f"{value.dtype} {value.device} {shape} {strides} {_size(value.storage_offset(), symbols)}"
+    return _size(value, symbols)
+
+
+def _size(size: Any, symbols: dict[str, str]) -> str:
+    if not isinstance(size, torch.SymInt):
+        return str(size)
+    expression = size.node.expr
+    for symbol in sorted(expression.free_symbols, key=str):
+        symbols.setdefault(str(symbol), f"T{len(symbols)}")
+    return str(expression.subs({symbol: symbols[str(symbol)] for symbol in expression.free_symbols}, simultaneous=True))
+
+
+def _target(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"
+
+
+def _op(name: str) -> Any:
+    try:
+        space, op = name.split("::")
+        return getattr(getattr(torch.ops, space), op)
+    except (ValueError, AttributeError):
+        raise ConfigError(
+            f"option 'compilation_config': splitting_ops: there is no op {name!r}. Ops are 'toolkit_lm::attention'."
+        ) from None
+
+
+def _packet(target: Any) -> Any:
+    return getattr(target, "overloadpacket", target)

@@ -1,0 +1,141 @@
+"""The compile cache on disk: one folder for each key and rank, whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import platformdirs
+from msgspec import Struct, field
+from toolkit_lm.errors import ConfigError
+
+from toolkit_lm_compile.split import Plan
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_STAGED = ".staged-"
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """What a rank's folder holds."""
+
+    model: str
+    """The architecture, and what else tells entries apart for a reader."""
+    ingredients: dict[str, str]
+    """Of the key."""
+    sources: dict[str, str]
+    """SHA-256 of each module that was traced."""
+    plans: list[Plan]
+    sizes: list[int] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each file, by its path in the folder."""
+
+
+class DamagedError(Exception):
+    """A folder of the cache does not hold what its manifest says."""
+
+
+def default_root() -> Path:
+    """The user's cache folder."""
+    return Path(platformdirs.user_cache_dir("toolkit_lm")) / "compile"
+
+
+def open_root(root: Path) -> Path:
+    """Makes the folder for its user alone. Raises ConfigError where others could put code into it."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for folder in (root, *_parents_within(root)):
+        status = folder.stat()
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(
+                f"the compile cache {str(folder)!r} can be written by others, and what it holds is run as code. "
+                "Make it yours alone (chmod 700), name another folder in compilation_config (cache_dir), or use --no-compile-cache."
+            )
+    return root
+
+
+def _parents_within(root: Path) -> Iterator[Path]:
+    """The folders below it that an entry's path goes through."""
+    for entry in root.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            yield entry
+
+
+class Entry:
+    """The folder of one key and rank."""
+
+    def __init__(self, root: Path, key: str, rank: str) -> None:
+        self.key = key
+        self.parent = root / key
+        self.folder = self.parent / rank
+        self._lock = self.parent / f".{rank}.lock"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Waits for whoever makes this entry at the moment. The system lets go of the lock of a process that dies."""
+        self.parent.mkdir(mode=0o700, exist_ok=True)
+        with self._lock.open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info("another process compiles the same model: waiting for what it makes")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def read(self) -> Manifest | None:
+        """None: there is none. Raises DamagedError."""
+        if not self.folder.is_dir():
+            return None
+        try:
+            manifest = msgspec.json.decode((self.folder / MANIFEST).read_bytes(), type=Manifest)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise DamagedError(f"its manifest: {error}") from error
+        for name, digest in manifest.files.items():
+            path = self.folder / name
+            if not path.is_file() or file_digest(path) != digest:
+                raise DamagedError(f"its file {name}")
+        return manifest
+
+    @contextlib.contextmanager
+    def staged(self) -> Iterator[Path]:
+        """A folder to write into, in the lock. What a process that died has left of another one goes."""
+        for old in self.parent.glob(f"{_STAGED}*"):
+            shutil.rmtree(old, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=_STAGED, dir=self.parent))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def publish(self, staged: Path, manifest: Manifest) -> None:
+        """Makes what was written the entry, all at once."""
+        files = {path.relative_to(staged).as_posix(): file_digest(path) for path in sorted(staged.rglob("*")) if path.is_file()}
+        (staged / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, files=files))))
+        for path in (*staged.rglob("*"), staged):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        self.discard()
+        staged.rename(self.folder)
+
+    def discard(self) -> None:
+        """Deletes the entry."""
+        if self.folder.exists():
+            aside = Path(tempfile.mkdtemp(prefix=_STAGED, dir=self.parent))
+            self.folder.rename(aside / "old")
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
