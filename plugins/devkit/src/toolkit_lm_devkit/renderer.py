@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import subprocess
@@ -119,6 +120,18 @@ class RendererConformance(Conformance):
         """As above: no host is allowed."""
         with pytest.raises(RequestError):
             renderer.render_conversation([{"role": "user", "content": [{"type": "text", "text": "Hello"}, part]}])
+
+    def test_awaited_it_gives_the_same(self, renderer: Renderer, text: str) -> None:
+        """From several event loops, too."""
+        for _ in range(2):
+            assert asyncio.run(renderer.render_prompt_async(text, add_special_tokens=False)) == renderer.render_prompt(
+                text, add_special_tokens=False
+            )
+        with pytest.raises(RequestError):
+            asyncio.run(renderer.render_prompt_async(""))
+        if self.has_chat_template:
+            messages = [{"role": "user", "content": text}]
+            assert asyncio.run(renderer.render_conversation_async(messages)) == renderer.render_conversation(messages)
 
     # Decoding
 
