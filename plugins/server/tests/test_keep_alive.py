@@ -20,7 +20,10 @@ pytestmark = pytest.mark.anyio
 BODIES = {
     "/v1/completions": {"prompt": "abc", "stream": True},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}], "stream": True},
+    "/v1/responses": {"input": "abc", "stream": True},
 }
+LAST = {"/v1/responses": "response.completed"}
+"""The type of the last event, of streams that have no [DONE]."""
 COMMENT = ": keep-alive"
 
 
@@ -66,9 +69,24 @@ async def test_comments_come_until_the_first_token(slow, path):
         lines = answer.aiter_lines()
         assert await anext(lines) == COMMENT
         slow.let.set()
-        rest = [line async for line in lines if line and line != COMMENT]
-    assert rest[-1] == "data: [DONE]" and len(rest) > 3
+        rest = [line async for line in lines if line.startswith("data: ")]
+    assert len(rest) > 3
+    if path in LAST:
+        assert json.loads(rest[-1].removeprefix("data: "))["type"] == LAST[path]
+        return
+    assert rest[-1] == "data: [DONE]"
     assert all(json.loads(line.removeprefix("data: "))["choices"] for line in rest[:-1])
+
+
+async def test_a_response_that_is_refused_after_that_has_its_own_event(slow):
+    async with served(slow, sse_keep_alive=1) as client:
+        async with client.stream("POST", "/v1/responses", json={"input": "refuse", "stream": True}) as answer:
+            lines = answer.aiter_lines()
+            assert await anext(lines) == COMMENT
+            slow.let.set()
+            name, data = [line async for line in lines if line and line != COMMENT]
+        told = {"code": "invalid_prompt", "message": "n is too high", "param": "n", "sequence_number": 0}
+        assert (name, json.loads(data.removeprefix("data: "))) == ("event: error", {"type": "error", **told})
 
 
 async def test_an_error_after_that_is_an_event(slow):

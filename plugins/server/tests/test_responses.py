@@ -210,6 +210,19 @@ def test_what_is_kept_is_bounded_and_ones_own():
     assert store.response("c", "alice") is None, "it is larger than all that is kept"
 
 
+def test_who_keeps_much_pushes_out_nobody_else():
+    store = ResponseStore(10)
+    store.add({"id": "kept"}, [], "bob")
+    for number in range(50):
+        store.add({"id": f"{number}"}, [], "alice")
+    assert store.response("kept", "bob") and not store.response("40", "alice") and store.response("41", "alice")
+    store = ResponseStore(1000, most_bytes=1000)
+    store.add({"id": "kept"}, [], "bob")
+    for number in range(50):
+        store.add({"id": f"{number}"}, [{"role": "user", "content": "x" * 100}], "alice")
+    assert store.response("kept", "bob") and store.response("49", "alice") and not store.response("0", "alice")
+
+
 class Said:
     """An answer with reasoning, a text and two calls, as chunks or whole."""
 
@@ -219,7 +232,7 @@ class Said:
     def usage(self):
         return {**self.USAGE, "completion_tokens_details": {"reasoning_tokens": 2}}
 
-    async def completion(self):
+    def whole(self, choices):
         calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": text}} for id, name, text in self.CALLS]
         message = {"role": "assistant", "reasoning_content": "hm so", "content": "I call", "tool_calls": calls}
         return {"choices": [{"index": 0, "message": message, "finish_reason": "tool_calls"}]}
@@ -242,7 +255,7 @@ class Said:
 async def test_reasoning_and_calls_are_items():
     """The whole answer equals what the stream ends with, and the deltas of each item make it."""
     made = Output(ResponsesBody(input="hi"), Said(), "fake", is_kept=False)
-    whole = await made.whole()
+    whole = made.whole([])
     assert [(item["type"], item["status"]) for item in whole["output"]] == [
         ("reasoning", "completed"),
         ("message", "completed"),

@@ -53,7 +53,7 @@ class Said:
     def usage(self):
         return {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12, "prompt_tokens_details": {"cached_tokens": 1}}
 
-    async def completion(self):
+    def whole(self, choices):
         calls = [{"id": id, "type": "function", "function": {"name": name, "arguments": text}} for id, name, text in self._calls]
         message = {"role": "assistant", "reasoning_content": "hm so", "content": "I call", "tool_calls": calls}
         return {"choices": [{"index": 0, "message": message, "finish_reason": self._finish_reason}]}

@@ -139,7 +139,7 @@ def test_blocks_are_messages():
 @pytest.mark.parametrize("thinks", [False, True])
 async def test_reasoning_and_calls_are_blocks(said, thinks):
     """The whole message equals what the stream tells."""
-    whole = await Output(said(), "m", thinks=thinks).whole()
+    whole = Output(said(), "m", thinks=thinks).whole([])
     expected = [
         {"type": "text", "text": "I call"},
         {"type": "tool_use", "id": "call_a", "name": "f", "input": {"x": 1}},
@@ -163,5 +163,5 @@ async def test_reasoning_and_calls_are_blocks(said, thinks):
 
 
 async def test_a_call_that_is_cut_is_told_as_cut(said):
-    whole = await Output(said("length"), "m", thinks=False).whole()
+    whole = Output(said("length"), "m", thinks=False).whole([])
     assert (whole["stop_reason"], whole["content"][-1]["input"]) == ("max_tokens", {})

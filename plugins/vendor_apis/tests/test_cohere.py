@@ -46,7 +46,7 @@ async def test_json(serve):
 
 
 async def test_reasoning_and_calls(said):
-    whole = await Output(said(), tells_logprobs=False).whole()
+    whole = Output(said(), tells_logprobs=False).whole([])
     assert whole["message"]["content"] == [{"type": "thinking", "thinking": "hm so"}, {"type": "text", "text": "I call"}]
     calls = whole["message"]["tool_calls"]
     assert [(call["id"], call["function"]) for call in calls] == [

@@ -97,7 +97,9 @@ async def test_models(serve):
 
 async def test_reasoning_and_calls(said):
     calls = [{"function": {"name": "f", "arguments": {"x": 1}}}, {"function": {"name": "g", "arguments": {}}}]
-    whole = await Output("m", ChatParts(said(), thinks=True), Clock(), is_chat=True).whole()
+    output = Output("m", ChatParts(said(), thinks=True), Clock(), is_chat=True)
+    await output.read()
+    whole = output.whole()
     assert whole["message"] == {"role": "assistant", "content": "I call", "thinking": "hm so", "tool_calls": calls}
     assert whole["done_reason"] == "stop"
     lines = [line async for lines in Output("m", ChatParts(said(), thinks=False), Clock(), is_chat=True).lines() for line in lines]

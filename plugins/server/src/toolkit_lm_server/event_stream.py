@@ -13,7 +13,7 @@ from fastapi import Response
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.errors import ApiError, as_api_error
 from toolkit_lm_server.request_log import REASON
 from toolkit_lm_server.route import KEEP_ALIVE, unless_disconnected
 
@@ -28,6 +28,10 @@ SourceT = TypeVar("SourceT", bound=Source)
 Events = AsyncGenerator[list[dict[str, Any]], None]
 
 _encode = msgspec.json.Encoder().encode
+
+
+class ToldError(Exception):
+    """An error that events have told of: it is for the log."""
 
 
 class EventStream(Response):
@@ -68,10 +72,12 @@ class EventStream(Response):
                         await send_counted({"type": "http.response.body", "body": b"".join(map(self.frame, events)), "more_body": True})
         except OSError:
             raise
+        except ToldError as error:
+            scope[REASON] = str(error)
         except Exception as error:
             told = as_api_error(error)
             scope[REASON] = str(told)
-            end = self.frame(told.body) + self.end
+            end = self.frame(self.failure(told)) + self.end
         await send({"type": "http.response.body", "body": end, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -79,6 +85,11 @@ class EventStream(Response):
     def frame(event: dict[str, Any]) -> bytes:
         """An object, as it is sent."""
         return b"data: %b\n\n" % _encode(event)
+
+    @staticmethod
+    def failure(error: ApiError) -> dict[str, Any]:
+        """The last object of a stream that fails, and does not tell of it by itself."""
+        return error.body
 
 
 @asynccontextmanager
@@ -109,18 +120,32 @@ async def _beating(send: Send, comment: bytes, seconds: float | None) -> AsyncIt
         await asyncio.gather(beats, return_exceptions=True)
 
 
-async def stream_of(begin: Coroutine[Any, Any, SourceT], events: Callable[[SourceT], Events]) -> EventStream:
+async def stream_of(
+    begin: Coroutine[Any, Any, SourceT], events: Callable[[SourceT], Events], kind: type[EventStream] = EventStream
+) -> EventStream:
     """The stream of what `begin` gives. It begins without it, with comments, where that takes long: errors are events then."""
     late = _Late(asyncio.ensure_future(begin), events)
     try:
-        await asyncio.wait([late.task], timeout=KEEP_ALIVE.get())
+        await asyncio.wait([late.task], timeout=KEEP_ALIVE.get() if kind.comment else None)
     except asyncio.CancelledError:
         await late.aclose()
         raise
     if not late.task.done():
-        return EventStream(late.events(), late)
+        return kind(late.events(), late)
     source = late.task.result()
-    return EventStream(events(source), source)
+    return kind(events(source), source)
+
+
+async def telling(events: Events, failure: Callable[[ApiError], dict[str, Any]]) -> Events:
+    """The events, and where they fail, one that tells of it. Raises ToldError then."""
+    try:
+        async with aclosing(events):
+            async for some in events:
+                yield some
+    except Exception as error:
+        told = as_api_error(error)
+        yield [failure(told)]
+        raise ToldError(str(told)) from error
 
 
 class _Late:

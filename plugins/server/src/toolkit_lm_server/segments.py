@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     segment: Segment
     text: str = ""
     """What is new in it."""
-    logprobs: list[dict[str, Any]] = []
+    logprobs: Sequence[dict[str, Any]] = ()
 
 
 class Segments:
@@ -51,16 +51,18 @@ class Segments:
         self._open: Segment | None = None
         self._calls: dict[int, Segment] = {}
 
-    async def read(self, answer: ChatAnswer, *, stream: bool) -> AsyncGenerator[list[Step], None]:
-        """The steps, as they come. `stream`: as the answer's body says. Raises ApiError."""
-        if stream:
-            async with aclosing(answer.chunks()) as pieces:
-                async for chunks in pieces:
-                    yield [step for chunk in chunks for choice in chunk["choices"] for step in self._push(choice["delta"], choice)]
-        else:
-            [choice] = (await answer.completion())["choices"]
-            yield self._push(choice["message"], choice)
+    async def read(self, answer: ChatAnswer) -> AsyncGenerator[list[Step], None]:
+        """The steps of a stream, as they come. Raises ApiError."""
+        async with aclosing(answer.chunks()) as pieces:
+            async for chunks in pieces:
+                yield [step for chunk in chunks for choice in chunk["choices"] for step in self._push(choice["delta"], choice)]
         yield self._end()
+
+    def take(self, completion: Mapping[str, Any]) -> None:
+        """A whole answer, as ChatAnswer.whole gives it."""
+        [choice] = completion["choices"]
+        self._push(choice["message"], choice)
+        self._end()
 
     def _push(self, delta: Mapping[str, Any], choice: Mapping[str, Any]) -> list[Step]:
         """`delta`: of a chunk, or a whole message."""

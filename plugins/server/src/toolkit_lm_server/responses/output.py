@@ -9,7 +9,9 @@ from contextlib import aclosing
 from typing import Any
 
 from toolkit_lm_server.chat import ChatAnswer
-from toolkit_lm_server.errors import ApiError, as_api_error
+from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.event_stream import NamedEvents, telling
+from toolkit_lm_server.generation import Piece
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.segments import Segment, Segments, Step
 
@@ -33,10 +35,9 @@ class Output:
         self._ids: list[str] = []
         """Of the items, by segment."""
 
-    async def whole(self) -> dict[str, Any]:
-        """Raises ApiError."""
-        async for _ in self._segments.read(self._answer, stream=False):
-            pass
+    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        """`choices`: those of the answer. It takes a while where they are large."""
+        self._segments.take(self._answer.whole(choices))
         return self._finished()
 
     async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -50,14 +51,19 @@ class Output:
     async def _unnumbered(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         begun = self._response("in_progress", [])
         yield [{"type": "response.created", "response": begun}, {"type": "response.in_progress", "response": begun}]
-        try:
-            async with aclosing(self._segments.read(self._answer, stream=True)) as found:
-                async for steps in found:
-                    yield [event for step in steps for event in self._events(step)]
-            final = self._finished()
-        except Exception as error:
-            final = self._failed(as_api_error(error))
-        yield [{"type": f"response.{final['status']}", "response": final}]
+        async with aclosing(telling(self._told(), self._failure)) as found:
+            async for events in found:
+                yield events
+
+    async def _told(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What comes after the beginning. Raises ApiError."""
+        async with aclosing(self._segments.read(self._answer)) as found:
+            async for steps in found:
+                yield [event for step in steps for event in self._events(step)]
+        yield [_final(self._finished())]
+
+    def _failure(self, error: ApiError) -> dict[str, Any]:
+        return _final(self._failed(error))
 
     def _events(self, step: Step) -> list[dict[str, Any]]:
         segment, text = step.segment, step.segment.text if step.what == "end" else step.text
@@ -121,7 +127,7 @@ class Output:
         return self._response("incomplete", self._items("incomplete"), incomplete_details=told, usage=self._usage())
 
     def _failed(self, error: ApiError) -> dict[str, Any]:
-        told = {"code": _CODES.get(error.status, "server_error"), "message": error.body["error"]["message"]}
+        told = {"code": _code(error), "message": error.body["error"]["message"]}
         return self._response("failed", self._items("incomplete"), error=told)
 
     def _usage(self) -> dict[str, Any]:
@@ -166,3 +172,21 @@ class Output:
             "usage": None,
             **more,
         }
+
+
+class ResponseEvents(NamedEvents):
+    """A stream of a response. One that fails before it begins has an event of its own for that."""
+
+    @staticmethod
+    def failure(error: ApiError) -> dict[str, Any]:
+        told = error.body["error"]
+        return {"type": "error", "code": _code(error), "message": told["message"], "param": told["param"], "sequence_number": 0}
+
+
+def _final(response: dict[str, Any]) -> dict[str, Any]:
+    """The last event, with the whole response."""
+    return {"type": f"response.{response['status']}", "response": response}
+
+
+def _code(error: ApiError) -> str:
+    return _CODES.get(error.status, "server_error")

@@ -10,13 +10,14 @@ from fastapi import APIRouter, Request, Response
 
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.chat import Chat
+from toolkit_lm_server.chat import Chat, ChatAnswer
 from toolkit_lm_server.errors import ApiError, as_api_error, described, printable, renamed
-from toolkit_lm_server.event_stream import NamedEvents
+from toolkit_lm_server.event_stream import stream_of
+from toolkit_lm_server.generation import are_large
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.responses.body import NAMES, ResponsesBody
 from toolkit_lm_server.responses.items import messages_of
-from toolkit_lm_server.responses.output import Output
+from toolkit_lm_server.responses.output import Output, ResponseEvents
 from toolkit_lm_server.responses.schemas import DeletedResponse, ResponseEvent, ResponseObject
 from toolkit_lm_server.responses.store import ResponseStore
 from toolkit_lm_server.route import client_of, request_context, with_body
@@ -39,23 +40,32 @@ class Responses:
         """Answers an input: a text, or the items of a conversation."""
         owner, own = client_of(request), body.own_messages()
         earlier = self._earlier(body.previous_response_id, owner)
-        try:
-            reply = await self._chat.ask(body.chat(earlier, own), request_context(request))
-        except Exception as error:
-            raise renamed(as_api_error(error), NAMES) from error
         keeps = self._store.is_on and body.store is not False
-        output = Output(body, reply, body.model or self._engine.served_model_name, is_kept=keeps)
+
+        async def begin() -> ChatAnswer:
+            try:
+                return await self._chat.ask(body.chat(earlier, own), request_context(request))
+            except Exception as error:
+                raise renamed(as_api_error(error), NAMES) from error
+
+        def output(reply: ChatAnswer) -> Output:
+            return Output(body, reply, body.model or self._engine.served_model_name, is_kept=keeps)
 
         def keep(response: dict[str, Any]) -> None:
             if keeps and response["status"] != "failed":
                 self._store.add(response, [*earlier, *own, *(messages_of(response["output"]) if response["output"] else [])], owner)
 
         if body.stream:
-            return NamedEvents(_kept(output, keep), reply)
-        async with aclosing(reply):
-            response = await output.whole()
-        keep(response)
-        return await answer(lambda: response, is_large=body.tells_logprobs)
+            return await stream_of(begin(), lambda reply: _kept(output(reply), keep), ResponseEvents)
+        reply = await begin()
+        choices = await reply.choices()
+
+        def whole() -> dict[str, Any]:
+            response = output(reply).whole(choices)
+            keep(response)
+            return response
+
+        return await answer(whole, is_large=body.tells_logprobs or are_large(choices))
 
     async def get(self, response_id: str, request: Request) -> Response:
         """A response that is kept."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from threading import Lock
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,7 +13,6 @@ _MOST_BYTES = 2**28
 
 
 class _Kept(NamedTuple):
-    owner: str
     messages: bytes
     response: bytes
 
@@ -22,14 +22,20 @@ class _Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Keeps the latest, in memory, each for the client that it answered."""
+    """Keeps the latest, in memory, each for the client that it answered.
+
+    Where there is no more room, the client that has the most gives up its oldest: nobody pushes out what others keep. Threads may share it.
+    """
 
     def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
         """`most`: how many; 0 keeps none."""
         self._most = most
         self._most_bytes = most_bytes
-        self._size = 0
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._sizes: Counter[str] = Counter()
+        """By owner, bytes."""
+        self._kept: dict[str, OrderedDict[str, _Kept]] = {}
+        """By owner, then by name, the oldest first."""
+        self._lock = Lock()
 
     @property
     def is_on(self) -> bool:
@@ -37,11 +43,22 @@ class ResponseStore:
 
     def add(self, response: dict[str, Any], messages: list[dict[str, Any]], owner: str) -> None:
         """`messages`: the conversation, without instructions and with the answer."""
-        kept = _Kept(owner, msgspec.json.encode(messages), msgspec.json.encode(response))
-        self._kept[response["id"]] = kept
-        self._size += kept.size
-        while self._kept and (len(self._kept) > self._most or self._size > self._most_bytes):
-            self._size -= self._kept.popitem(last=False)[1].size
+        kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(response))
+        with self._lock:
+            self._kept.setdefault(owner, OrderedDict())[response["id"]] = kept
+            self._sizes[owner] += kept.size
+            while sum(map(len, self._kept.values())) > self._most:
+                self._drop(max(self._kept, key=lambda one: len(self._kept[one])))
+            while self._sizes.total() > self._most_bytes:
+                self._drop(max(self._kept, key=self._sizes.__getitem__))
+
+    def _drop(self, owner: str, name: str | None = None) -> None:
+        """Forgets one of an owner; None: the oldest."""
+        kept = self._kept[owner]
+        one = kept.popitem(last=False)[1] if name is None else kept.pop(name)
+        self._sizes[owner] -= one.size
+        if not kept:
+            del self._kept[owner], self._sizes[owner]
 
     def messages(self, name: str, owner: str) -> list[dict[str, Any]] | None:
         """The conversation so far."""
@@ -55,13 +72,12 @@ class ResponseStore:
 
     def remove(self, name: str, owner: str) -> bool:
         """Whether there was one."""
-        kept = self._find(name, owner)
-        if kept is not None:
-            del self._kept[name]
-            self._size -= kept.size
-        return kept is not None
+        with self._lock:
+            is_kept = self._find(name, owner) is not None
+            if is_kept:
+                self._drop(owner, name)
+        return is_kept
 
     def _find(self, name: str, owner: str) -> _Kept | None:
         """Whoever else asks is not told that there is one."""
-        kept = self._kept.get(name)
-        return kept if kept is not None and kept.owner == owner else None
+        return self._kept[owner].get(name) if owner in self._kept else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from toolkit_lm_server.chat import ChatAnswer
-from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.event_stream import NamedEvents, telling
+from toolkit_lm_server.generation import Piece
 from toolkit_lm_server.segments import Segment, Segments, Step
 
 from toolkit_lm_vendor_apis.anthropic.errors import error_body
@@ -27,30 +28,29 @@ class Output:
         self._segments = Segments()
         self._thinks = thinks
 
-    async def whole(self) -> dict[str, Any]:
-        """Raises ApiError."""
-        async for _ in self._segments.read(self._answer, stream=False):
-            pass
+    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        """`choices`: those of the answer. It takes a while where they are large."""
+        self._segments.take(self._answer.whole(choices))
         content = [self._block(one) for one in self._segments.all if self._is_told(one)]
         return {**self._head, "content": content, **self._stop(), "usage": self._usage()}
 
-    async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+    def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """In the order of Anthropic's streams."""
+        return telling(self._events(), error_body)
+
+    async def _events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         begun = False
         numbers: dict[int, int] = {}
-        try:
-            async with aclosing(self._segments.read(self._answer, stream=True)) as found:
-                async for steps in found:
-                    events = [event for step in steps if self._is_told(step.segment) for event in _events(step, numbers)]
-                    if events and not begun:
-                        begun = True
-                        events.insert(0, self._start())
-                    yield events
-            if not begun:
-                yield [self._start()]
-            yield [{"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, {"type": "message_stop"}]
-        except Exception as error:
-            yield [error_body(as_api_error(error))]
+        async with aclosing(self._segments.read(self._answer)) as found:
+            async for steps in found:
+                events = [event for step in steps if self._is_told(step.segment) for event in _events(step, numbers)]
+                if events and not begun:
+                    begun = True
+                    events.insert(0, self._start())
+                yield events
+        if not begun:
+            yield [self._start()]
+        yield [{"type": "message_delta", "delta": self._stop(), "usage": self._usage()}, {"type": "message_stop"}]
 
     def _is_told(self, segment: Segment) -> bool:
         return self._thinks or segment.kind != "reasoning"
@@ -115,3 +115,10 @@ def _begun(segment: Segment) -> dict[str, Any]:
             return {"type": "thinking", "thinking": "", "signature": ""}
         case "call":
             return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": {}}
+
+
+class MessageEvents(NamedEvents):
+    """A stream of a message."""
+
+    comment = b'event: ping\ndata: {"type": "ping"}\n\n'
+    failure = staticmethod(error_body)

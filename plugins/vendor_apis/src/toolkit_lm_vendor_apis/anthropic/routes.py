@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.chat import Chat
+from toolkit_lm_server.chat import Chat, ChatAnswer
 from toolkit_lm_server.errors import ApiError, as_api_error, described, renamed
-from toolkit_lm_server.event_stream import NamedEvents
+from toolkit_lm_server.event_stream import stream_of
+from toolkit_lm_server.generation import are_large
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import request_context
 
 from toolkit_lm_vendor_apis.anthropic.body import NAMES, MessagesBody, PromptBody
 from toolkit_lm_vendor_apis.anthropic.errors import AnthropicError, error_body
-from toolkit_lm_vendor_apis.anthropic.output import Output
+from toolkit_lm_vendor_apis.anthropic.output import MessageEvents, Output
 from toolkit_lm_vendor_apis.anthropic.schemas import AnthropicMessage, MessageEvent, TokenCount
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
@@ -34,18 +34,23 @@ class Messages:
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers a conversation."""
-        try:
-            # Vendors' clients may not leave a budget out. A model that does not reason keeps to any.
-            budget = dict.fromkeys(self._chat.budget_fields if body.budget() is not None else (), body.budget())
-            reply = await self._chat.ask(body.chat() | budget, request_context(request))
-        except Exception as error:
-            raise renamed(as_api_error(error), NAMES) from error
-        output = Output(reply, body.model or self._engine.served_model_name, thinks=body.thinks)
+        # Anthropic's clients may not leave a budget out. A model that does not reason keeps to any.
+        budget = dict.fromkeys(self._chat.budget_fields if body.budget() is not None else (), body.budget())
+
+        async def begin() -> ChatAnswer:
+            try:
+                return await self._chat.ask(body.chat() | budget, request_context(request))
+            except Exception as error:
+                raise renamed(as_api_error(error), NAMES) from error
+
+        def output(reply: ChatAnswer) -> Output:
+            return Output(reply, body.model or self._engine.served_model_name, thinks=body.thinks)
+
         if body.stream:
-            return NamedEvents(output.events(), reply)
-        async with aclosing(reply):
-            message = await output.whole()
-        return await answer(lambda: message, is_large=False)
+            return await stream_of(begin(), lambda reply: output(reply).events(), MessageEvents)
+        reply = await begin()
+        choices = await reply.choices()
+        return await answer(lambda: output(reply).whole(choices), is_large=are_large(choices))
 
     async def count_tokens(self, body: PromptBody, request: Request) -> dict[str, Any]:
         """The tokens of a conversation's prompt."""

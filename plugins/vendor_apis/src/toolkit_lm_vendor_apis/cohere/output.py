@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from toolkit_lm_server.chat import ChatAnswer
-from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.event_stream import NamedEvents, telling
+from toolkit_lm_server.generation import Piece
 from toolkit_lm_server.segments import Segment, Segments, Step
 
 _REASONS = {"length": "MAX_TOKENS", "timeout": "TIMEOUT", "tool_calls": "TOOL_CALL"}
@@ -24,10 +26,9 @@ class Output:
         self._segments = Segments()
         self._tells_logprobs = tells_logprobs
 
-    async def whole(self) -> dict[str, Any]:
-        """Raises ApiError."""
-        async for _ in self._segments.read(self._answer, stream=False):
-            pass
+    def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
+        """`choices`: those of the answer. It takes a while where they are large."""
+        self._segments.take(self._answer.whole(choices))
         content = [{"type": _TYPES[one.kind], _TYPES[one.kind]: one.text} for one in self._segments.all if one.kind != "call"]
         calls = [_call(one, one.text) for one in self._segments.all if one.kind == "call"]
         message: dict[str, Any] = (
@@ -41,14 +42,16 @@ class Output:
         numbers: dict[int, int] = {}
         message: dict[str, Any] = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
         yield [{"type": "message-start", "id": self._id, "delta": {"message": message}}]
-        try:
-            async with aclosing(self._segments.read(self._answer, stream=True)) as found:
-                async for steps in found:
-                    yield [_event(step, numbers, self._tells_logprobs) for step in steps]
-            end: dict[str, Any] = {"finish_reason": self._reason(), "usage": self._usage()}
-        except Exception as error:
-            end = {"finish_reason": "ERROR", "error": as_api_error(error).body["error"]["message"]}
-        yield [{"type": "message-end", "id": self._id, "delta": end}]
+        async with aclosing(telling(self._told(numbers), lambda error: _ended(self._id, _failure(error)))) as found:
+            async for events in found:
+                yield events
+
+    async def _told(self, numbers: dict[int, int]) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What comes after the beginning. Raises ApiError."""
+        async with aclosing(self._segments.read(self._answer)) as found:
+            async for steps in found:
+                yield [_event(step, numbers, self._tells_logprobs) for step in steps]
+        yield [_ended(self._id, {"finish_reason": self._reason(), "usage": self._usage()})]
 
     def _reason(self) -> str:
         reason = self._segments.finish_reason
@@ -98,3 +101,20 @@ def _call(segment: Segment, arguments: str) -> dict[str, Any]:
 
 def _logprob(one: dict[str, Any]) -> dict[str, Any]:
     return {"text": one["token"], "token_ids": [], "logprobs": [one["logprob"]]}
+
+
+def _ended(name: str, delta: dict[str, Any]) -> dict[str, Any]:
+    """The last event of the message of this id."""
+    return {"type": "message-end", "id": name, "delta": delta}
+
+
+def _failure(error: ApiError) -> dict[str, Any]:
+    return {"finish_reason": "ERROR", "error": error.body["error"]["message"]}
+
+
+class ChatEvents(NamedEvents):
+    """A stream of a message."""
+
+    @staticmethod
+    def failure(error: ApiError) -> dict[str, Any]:
+        return _ended(str(uuid.uuid4()), _failure(error))

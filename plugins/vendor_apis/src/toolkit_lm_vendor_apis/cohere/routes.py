@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -10,14 +9,15 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 from toolkit_lm_server.answer_schemas import streams
 from toolkit_lm_server.answers import answer
-from toolkit_lm_server.chat import Chat
+from toolkit_lm_server.chat import Chat, ChatAnswer
 from toolkit_lm_server.errors import ApiError, as_api_error, described, renamed
-from toolkit_lm_server.event_stream import NamedEvents
+from toolkit_lm_server.event_stream import stream_of
+from toolkit_lm_server.generation import are_large
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import request_context
 
 from toolkit_lm_vendor_apis.cohere.body import NAMES, CohereChatBody
-from toolkit_lm_vendor_apis.cohere.output import Output
+from toolkit_lm_vendor_apis.cohere.output import ChatEvents, Output
 from toolkit_lm_vendor_apis.route_kinds import route_kind
 
 
@@ -63,18 +63,23 @@ class CohereChats:
 
     async def create(self, body: CohereChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        try:
-            # Vendors' clients may not leave a budget out. A model that does not reason keeps to any.
-            budget = dict.fromkeys(self._chat.budget_fields if body.budget() is not None else (), body.budget())
-            reply = await self._chat.ask(body.chat() | budget, request_context(request))
-        except Exception as error:
-            raise renamed(as_api_error(error), NAMES) from error
-        output = Output(reply, tells_logprobs=bool(body.logprobs))
+        # A model that does not reason keeps to any budget.
+        budget = dict.fromkeys(self._chat.budget_fields if body.budget() is not None else (), body.budget())
+
+        async def begin() -> ChatAnswer:
+            try:
+                return await self._chat.ask(body.chat() | budget, request_context(request))
+            except Exception as error:
+                raise renamed(as_api_error(error), NAMES) from error
+
+        def output(reply: ChatAnswer) -> Output:
+            return Output(reply, tells_logprobs=bool(body.logprobs))
+
         if body.stream:
-            return NamedEvents(output.events(), reply)
-        async with aclosing(reply):
-            message = await output.whole()
-        return await answer(lambda: message, is_large=bool(body.logprobs))
+            return await stream_of(begin(), lambda reply: output(reply).events(), ChatEvents)
+        reply = await begin()
+        choices = await reply.choices()
+        return await answer(lambda: output(reply).whole(choices), is_large=bool(body.logprobs) or are_large(choices))
 
 
 def add_routes(router: APIRouter, api: OpenAIApi) -> None:

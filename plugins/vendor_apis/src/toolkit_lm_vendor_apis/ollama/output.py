@@ -10,9 +10,12 @@ from typing import Any, Protocol
 
 import msgspec
 from toolkit_lm_server.chat import ChatAnswer
-from toolkit_lm_server.errors import as_api_error
+from toolkit_lm_server.event_stream import telling
 from toolkit_lm_server.generation import Generation
 from toolkit_lm_server.segments import Segments, Step
+
+_LARGE = 1_000
+"""Parts of an answer whose joining would be felt on the event loop."""
 
 
 class Clock:
@@ -66,7 +69,7 @@ class ChatParts:
 
     async def parts(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Raises ApiError."""
-        async with aclosing(self._segments.read(self._answer, stream=True)) as found:
+        async with aclosing(self._segments.read(self._answer)) as found:
             async for steps in found:
                 yield [part for step in steps if (part := self._part(step))]
 
@@ -106,30 +109,35 @@ class Output:
         self._parts = parts
         self._clock = clock
         self._is_chat = is_chat
+        self._read: list[dict[str, Any]] = []
 
-    async def whole(self) -> dict[str, Any]:
-        """Raises ApiError."""
-        texts: dict[str, list[str]] = {"content": [], "thinking": []}
-        calls: list[Any] = []
+    async def read(self) -> None:
+        """Takes the whole answer in. Raises ApiError."""
         async with aclosing(self._parts.parts()) as found:
             async for parts in found:
-                for part in parts:
-                    texts["content"].append(part["content"])
-                    texts["thinking"].append(part.get("thinking", ""))
-                    calls += part.get("tool_calls", [])
-        joined = {name: "".join(some) for name, some in texts.items()}
+                self._read += parts
+
+    @property
+    def is_large(self) -> bool:
+        """What was read takes a while to make an object of."""
+        return len(self._read) > _LARGE
+
+    def whole(self) -> dict[str, Any]:
+        """After `read`."""
+        joined = {name: "".join(part.get(name, "") for part in self._read) for name in ("content", "thinking")}
+        calls = [call for part in self._read for call in part.get("tool_calls", ())]
         part = {"content": joined["content"]} | ({"thinking": joined["thinking"]} if joined["thinking"] else {})
         return self._object(part | ({"tool_calls": calls} if calls else {})) | self._end()
 
-    async def lines(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+    def lines(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """Each part as it comes, then the figures."""
-        try:
-            async with aclosing(self._parts.parts()) as found:
-                async for parts in found:
-                    yield [self._object(part) | {"done": False} for part in parts]
-            yield [self._object({"content": ""}) | self._end()]
-        except Exception as error:
-            yield [{"error": as_api_error(error).body["error"]["message"]}]
+        return telling(self._lines(), lambda error: {"error": error.body["error"]["message"]})
+
+    async def _lines(self) -> AsyncGenerator[list[dict[str, Any]], None]:
+        async with aclosing(self._parts.parts()) as found:
+            async for parts in found:
+                yield [self._object(part) | {"done": False} for part in parts]
+        yield [self._object({"content": ""}) | self._end()]
 
     def _object(self, part: dict[str, Any]) -> dict[str, Any]:
         if self._is_chat:

@@ -111,8 +111,8 @@ async def _sent(output: Output, source: Any, *, stream: bool) -> Response:
     if stream:
         return JsonLines(output.lines(), source)
     async with aclosing(source):
-        whole = await output.whole()
-    return await answer(lambda: whole, is_large=False)
+        await output.read()
+    return await answer(output.whole, is_large=output.is_large)
 
 
 def _vector(output: PoolingRequestOutput) -> list[float]:
