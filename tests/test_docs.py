@@ -229,7 +229,7 @@ def test_the_flags_in_the_guides_exist():
         | {f"--no-{o.flag[2:]}" for o in options if o.is_flag}
         | {o.flag for o in sampling_flags(Plugins.load().logits_processors).values()}
     )
-    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out", "--image", "--message"}
+    known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out", "--image", "--audio", "--message"}
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
     known |= {"--resume", "--overwrite", "--install-completion", "--version", "--no-markdown", "--no-history", "--prompt"}
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
