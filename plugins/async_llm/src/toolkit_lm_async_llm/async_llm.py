@@ -11,6 +11,7 @@ from typing import Any, TypeVar, Unpack, cast
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
+from toolkit_lm.engine import EngineState
 from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
@@ -105,7 +106,12 @@ class AsyncLLM:
     @property
     def num_restarts(self) -> int:
         """How many times a dead engine process was started anew."""
-        return self._thread.num_restarts
+        return self._thread.num_restarts + sum(one.num_restarts for one in self.engines)
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        """Where there are several (data_parallel_size): each of them, by its number. From any thread."""
+        return self.engine.client.engines
 
     def health(self) -> Health:
         """How the engine is. It never waits, and may be called from any thread."""

@@ -108,6 +108,9 @@ class EngineThread:
             return Health("closed", "the engine has been shut down")
         if not self.ready.done():
             return Health("restarting" if self.num_restarts else "starting", self.engine.client.phase)
+        engines = self.engine.client.engines
+        if engines and not any(one.status == "ready" for one in engines):
+            return Health("restarting", next((one.reason for one in engines if one.status == "restarting"), ""))
         seconds, bound = self.engine.seconds_since_progress, self.engine.config.engine.step_timeout
         if seconds > bound:
             return Health("stalled", f"no progress for {seconds:.1f} s; step_timeout is {bound:g} s")
@@ -154,7 +157,8 @@ class EngineThread:
     def _may_restart(self) -> bool:
         config = self.engine.config.engine
         started = self.ready.done() or self.num_restarts > 0
-        return bool(config.engine_process) and started and self.num_restarts < config.restart_engine
+        # Of several engines, each has been started anew as often as it may.
+        return bool(config.engine_process and not self.engine.client.engines) and started and self.num_restarts < config.restart_engine
 
     def _restart(self, failure: ToolkitError) -> None:
         """Requests that the engine had end here; those that it never had wait for the next engine."""
