@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
+BENCHMARKS := $(VENV)-benchmarks
 # Two files of tests at a time, each in one thread; the kernels' tests have all threads to themselves.
 JOBS ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore=contrib_backends/cpu
@@ -31,10 +32,13 @@ test-all: lint docs test-renderers test-clients
 test-renderers: $(RENDERERS)/.installed
 	$(RENDERERS)/bin/python -m pytest -q plugins/renderer_mistral/tests plugins/renderer_harmony/tests
 
-# Clients of other people's, in an environment without the workspace. Where all pass, docs/clients.md is written.
-test-clients: $(STAMP) $(CLIENTS)/.installed
-	TOOLKIT_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest -q -c tests/clients/pytest.ini \
-		--rootdir tests/clients --confcutdir tests/clients tests/clients
+# Clients of other people's, in environments without the workspace. Where all pass, docs/clients.md is written.
+PYTEST_CLIENTS := -m pytest -q -c tests/clients/pytest.ini --rootdir tests/clients --confcutdir tests/clients
+test-clients: export TOOLKIT_PYTHON := $(abspath $(BIN)/python)
+test-clients: $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed
+	$(CLIENTS)/bin/python $(PYTEST_CLIENTS) --ignore tests/clients/benchmarks tests/clients
+	$(BENCHMARKS)/bin/python $(PYTEST_CLIENTS) tests/clients/benchmarks
+	$(BIN)/python tests/clients/page.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -79,5 +83,10 @@ $(CLIENTS)/.installed: requirements-clients.txt
 	@$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r requirements-clients.txt
 	@touch $@
 
+$(BENCHMARKS)/.installed: requirements-benchmarks.txt
+	@rm -rf $(BENCHMARKS) && $(PYTHON) -m venv $(BENCHMARKS)
+	@$(BENCHMARKS)/bin/pip install --quiet --disable-pip-version-check -r requirements-benchmarks.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) site dist build
+	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) $(BENCHMARKS) site dist build

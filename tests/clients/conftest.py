@@ -25,6 +25,7 @@ os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "COHERE_API_KEY": KEY, "A
 def serving(*arguments: str) -> Iterator[str]:
     """The URL of `toolkit serve`, in a process of its own."""
     flags = ["--port", "0", "--device", "cpu", "--max-num-seqs", "8", "--no-access-log", "--api-key", KEY, "--tool-call-parser", "hermes"]
+    flags += ["--dtype", "float32", "--tokenizer-info"]
     command = [PYTHON, "-c", "from toolkit_lm_cli import main; main()", "serve", "tiny", *flags, *arguments]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
@@ -54,17 +55,3 @@ def embed_url() -> Iterator[str]:
 @pytest.fixture
 def key() -> str:
     return KEY
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Writes the page where all clients were tried, and work."""
-    if exitstatus == 0 and session.testscollected == session.config.stash.get(_FOUND, None) and not session.config.option.keyword:
-        page.PAGE.write_text(page.page(), encoding="utf-8")
-
-
-_FOUND = pytest.StashKey[int]()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    if {Path(item.path).name for item in session.items} == {path.name for path in page.HERE.glob("test_*.py")}:
-        session.config.stash[_FOUND] = len(session.items)

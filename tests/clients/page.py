@@ -1,15 +1,22 @@
-"""docs/clients.md, from the versions in requirements-clients.txt and what the tests say of themselves."""
+"""docs/clients.md, from the versions in requirements-clients.txt and requirements-benchmarks.txt and what the tests say of themselves.
+
+Run this file to write it.
+"""
 
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PAGE = ROOT / "docs" / "clients.md"
-REQUIREMENTS = ROOT / "requirements-clients.txt"
+CLIENTS = ROOT / "requirements-clients.txt"
+BENCHMARKS = ROOT / "requirements-benchmarks.txt"
+TINY = str(ROOT / "contrib_models" / "tiny" / "src" / "toolkit_lm_tiny" / "checkpoint")
+"""The checkpoint of the model that is served."""
 
 _HEAD = """# Clients
 
@@ -19,25 +26,62 @@ Clients of other people's, unchanged but for the base URL, that were tried with 
 | client | version | what was tried |
 | --- | --- | --- |
 """
+_BENCHMARKS = """
+## Evaluation and benchmarks
+
+| client | version | what was tried |
+| --- | --- | --- |
+"""
 _TAIL = """
+They need the model's tokenizer: `FOLDER` is the one with `tokenizer.json`. With `toolkit serve MODEL --tokenizer-info` lm-eval does without.
+
+```sh
+export OPENAI_API_KEY=KEY   # any word, where the server has no key
+lm-eval run --model local-completions --tasks TASK \\
+    --model_args model=MODEL,base_url=http://127.0.0.1:8000/v1/completions,tokenizer_backend=remote,auth_token=KEY,max_length=4096
+guidellm run --backend kind=openai_http,target=http://127.0.0.1:8000,model=MODEL,api_key=KEY --profile kind=concurrent,streams=8 \\
+    --constraint kind=max_requests,count=100 --tokenizer kind=hf_auto,model=FOLDER --data kind=synthetic_text,prompt_tokens=256,output_tokens=128
+aiperf profile --model MODEL --url http://127.0.0.1:8000 --api-key KEY --endpoint-type chat --streaming --tokenizer FOLDER \\
+    --concurrency 8 --request-count 100 --prompt-input-tokens-mean 256 --prompt-output-tokens-mean 128 --extra-inputs ignore_eos:true
+```
+
 [Server](server.md) has the routes, and [Other vendors' APIs](vendor_apis.md) what is taken of Anthropic's, Cohere's and Ollama's.
 """
 
 
-def versions() -> dict[str, str]:
-    """By client, the version that is tried."""
-    return dict(re.findall(r"^([\w-]+)==([\w.]+)$", REQUIREMENTS.read_text(), re.MULTILINE))
+def versions(requirements: Path = CLIENTS) -> dict[str, str]:
+    """By client, the version that is tried: what the first paragraph of a file of requirements pins."""
+    return dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==([\w.]+)$", requirements.read_text().split("\n\n")[0], re.MULTILINE))
+
+
+def environ() -> dict[str, str]:
+    """The variables of this process, for clients that ask no other host and tell nobody what they do."""
+    quiet = {
+        "NO_COLOR": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+    }
+    return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")} | quiet
 
 
 def page() -> str:
     """The page as it should be."""
+    return _HEAD + _rows(HERE, CLIENTS) + _BENCHMARKS + _rows(HERE / "benchmarks", BENCHMARKS) + _TAIL
+
+
+def _rows(folder: Path, requirements: Path) -> str:
     tried = {}
-    for path in sorted(HERE.glob("test_*.py")):
+    for path in sorted(folder.glob("test_*.py")):
         head = ast.get_docstring(ast.parse(path.read_text())) or ""
         name, _, what = " ".join(head.split()).partition(": ")
         tried[name] = what.removesuffix(".")
-    pinned = versions()
+    pinned = versions(requirements)
     if tried.keys() != pinned.keys():
         raise ValueError(f"clients without tests, or tests without clients: {sorted(tried.keys() ^ pinned.keys())}")
-    rows = "".join(f"| [{name}](https://pypi.org/project/{name}/) | {pinned[name]} | {what} |\n" for name, what in tried.items())
-    return _HEAD + rows + _TAIL
+    return "".join(f"| [{name}](https://pypi.org/project/{name}/) | {pinned[name]} | {what} |\n" for name, what in tried.items())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
