@@ -33,14 +33,15 @@ _BENCHMARKS = """
 | --- | --- | --- |
 """
 _TAIL = """
-They need the model's tokenizer: `FOLDER` is the one with `tokenizer.json`. With `toolkit serve MODEL --tokenizer-info` lm-eval does without.
+They need the model's tokenizer: `FOLDER` has its files. lm-eval does without where the server has `--tokenizer-info`.
 
 ```sh
 export OPENAI_API_KEY=KEY   # any word, where the server has no key
 lm-eval run --model local-completions --tasks TASK \\
     --model_args model=MODEL,base_url=http://127.0.0.1:8000/v1/completions,tokenizer_backend=remote,auth_token=KEY,max_length=4096
 guidellm run --backend kind=openai_http,target=http://127.0.0.1:8000,model=MODEL,api_key=KEY --profile kind=concurrent,streams=8 \\
-    --constraint kind=max_requests,count=100 --tokenizer kind=hf_auto,model=FOLDER --data kind=synthetic_text,prompt_tokens=256,output_tokens=128
+    --constraint kind=max_requests,count=100 --tokenizer kind=hf_auto,model=FOLDER \\
+    --data kind=synthetic_text,prompt_tokens=256,output_tokens=128
 aiperf profile --model MODEL --url http://127.0.0.1:8000 --api-key KEY --endpoint-type chat --streaming --tokenizer FOLDER \\
     --concurrency 8 --request-count 100 --prompt-input-tokens-mean 256 --prompt-output-tokens-mean 128 --extra-inputs ignore_eos:true
 ```

@@ -11,10 +11,11 @@ import page
 import pytest
 
 
-@pytest.mark.parametrize(
-    ("path", "profile"), [("/v1/chat/completions", "kind=synchronous"), ("/v1/completions", "kind=concurrent,streams=3")]
-)
-def test_synthetic_texts(url, key, tmp_path, path, profile):
+PROFILES = {"/v1/chat/completions": "kind=synchronous", "/v1/completions": "kind=concurrent,streams=3"}
+
+
+@pytest.mark.parametrize("path", PROFILES)
+def test_synthetic_texts(url, key, tmp_path, path):
     """No request fails, and each gives the tokens that were asked for, as the server counts them."""
     command = [Path(sys.executable).with_name("guidellm"), "run", "--disable-console", "--profile", PROFILES[path]]
     command += ["--backend", f"kind=openai_http,target={url},model=tiny,api_key={key},request_format={path}"]
