@@ -10,7 +10,6 @@ from pathlib import Path
 import page
 import pytest
 
-
 PROFILES = {"/v1/chat/completions": "kind=synchronous", "/v1/completions": "kind=concurrent,streams=3"}
 
 
