@@ -319,6 +319,37 @@ async def test_a_client_that_reads_a_little_now_and_then(running, streams):
         assert ended.is_set()
 
 
+@pytest.mark.parametrize(("reads", "lives"), [(0, False), (20, False), (400, True)])
+async def test_comments_are_no_progress_of_a_client_that_does_not_read_them(running, reads, lives):
+    """Only what is read counts: what is written beside it, a little now and then, keeps no connection."""
+    ended = asyncio.Event()
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await receive()
+        gone = asyncio.create_task(receive())
+        await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": True})
+        while not gone.done():
+            await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+            await asyncio.sleep(0.05)
+        ended.set()
+
+    async with running(app, write_timeout=2) as one:
+        await until(lambda: one.server.started)
+        one.server.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+            client.connect(("127.0.0.1", one.port))
+            client.sendall(GET)
+            client.setblocking(False)
+            start = time.monotonic()
+            while not ended.is_set() and time.monotonic() - start < 6:
+                with suppress(BlockingIOError, ConnectionError):
+                    client.recv(reads) if reads else None
+                await asyncio.sleep(0.05)
+            assert ended.is_set() is not lives
+
+
 async def test_a_slow_client_is_served(running):
     """Slow is not gone: it reads a little, now and then, for longer than the timeout."""
     size = 20_000_000

@@ -8,7 +8,7 @@ import socket
 import ssl
 import time
 from asyncio.sslproto import SSLProtocol
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast
 
@@ -29,7 +29,7 @@ _BACKLOG = 2048
 """Connections that the kernel keeps until the server takes them."""
 _MOST_HEADERS = 100
 _SLOWEST = 1024
-"""Bytes that a client must read in a second, as long as some of its answer waits."""
+"""Bytes that a client must read in a second, or all that waits, as long as some of its answer does."""
 _LOOK = 0.5
 """Seconds between two looks at what connections wait for."""
 
@@ -80,7 +80,7 @@ class Connections:
         self._spare = min(_SPARE, max(1, self._most // 4))
         self._seconds = {"head": options.header_timeout, "body": options.body_timeout, "reader": options.write_timeout}
         self.least_read = _SLOWEST * options.write_timeout
-        """Bytes of its answer that a client must read within write_timeout."""
+        """Bytes of its answer that a client must read within write_timeout, where so many wait."""
         self._max_header_bytes = options.max_header_bytes
         self._stages: dict[AnyConnection, tuple[_Stage, float]] = {}
         """Of each connection, since when."""
@@ -155,6 +155,32 @@ class Connections:
             one.abort()
 
 
+class Counted:
+    """A transport that counts what is written."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._num_written = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        self._num_written += len(data)
+        self._transport.write(data)
+
+    def writelines(self, data: Iterable[bytes]) -> None:
+        self.write(b"".join(data))
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    @property
+    def num_taken(self) -> int:
+        """Bytes that the client's side has taken so far."""
+        return self._num_written - self.get_write_buffer_size()
+
+
 class Connection(H11Protocol):
     """One of them. `Connections` makes the subclass to use."""
 
@@ -166,12 +192,14 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **options)
         self._served: Any = self.app
         self.app = self._answer
+        self._goal = 0
+        """Bytes that the client must have taken, for the timer to begin anew."""
 
     @property
     def num_unsent(self) -> int:
         """Bytes that the client has not taken yet."""
-        below = 0 if self.handshake is None else self.handshake.below.get_write_buffer_size()
-        return self.transport.get_write_buffer_size() + below
+        inner = 0 if self.handshake is None else self.transport.get_write_buffer_size()
+        return inner + self._written.get_write_buffer_size()
 
     @property
     def is_idle(self) -> bool:
@@ -179,10 +207,12 @@ class Connection(H11Protocol):
         return (self.cycle is None or self.cycle.response_complete) and not self.num_unsent
 
     def stage(self) -> _Stage:
-        if self.num_unsent or self.transport.is_closing():
-            # Once the app may write no more, the client alone changes what waits: then each byte less is one that it has read.
-            is_still = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
-            return _Stage("reader", self.num_unsent // (self.pool.least_read if is_still else 1))
+        if (waiting := self.num_unsent) or self.transport.is_closing():
+            # What is written meanwhile, comments too, is no progress of the client's.
+            if (taken := self._written.num_taken) >= self._goal:
+                self._goal = taken + max(1, min(waiting, self.pool.least_read))
+            return _Stage("reader", self._goal)
+        self._goal = 0
         if self.conn.their_state is h11.SEND_BODY and not self.flow.read_paused:
             return _Stage("body", self.cycle)
         # Between two requests uvicorn has a timer of its own.
@@ -191,6 +221,11 @@ class Connection(H11Protocol):
         return _Stage("server", None)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.handshake is None:
+            self._written = Counted(transport)
+            transport = cast(asyncio.Transport, self._written)
+        else:
+            self._written = self.handshake.below
         super().connection_made(transport)
         if transport.get_extra_info("socket").family == socket.AF_UNIX:
             self.client = (UNIX, 0)
@@ -255,7 +290,7 @@ class Connection(H11Protocol):
 class Handshake(SSLProtocol):
     """A connection whose TLS handshake is under way. After that, what its Connection reads and writes goes through it."""
 
-    below: asyncio.Transport
+    below: Counted
     num_unsent = 0
     is_idle = True
 
@@ -270,8 +305,8 @@ class Handshake(SSLProtocol):
         return _Stage("head", None)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.below = transport
-        super().connection_made(transport)
+        self.below = Counted(transport)
+        super().connection_made(cast(asyncio.Transport, self.below))
         self._inner.pool.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
