@@ -119,3 +119,16 @@ def test_a_bias_rules_nothing_out(engine, text):
             return await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
 
     assert asyncio.run(send()).status_code == 400
+
+
+BECOMES = "(" + "|".join("a" * i for i in range(1, 100)) + "){1,100}"
+"""Its tokens take ever more steps of the lexer."""
+
+
+@pytest.mark.parametrize(("regex", "code"), [(BECOMES, "too_complex"), ("([a-z]{1,50}){1,500}", None)], ids=["later", "at once"])
+def test_a_structure_that_is_too_complex_is_400(engine: AsyncLLM, regex: str, code: str | None) -> None:
+    body = {"prompt": "a", "structured_outputs": {"regex": regex}, "temperature": 0, "max_tokens": 200, "ignore_eos": True}
+    answer = refused(engine, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, code)
+    assert "more than 200,000 steps" in error["message"] and "plugin" not in error["message"]

@@ -229,14 +229,14 @@ _OFF = {"temperature": 0, "top_k": -1}
 _LOGIT_BIAS = SAMPLING_PARAMS["logit_bias"].spec
 
 
-LEAVE_TOO_LITTLE = "the request's sampling parameters leave"
-"""How the error begins of a request whose parameters rule out what was to be drawn."""
+OF_THE_REQUEST = "the request's sampling parameters"
+"""How the error begins of a request whose own parameters are the reason: they rule out what was to be drawn, or ask for too much."""
 
 
 def leave_too_little(params: SamplingParams, left: str) -> str:
     """That error. It names the parameters that may be the reason."""
     given = [name for name in ("use_beam_search", "allowed_token_ids", "bad_words", "min_tokens") if getattr(params, name)]
-    return f"{LEAVE_TOO_LITTLE} {left} ({', '.join([*given, *params.of_processors])})"
+    return f"{OF_THE_REQUEST} leave {left} ({', '.join([*given, *params.of_processors])})"
 
 
 def shipped_with(name: str) -> str:

@@ -9,6 +9,7 @@ import time
 import pytest
 from toolkit_lm import AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm.params import OF_THE_REQUEST
 
 SECONDS = 30.0
 """Far more than each takes on a machine that does nothing else."""
@@ -74,6 +75,37 @@ def test_it_is_answered_in_time(llm, name):
     assert time.monotonic() - begun < SECONDS
     assert name not in ("references", "multiple", "nested", "repeated", "wide range") or "cannot be used" in found
     assert llm.generate("a", SamplingParams(structured_outputs={"choice": ["b"]}), use_tqdm=False)[0].outputs[0].text == "b"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"regex": "([a-z]{1,50}){1,500}"},
+        {"regex": "([a-z]{1,50}[a-m]{1,50}){1,50}"},
+        {"json": {"type": "string", "pattern": "^([a-z]{1,50}){1,500}$"}},
+        {"json": {"type": "object", "properties": {"a": {"type": "string", "pattern": "^([a-z]{1,50}){1,500}$"}}, "required": ["a"]}},
+        {"grammar": "start: /([a-z]{1,50}){1,500}/"},
+        {"structural_tag": {"format": {"type": "regex", "pattern": "([a-z]{1,50}){1,500}"}}},
+    ],
+    ids=repr,
+)
+def test_repetitions_of_repetitions_are_refused(llm, asked):
+    """Random tokens are too short for a trial to find them out."""
+    with pytest.raises(
+        RequestError, match=r"more than 200,000 steps at first, or 200,000 with a token; the usual reason is a repet"
+    ) as error:
+        llm.generate("a", SamplingParams(structured_outputs=asked), use_tqdm=False)
+    assert error.value.param == "structured_outputs"
+
+
+def test_what_becomes_too_complex_fails_alone(llm):
+    """The 48th token of the longest is the first that takes too much."""
+    later = "(" + "|".join("a" * i for i in range(1, 100)) + "){1,100}"
+    given = [SamplingParams(structured_outputs={"regex": one}, temperature=0, max_tokens=200, ignore_eos=True) for one in (later, "b{30}")]
+    failed, other = llm.generate(["a"] * 2, given, use_tqdm=False)
+    assert failed.error.startswith(f"{OF_THE_REQUEST} ask for a structure that is too complex: its regular expressions take more than")
+    assert failed.outputs[0].finish_reason == "error" and "plugin" not in failed.error
+    assert other.error is None and other.outputs[0].text == "b" * 30
 
 
 def test_others_go_on():

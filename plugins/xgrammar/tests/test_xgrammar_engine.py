@@ -97,6 +97,23 @@ def test_a_bomb_breaks_no_engine(generate):
     assert generate({"choice": ["yes"]})[0].text == "yes"
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [{"regex": "([a-z]{1,50}){1,500}"}, {"grammar": "root ::= (x{1,50}){1,500}\nx ::= [a-z]"}],
+    ids=["regex", "grammar"],
+)
+def test_repetitions_of_repetitions_are_refused(generate, asked):
+    """A token takes ever longer to read, up to minutes."""
+    with pytest.raises(RequestError, match="too complex: it takes more than 1 s to compile and try"):
+        generate(asked)
+
+
+def test_after_the_end_nothing_comes(generate):
+    """It comes where other tokens could follow, too."""
+    [one] = generate({"regex": "[a-z]{1,2000}"}, ignore_eos=True, max_tokens=12, logit_bias={3: 100.0})
+    assert (one.finish_reason, len(one.token_ids), set(one.token_ids[1:])) == ("length", 12, {3})
+
+
 def test_the_end(generate):
     [one] = generate({"choice": ["yes"]}, min_tokens=20, max_tokens=40)
     assert (one.text, one.finish_reason) == ("yes", "stop"), "the grammar's end has the last word"

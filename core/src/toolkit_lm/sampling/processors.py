@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import PluginError
+from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.messages import NewSequence, SamplerState
 from toolkit_lm.plugin import LogitsProcessorRegistry, PluginWarning
 from toolkit_lm.sampling.processor import LogitsProcessor, ProcessorRow, Stage
@@ -135,4 +135,5 @@ class ProcessorTable:
         self.errors.setdefault(key, self._message(name, error))
 
     def _message(self, name: str, error: Exception) -> str:
-        return self._registry.get(name).owner.failure(error, f"logits processor {name!r}")
+        # What a request asks for is no fault of the plugin that says so.
+        return str(error) if type(error) is RequestError else self._registry.get(name).owner.failure(error, f"logits processor {name!r}")

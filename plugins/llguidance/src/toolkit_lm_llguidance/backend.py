@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -16,10 +17,16 @@ from toolkit_lm_structured_output.wishes import Wish
 
 from toolkit_lm_llguidance.grammars import grammar_of, grammar_of_schema, options_of
 from toolkit_lm_llguidance.locating import locate
-from toolkit_lm_llguidance.vocabulary import Vocabulary, limits
+from toolkit_lm_llguidance.vocabulary import FUEL, FUEL_OF_A_MASK, Vocabulary, limits
 
 _LOCATING = 0.25
 """Seconds of computing, to say where a schema cannot be used."""
+_OUT_OF_FUEL = "too many expressions constructed"
+_TOO_MANY = (
+    f"its regular expressions take more than {FUEL:,} steps at first, or {FUEL_OF_A_MASK:,} with a token; "
+    "the usual reason is a repetition of repetitions that do not say where one ends, such as ([a-z]{1,50}){1,500}: "
+    "bound them more tightly, or put a separator between them"
+)
 
 
 class LLGuidanceReader(WishReader):
@@ -48,7 +55,8 @@ class LLGuidanceMatcher(Matcher):
     def check(self) -> None:
         """Raises ValueError."""
         if self.matcher.is_error():
-            raise ValueError(self.matcher.get_error().removesuffix("<non-verbose/>").strip().replace("NoExtensionBias", NOTHING))
+            message = self.matcher.get_error().removesuffix("<non-verbose/>").strip().replace("NoExtensionBias", NOTHING)
+            raise ValueError(_TOO_MANY if _OUT_OF_FUEL in message else message)
 
     def copy(self) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self.matcher.deep_copy())
@@ -78,6 +86,11 @@ class LLGuidanceCompiler(GrammarCompiler):
     @property
     def size(self) -> int:
         return self._vocabulary.size
+
+    @cached_property
+    def token_lengths(self) -> np.ndarray:
+        decode = self._vocabulary.tokenizer.decode_bytes
+        return np.array([len(decode([token])) for token in range(self.size)])
 
     def compile(self, grammar: str) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(LLMatcher(self._vocabulary.tokenizer, grammar, log_level=0, limits=limits()))

@@ -12,6 +12,8 @@ from toolkit_lm_structured_output.contract import Source
 
 FUEL = 200_000
 """What may be spent on the lexer of one grammar: some tenths of a second."""
+FUEL_OF_A_MASK = 200_000
+"""And with one mask: some hundredths."""
 
 
 class Vocabulary:
@@ -61,4 +63,4 @@ class Vocabulary:
 
 def limits() -> LLParserLimits:
     """What a grammar may take."""
-    return LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
+    return LLParserLimits(initial_lexer_fuel=FUEL, step_lexer_fuel=FUEL_OF_A_MASK, verbose_errors=False)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
-from toolkit_lm.params import LEAVE_TOO_LITTLE
+from toolkit_lm.params import OF_THE_REQUEST
 
 from toolkit_lm_server.errors import ApiError
 
@@ -167,8 +167,9 @@ def _has_failed(output: RequestOutput) -> bool:
 
 def _failure(output: RequestOutput) -> ApiError:
     error = output.error or ""
-    if error.startswith(LEAVE_TOO_LITTLE):
-        return ApiError(400, f"{error[0].upper()}{error[1:]}.", code="no_token_left")
+    if error.startswith(OF_THE_REQUEST):
+        code = "no_token_left" if error.startswith(f"{OF_THE_REQUEST} leave") else "too_complex"
+        return ApiError(400, f"{error[0].upper()}{error[1:]}.", code=code)
     return model_failure("this request", error)
 
 

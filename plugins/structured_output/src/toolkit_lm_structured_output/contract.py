@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from toolkit_lm_structured_output.wishes import Wish
 
 _STEPS = 16
-"""Masks that a trial makes, after tokens that are drawn at random: a grammar may become expensive on the way."""
+"""Masks that a trial makes, after tokens that are drawn at random, and as many after the longest: some grammars become expensive."""
 NOTHING = "nothing matches it"
 """Why a grammar that no text follows cannot be used."""
 
@@ -107,6 +107,11 @@ class GrammarCompiler(ABC):
     def size(self) -> int:
         """Tokens that masks have a bit for."""
 
+    @property
+    def token_lengths(self) -> np.ndarray | None:
+        """[size] characters or bytes of each token. None: unknown, and a trial reads no long ones."""
+        return None
+
     @abstractmethod
     def compile(self, grammar: str) -> Matcher:
         """At the beginning of a grammar. Raises ValueError. Called by one thread, besides those that use matchers."""
@@ -124,26 +129,29 @@ class GrammarCompiler(ABC):
         """As `error_of`, of the grammar alone."""
         import numpy as np
 
-        generator, mask = Random(0), np.zeros(-(-self.size // 32), np.int32)  # nosec B311 # no secret
+        generator, mask, lengths = Random(0), np.zeros(-(-self.size // 32), np.int32), self.token_lengths  # nosec B311 # no secret
         try:
-            matcher = self.compile(grammar)
-            for step in range(_STEPS):
-                matcher.fill(mask)
-                token = self._allowed(mask, generator)
-                if token is None:
-                    return "" if step or mask.any() else NOTHING
-                matcher.consume(token)
+            start = self.compile(grammar)
+            for weights in (None,) if lengths is None else (None, lengths):
+                matcher = start.copy()
+                for step in range(_STEPS):
+                    matcher.fill(mask)
+                    allowed = self._allowed(mask)
+                    if not len(allowed):
+                        if not step and not mask.any():
+                            return NOTHING
+                        break
+                    matcher.consume(int(generator.choice(allowed) if weights is None else allowed[weights[allowed].argmax()]))
         except ValueError as error:
             return str(error)
         return ""
 
-    def _allowed(self, mask: np.ndarray, generator: Random) -> int | None:
-        """One of the tokens that a mask allows, but for the last of a sequence."""
+    def _allowed(self, mask: np.ndarray) -> np.ndarray:
+        """The tokens that a mask allows, but for those that end a sequence."""
         import numpy as np
 
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self.size, bitorder="little"))
-        allowed = allowed[~np.isin(allowed, self.source.eos_token_ids)]
-        return int(generator.choice(allowed)) if len(allowed) else None
+        return allowed[~np.isin(allowed, self.source.eos_token_ids)]
 
 
 def load_compiler(target: str, source: Source) -> GrammarCompiler:

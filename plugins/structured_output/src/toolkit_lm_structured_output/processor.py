@@ -6,11 +6,14 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from time import thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import RequestError
+from toolkit_lm.params import OF_THE_REQUEST
 from toolkit_lm.sampling import LogitsProcessor, ProcessorRow
 from torch import Tensor
 
@@ -19,6 +22,10 @@ from toolkit_lm_structured_output.masking import apply_masks
 
 _COMPILED = 64
 """Grammars that are kept: sequences of one request have the same, and so have many requests."""
+_SECONDS, _SECONDS_PER_TOKEN = 0.5, 0.01
+"""Of computing: what an output may take, and how much more with each of its tokens. An ambiguous grammar takes ever longer."""
+_SLOW = 0.002
+"""Seconds of computing, to read what a step has drawn: the mask of such a sequence is made alone, and counts."""
 _MOST_FORCED = 64
 """Tokens that a step computes of what must follow."""
 
@@ -42,6 +49,10 @@ class _Sequence:
         self._compiled = compiled
         self._matcher: Matcher | None = None
         self._num_read = 0
+        self.is_slow = False
+        """It took long to read its last tokens."""
+        self._spent = 0.0
+        self._error: RequestError | None = None
 
     @property
     def compiler(self) -> GrammarCompiler:
@@ -55,7 +66,25 @@ class _Sequence:
         return self.mask
 
     def read(self, row: ProcessorRow) -> Matcher:
-        """Goes on to the output so far. Raises ValueError where that does not follow the grammar."""
+        """Goes on to the output so far. Raises RequestError, from then on, where that does not follow the grammar, or takes too much."""
+        if self._error is None:
+            begun, num_read = thread_time(), self._num_read
+            try:
+                return self._read(row)
+            except ValueError as error:
+                self._error = too_complex(str(error))
+            finally:
+                self.spend(thread_time() - begun, self._num_read - num_read)
+        raise self._error
+
+    def spend(self, seconds: float, num_tokens: int = 0) -> None:
+        """Of computing; where there were tokens, on reading them."""
+        self._spent += seconds
+        self.is_slow = seconds > _SLOW if num_tokens else self.is_slow
+
+    def _read(self, row: ProcessorRow) -> Matcher:
+        if self._spent > _SECONDS + _SECONDS_PER_TOKEN * self._num_read:
+            raise ValueError(f"following {self._num_read} tokens took {self._spent:.2g} s; is the grammar ambiguous?")
         matcher = self._matcher
         if matcher is None:
             matcher = self._matcher = self._compiled.result().start.copy()
@@ -78,6 +107,11 @@ class _Sequence:
             for token in matcher.forced():
                 matcher.consume(token)
                 self.forced.append(token)
+
+
+def too_complex(reason: str) -> RequestError:
+    """The error of a request whose grammar cannot be followed any longer."""
+    return RequestError(f"{OF_THE_REQUEST} ask for a structure that is too complex: {reason.rstrip('.')}")
 
 
 class StructuredOutput(LogitsProcessor):
@@ -130,14 +164,21 @@ class StructuredOutput(LogitsProcessor):
 
     def _prepare(self, pairs: Sequence[tuple[_Sequence, ProcessorRow]]) -> None:
         """Reads the outputs so far, and makes the masks of what follows them, and what is forced."""
-        lacking: dict[GrammarCompiler, list[tuple[_Sequence, Matcher]]] = {}
+        lacking: dict[tuple[GrammarCompiler, _Sequence | None], list[tuple[_Sequence, Matcher]]] = {}
         for sequence, row in pairs:
             matcher = sequence.read(row)
             if sequence.mask is None:
-                lacking.setdefault(sequence.compiler, []).append((sequence, matcher))
-        for compiler, some in lacking.items():
+                lacking.setdefault((sequence.compiler, sequence if sequence.is_slow else None), []).append((sequence, matcher))
+        for (compiler, alone), some in lacking.items():
+            begun = thread_time()
             masks = np.zeros((len(some), -(-compiler.size // 32)), np.int32)
-            compiler.fill([matcher for _, matcher in some], masks)
+            try:
+                compiler.fill([matcher for _, matcher in some], masks)
+            except ValueError as error:
+                raise too_complex(str(error)) from None
+            finally:
+                if alone is not None:
+                    alone.spend(thread_time() - begun)
             for (sequence, _), mask in zip(some, masks, strict=True):
                 sequence.mask = mask
 

@@ -41,6 +41,8 @@ def _cut(message: str) -> str:
 
 def main() -> None:
     compiler = load_compiler(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Source))
+    # Not at the cost of the first grammar.
+    _ = compiler.token_lengths
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -21,7 +21,7 @@ _PROCESSES = 2
 _PATIENCE = 60.0
 """Seconds until a process that does not answer is given up."""
 _REMEMBERED = 512
-_TOO_MUCH = f"it is too complex: it takes more than {SECONDS:g} s to compile"
+_TOO_MUCH = f"it is too complex: it takes more than {SECONDS:g} s to compile and try"
 _BROKEN = "it is too complex: it is nested too deeply, or takes too much memory"
 
 

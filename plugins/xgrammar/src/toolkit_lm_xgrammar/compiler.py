@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +17,49 @@ _LENGTH = 500
 
 
 class XGrammarMatcher(Matcher):
-    def __init__(self, matcher: Any, source: Source, size: int) -> None:
+    def __init__(self, matcher: Any, ends: np.ndarray) -> None:
+        """`ends`: [words] int32, the mask of the tokens that end a sequence."""
         self._matcher = matcher
-        self._source = source
-        self._size = size
+        self._ends = ends
+        self._mask: np.ndarray | None = None
+        """What may follow; None until it is asked for."""
 
     def copy(self) -> XGrammarMatcher:
-        return XGrammarMatcher(self._matcher.fork(), self._source, self._size)
+        return XGrammarMatcher(self._matcher.fork(), self._ends)
 
     def consume(self, token_id: int) -> None:
+        self._mask = None
         if not self._matcher.accept_token(token_id):
             raise ValueError(f"the grammar does not allow the token {token_id}")
 
     def fill(self, mask: np.ndarray) -> None:
-        mask[:] = -1
-        self._matcher.fill_next_token_bitmask(mask[None, :], 0)
+        mask[:] = self._made()
+
+    def _made(self) -> np.ndarray:
+        if self._mask is None:
+            mask = np.full_like(self._ends, -1)
+            # After its end a grammar has no mask of its own.
+            if self._matcher.is_terminated():
+                mask[:] = self._ends
+            else:
+                self._matcher.fill_next_token_bitmask(mask[None, :], 0)
+            self._mask = mask
+        return self._mask
 
     @property
     def is_stopped(self) -> bool:
         if self._matcher.is_terminated():
             return True
-        if not self._matcher.is_completed():
-            return False
-        mask = np.zeros(-(-self._size // 32), np.int32)
-        self.fill(mask)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), count=self._size, bitorder="little"))
-        return bool(np.isin(allowed, self._source.eos_token_ids).all())
+        return self._matcher.is_completed() and not (self._made() & ~self._ends).any()
 
 
 class XGrammarCompiler(GrammarCompiler):
     def __init__(self, source: Source) -> None:
         super().__init__(source)
         self._tokens = _tokens(source)
+        ends = np.zeros(-(-self.size // 32) * 32, bool)
+        ends[[token for token in source.eos_token_ids if token < self.size]] = True
+        self._ends = np.packbits(ends, bitorder="little").view(np.int32)
         self._compiler = xgrammar.GrammarCompiler(self._tokens, max_threads=1, cache_enabled=False)
 
     @property
@@ -55,12 +67,16 @@ class XGrammarCompiler(GrammarCompiler):
         size: int = self._tokens.vocab_size
         return size
 
+    @cached_property
+    def token_lengths(self) -> np.ndarray:
+        return np.array([len(token) for token in self._tokens.decoded_vocab])
+
     def compile(self, grammar: str) -> XGrammarMatcher:
         try:
             compiled = self._compiled(json.loads(grammar))
         except Exception as error:  # of xgrammar's own, and RuntimeError
             raise ValueError(_reason(error)) from None
-        return XGrammarMatcher(xgrammar.GrammarMatcher(compiled), self.source, self.size)
+        return XGrammarMatcher(xgrammar.GrammarMatcher(compiled), self._ends)
 
     def _compiled(self, told: dict[str, Any]) -> Any:
         match told["kind"]:
