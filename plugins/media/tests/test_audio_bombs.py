@@ -131,6 +131,8 @@ BOMBS: dict[str, tuple[Callable[[], bytes], str]] = {
     "an MP3's magic alone": (lambda: b"\xff\xfb\x90", "cannot be read as audio"),
     "an MP3 of other bytes": (lambda: b"\xff\xfb\x90\x64" + bytes(20_000_000), "cannot be read as audio|broken|no samples"),
     "an MP3 of marks": (lambda: b"\xff\xfb" * 10_000_000, "cannot be read as audio|broken|no samples"),
+    "an MP3 of a million frames": (lambda: (b"\xff\xf3\x14\xc4" + bytes(20)) * 1_000_000, "seconds, more than the 600"),
+    "an MP3 that goes on as something else": (lambda: b"\xff\xfb\x90\x64" * 1_000_000, "cannot be read as audio|broken|no samples"),
     "a truncated MP3": (lambda: cut(sound("MP3", 10.0)), "truncated MP3"),
     "a tag alone": (lambda: id3(100), "cannot be read as audio"),
     "a tag that is not there": (lambda: id3(2**28 - 1, sound("MP3")), "cannot be read as audio"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from toolkit_lm_media import sound_formats
+from toolkit_lm_media import mp3, sound_formats
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.refusal import RefusedError, named
 from toolkit_lm_media.sniff import modality_of
@@ -114,13 +114,16 @@ def open_audio(data: bytes, limits: MediaLimits, *, what: str = "audio", param: 
         import soundfile
 
         format, stated = sound_formats.format_of(data), sound_formats.require_whole(data)
+        stated_in_file = format == "MP3" and mp3.states_length(data)
+        if format == "MP3" and not stated_in_file:
+            data = mp3.with_length(data, limits.max_audio_seconds)
         try:
             file = soundfile.SoundFile(io.BytesIO(data))
         except soundfile.LibsndfileError as error:
             told = "".join(one for one in error.error_string if one.isprintable()).strip().rstrip(".")[:_MOST_TOLD]
             raise RefusedError(f"it cannot be read as audio: {told}") from None
         with file:
-            if format == "MP3" and sound_formats.states_length(data):
+            if stated_in_file:
                 stated = file.frames - sound_formats.MP3_SLACK
             yield Audio(file, format, limits, stated)
 

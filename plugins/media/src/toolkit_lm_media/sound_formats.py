@@ -32,18 +32,6 @@ def require_whole(data: bytes) -> int | None:
     return None
 
 
-def states_length(data: bytes) -> bool:
-    """Whether an MP3 does. Of others, libsndfile guesses it by the first frame."""
-    start = 0
-    if data.startswith(b"ID3") and len(data) >= 10:
-        size = 0
-        for byte in data[6:10]:
-            size = size << 7 | byte & 0x7F
-        start = 10 + size
-    head = data[start : start + 256]
-    return b"Xing" in head or b"Info" in head
-
-
 def _require_whole_wav(data: bytes) -> None:
     offset = 12
     for _ in range(_MOST_CHUNKS):
