@@ -204,8 +204,9 @@ def _examples(model: Model, config: VllmConfig) -> Iterator[tuple[dict[str, Tens
 def _example(config: VllmConfig, name: str, dimension: int) -> Tensor:
     device = torch.device(config.device.device)
     if name in ("inputs_embeds", "encoder_hidden_states"):
-        text = config.hf_config.get("text_config") or config.hf_config
+        part = "encoder" if name == "encoder_hidden_states" else "text_config"
+        sizes = config.hf_config.get(part) or config.hf_config
         num_tokens = _ENCODED if name == "encoder_hidden_states" else _TOKENS
-        size = text.get("hidden_size") or text.get("d_model")
+        size = next(sizes[key] for key in ("hidden_size", "d_model", "n_embd") if key in sizes)
         return torch.zeros(num_tokens, size, dtype=torch_dtype(config.model.dtype), device=device)
     return torch.zeros((3, _TOKENS) if dimension else (_TOKENS,), dtype=torch.int64, device=device)

@@ -1,0 +1,49 @@
+"""What the tests share: a compiled model that `hidden_states` can run, and the passes that are compared."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_compile.compiler import InductorCompiler
+from toolkit_lm_devkit import hidden_states
+
+PLUGINS = Plugins.load()
+BATCHES = ([1], [2], [5, 9, 2], [1, 1, 1, 1], [37], [24])
+"""Lengths of the sequences of a step. One token, the traced 16 and 24, and others."""
+
+
+class Stage:
+    """The compiler in the place of its model."""
+
+    def __init__(self, compiler):
+        self.compiler = compiler
+
+    def modules(self):
+        return self.compiler.model.modules()
+
+    def __call__(self, *args, **kwargs):
+        names = ("input_ids", "positions")
+        return self.compiler(**dict(zip(names, args, strict=False)), **kwargs)
+
+
+def compiled(model, level=1, backend="eager", **options):
+    config = model.vllm_config.replace(
+        optimization_level=level, compilation_config=json.dumps({"backend": backend} | options.pop("details", {})), **options
+    )
+    return InductorCompiler(model, config, PLUGINS)
+
+
+def check(compiler, vocab_size=90, batches=BATCHES, **inputs):
+    """Compiled and eager hidden states are alike, over batches of all kinds, and every pass was a compiled one."""
+    model = compiler.model
+    for lengths in batches:
+        generator = torch.Generator().manual_seed(sum(lengths))
+        sequences = [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
+        made = {name: make(sum(lengths)) for name, make in inputs.items()}
+        expected = torch.cat(hidden_states([model], sequences, **made))
+        ours = torch.cat(hidden_states([Stage(compiler)], sequences, **made))
+        assert expected.std() > 0.01
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
+    assert compiler.num_eager_steps == 0

@@ -1,0 +1,110 @@
+"""Each kind of model is one graph, whose parts together give what the model gives. Their number does not grow with the layers."""
+
+import json
+
+import decoder_families
+import encdec_families
+import encoder_families
+import moe_families
+import pytest
+import torch
+from compile_harness import PLUGINS, Stage, check, compiled
+from toolkit_lm.errors import UnsupportedError
+from toolkit_lm_devkit import load_checkpoint, randomize
+from toolkit_lm_devkit.forward import encoder_decoder_logits
+from transformers import LlamaConfig, LlamaForCausalLM
+from vision_families import random_model
+
+DECODERS = [(architecture, next(iter(variants))) for architecture, variants in decoder_families.VARIANTS.items()]
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+]
+
+
+def one_token_types(num_tokens):
+    return torch.arange(num_tokens) % 2
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("architecture", "variant"), DECODERS)
+def test_decoders(tmp_path, architecture, variant, backend):
+    decoder_families.make_family(architecture, variant, tmp_path)
+    compiler = compiled(load_checkpoint(decoder_families.our_class(architecture), tmp_path, max_model_len=96), backend=backend)
+    check(compiler)
+    [program] = compiler._programs.values()
+    assert len(program.plan.parts) == 4 and len(set(program.plan.parts)) == 3
+
+
+@pytest.mark.parametrize("family", moe_families.FAMILIES)
+def test_a_loop_over_data_is_refused_with_its_line(tmp_path, family):
+    """On a CPU, experts are computed one by one: how many rows each has is known at run time alone."""
+    theirs = moe_families.make(family, next(iter(moe_families.FAMILIES[family][1])))
+    randomize(theirs)
+    theirs.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"is not one graph: .* At .*experts\.py:\d+\."):
+        compiled(load_checkpoint(moe_families.FAMILIES[family][0], tmp_path))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", encoder_families.VARIANTS)
+def test_encoders(tmp_path, family, backend):
+    variant = next(iter(encoder_families.VARIANTS[family]))
+    encoder_families.make_checkpoint(f"{family}Model", encoder_families.VARIANTS[family][variant], tmp_path)
+    model = encoder_families.load(encoder_families.our_class(f"{family}Model"), tmp_path)
+    check(compiled(model, backend=backend), **({"token_type_ids": one_token_types} if model.takes_token_types else {}))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("architecture", encdec_families.VARIANTS)
+def test_encoder_decoders(tmp_path, architecture, backend):
+    variant = next(iter(encdec_families.VARIANTS[architecture]))
+    encdec_families.make_checkpoint(architecture, encdec_families.VARIANTS[architecture][variant], tmp_path)
+    model = load_checkpoint(encdec_families.our_class(architecture), tmp_path, max_model_len=64)
+    compiler = compiled(model, backend=backend)
+    assert len(compiler._programs) == 2
+
+    class Both:
+        """The compiled decoder, and the model for the rest."""
+
+        encode, compute_logits, modules = model.encode, model.compute_logits, model.modules
+        __call__ = Stage.__call__
+
+        def __init__(self):
+            self.compiler = compiler
+
+    for num_encoded, num_tokens in ((7, 9), (1, 1), (33, 2), (2, 24)):
+        ids = torch.randint(5, 90, (num_encoded,)), torch.randint(5, 90, (num_tokens,))
+        torch.testing.assert_close(encoder_decoder_logits(Both(), *ids), encoder_decoder_logits(model, *ids), atol=1e-4, rtol=1e-5)
+    assert compiler.num_eager_steps == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["llava", "gemma3"])
+def test_vision_models(tmp_path, family, backend):
+    random_model(family).save_pretrained(tmp_path)
+    architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    model = load_checkpoint(PLUGINS.models.load(architecture), tmp_path, plugins=PLUGINS)
+    compiler = compiled(model, backend=backend)
+    check(compiler)
+    check(compiler, inputs_embeds=lambda num_tokens: torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(num_tokens)))
+    first, second = compiler._programs.values()
+    assert first.plan.parts[-1] == second.plan.parts[-1], "what comes after is the same code"
+
+
+def test_the_number_of_parts_does_not_depend_on_the_depth(tmp_path):
+    keys = []
+    for depth in (2, 5):
+        folder = tmp_path / str(depth)
+        LlamaForCausalLM(LlamaConfig(**decoder_families.LLAMA_LIKE | {"num_hidden_layers": depth})).save_pretrained(folder)
+        compiler = compiled(load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder))
+        [program] = compiler._programs.values()
+        assert len(program.plan.parts) == depth + 1
+        keys.append(list(dict.fromkeys(program.plan.parts)))
+    assert keys[0] == keys[1] and len(keys[0]) == 3
