@@ -19,8 +19,6 @@ from toolkit_lm.events import LoadEvent, RequestEvent
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.plugin import hookimpl
 
-for models in ("encdec", "vision", "pooling"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / "contrib_models" / models / "tests"))
 # It holds a request of max_model_len, and not all that run. Prompts are computed in chunks.
 PLUGINS = ["tiny", "decoder", "loaders", "sdpa", "cpu", "renderer_hf", "sampling_extra", "structured_output", "llguidance", "data_parallel"]
 TIGHT = {"model": "tiny", "max_model_len": 128, "num_kv_blocks": 20, "max_num_seqs": 8, "max_num_batched_tokens": 24, "plugins": PLUGINS}
