@@ -193,3 +193,21 @@ async def test_the_operators_bound_of_seconds(model):
         assert answer.status_code == 400
         assert "audio 1: it has 0.60 seconds, more than the 0.5 that are taken (max_audio_seconds)" in answer.json()["error"]["message"]
         said(await client.post(PATH, json=chat(sound(0.4))))
+
+
+@pytest.mark.anyio
+async def test_responses_take_recordings(model):
+    """As chats do: the same prompt."""
+    async with AsyncExitStack() as stack:
+        _, client = await client_of(stack, model)
+        part = spoken(sound(0.6, 1), format="wav")
+        content = [{"type": "input_text", "text": "What is said? "}, part]
+        asked = {"max_output_tokens": 8, "temperature": 0, "input": [{"role": "user", "content": content}]}
+        answer = await client.post("/v1/responses", json=asked)
+        assert answer.status_code == 200, answer.text
+        prompt, *_ = said(await client.post(PATH, json=CONVERSATIONS[0]))
+        assert answer.json()["usage"]["input_tokens"] == len(prompt)
+        asked["input"][0]["content"][1] = spoken(b"no recording", format="wav")
+        refused = await client.post("/v1/responses", json=asked)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("audio 1: it is no recording of a known format")
