@@ -139,7 +139,7 @@ def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monke
                 return [output async for output in llm.generate(prompt, PARAMS)][-1].outputs[0].token_ids
 
             before = [await one(prompt) for prompt in prompts[:2]]
-            prepare, render_again = llm.processor.prepare, llm.processor.render_again
+            prepare, render_again = llm.processor.prepare_batch, llm.processor.render_again
 
             def prepare_and_die(*args):
                 prepared = prepare(*args)
@@ -152,7 +152,7 @@ def test_what_is_rendered_again_holds_nobody_up(folder, prompts, expected, monke
                 threads.append(threading.current_thread().name)
                 return render_again(prepared)
 
-            monkeypatch.setattr(llm.processor, "prepare", prepare_and_die)
+            monkeypatch.setattr(llm.processor, "prepare_batch", prepare_and_die)
             monkeypatch.setattr(llm.processor, "render_again", watched)
             return [*before, await one(prompts[1])]
 
@@ -172,6 +172,60 @@ def test_an_engine_asks_for_what_it_lacks(folder, prompts, expected, carried):
         assert answers(llm, prompts) == expected
         assert len(carried) == 5, "each was asked for once"
         assert not llm.engine._rendered
+
+
+def test_what_an_engine_asks_for_is_rendered_where_its_caller_renders(folder, prompts, expected, monkeypatch):
+    """The engine's thread goes on with other requests meanwhile."""
+
+    async def run(other: LLM) -> None:
+        async with AsyncLLM(VllmConfig.make(model=folder, **OPTIONS, engine_process=True)) as llm:
+            render_again, begun, let, threads = llm.processor.render_again, threading.Event(), threading.Event(), []
+
+            def slow(prepared):
+                threads.append(threading.current_thread().name)
+                begun.set()
+                assert let.wait(30)
+                return render_again(prepared)
+
+            async def one(prompt):
+                return [output async for output in llm.generate(prompt, PARAMS)][-1].outputs[0]
+
+            def lose() -> None:
+                llm.engine.client.features._held.update(other.engine.client.features._held)
+                begun.clear()
+                let.clear()
+
+            monkeypatch.setattr(llm.processor, "render_again", slow)
+            lose()
+            asked = asyncio.ensure_future(one(prompts[0]))
+            assert await asyncio.to_thread(begun.wait, 30)
+            assert (await asyncio.wait_for(one("plain"), 30)).token_ids
+            assert not asked.done()
+            let.set()
+            assert (await asked).token_ids == expected[0]
+            # Who has left meanwhile is not served, and its id is free.
+            lose()
+            asked = asyncio.ensure_future(one(prompts[1]))
+            assert await asyncio.to_thread(begun.wait, 30)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            let.set()
+            assert (await one(prompts[1])).token_ids == expected[1]
+            # An error is that request's.
+            lose()
+            let.set()
+            monkeypatch.setattr(llm.processor, "render_again", fail)
+            ended = await one(prompts[2])
+            assert (ended.finish_reason, (await one("plain")).finish_reason) == ("error", "length")
+            assert threads and "toolkit_lm-engine" not in threads
+            assert not llm.engine._rendered
+
+    def fail(prepared):
+        raise RequestError("the picture is gone.")
+
+    with LLM(folder, **OPTIONS, engine_process=True) as other:
+        answers(other, prompts)
+        asyncio.run(run(other))
 
 
 def test_what_is_lacking_twice_ends_the_request(folder, prompts, expected, monkeypatch):

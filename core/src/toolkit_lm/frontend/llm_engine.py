@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Unpack
 from weakref import WeakKeyDictionary
@@ -69,6 +69,8 @@ class LLMEngine:
             self.queue: WaitingRequests | None = None
             """Told of what waits, where somebody bounds it."""
             self._states: dict[str, AnyState] = {}
+            self.on_lost: Callable[[AnyState, PreparedRequest], object] | None = None
+            """Has a request rendered again whose data the engine lacks, and then calls `send_again`. None: it is done here, at once."""
             self._rendered: WeakKeyDictionary[AnyState, PreparedRequest] = WeakKeyDictionary()
             """What the engine may want once more, with the data of its media."""
             self._ready = False
@@ -231,8 +233,7 @@ class LLMEngine:
             if state := self._states.get(output.request_id):
                 touched[output.request_id] = state
                 has_finished_some |= self._apply(state, output)
-        if outputs.missing:
-            touched |= self._send_again(outputs.missing)
+        ended = self._send_again(outputs.missing) if outputs.missing else []
         for request_id, state in touched.items():
             if state.finished:
                 del self._states[request_id]
@@ -241,7 +242,7 @@ class LLMEngine:
             self.plugins.event(event)
         # What the engine has to say to that may not wait for a next step: there may be none.
         more = self._take(self.client.poll_outputs()) if has_finished_some else []
-        return [*touched.values(), *more]
+        return [*touched.values(), *ended, *more]
 
     def _apply(self, state: AnyState, output: EngineOutput) -> bool:
         """True: the engine was told that a sequence has ended."""
@@ -259,22 +260,43 @@ class LLMEngine:
             self.client.finish(output.request_id, "error")
             return True
 
-    def _send_again(self, request_ids: Iterable[str]) -> dict[str, AnyState]:
+    def _send_again(self, request_ids: Iterable[str]) -> list[AnyState]:
         """Sends requests with the data that the engine lacks, once. Returns those that end here."""
-        ended = {}
+        ended: list[AnyState] = []
         for state in [self._states[one] for one in request_ids if one in self._states]:
-            try:
-                if (prepared := self._rendered.pop(state, None)) is None:
-                    raise RequestError("the engine has lost the data of its images or other media, twice.")
-                self._settle(prepared, again=True)
-                self.client.add([prepared.message])
-            except EngineDeadError:
-                raise
-            except Exception as error:
-                with state.lock:
-                    state.end("error", str(error))
-                ended[state.request_id] = state
+            prepared = self._rendered.pop(state, None)
+            if prepared is None:
+                ended += self._fail(state, "the engine has lost the data of its images or other media, twice.")
+            elif self.on_lost is not None:
+                self.on_lost(state, prepared)
+            else:
+                ended += self.send_again(state, prepared, again=True)
         return ended
+
+    def send_again(
+        self, state: AnyState, prepared: PreparedRequest, failure: BaseException | None = None, *, again: bool = False
+    ) -> list[AnyState]:
+        """Sends a request that was rendered again, unless it has ended, or that is to be (`again`). Returns it where it ends here.
+
+        `failure`: why it could not be rendered.
+        """
+        if self._states.get(state.request_id) is not state:
+            return []
+        try:
+            if failure is not None:
+                raise failure
+            self._settle(prepared, again=again)
+            self.client.add([prepared.message])
+            return []
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            return self._fail(state, str(error))
+
+    def _fail(self, state: AnyState, error: str) -> list[AnyState]:
+        with state.lock:
+            state.end("error", error)
+        return self.end(state.request_id)
 
     def _leave_queue(self, request_id: str) -> None:
         if self.queue is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.llm_engine import LLMEngine
+from toolkit_lm.processing.pooling_state import AnyState
 from toolkit_lm.processing.requests import PreparedRequest
 
 from toolkit_lm_async_llm.health import Health, Watchdog
@@ -35,6 +36,7 @@ class EngineThread:
         """Starts the thread. `engine` may be loading still."""
         self.engine = engine
         self.queue = engine.queue = QueueLimits(engine.config.limits)
+        engine.on_lost = self._on_lost
         self.ready: Future[None] = Future()
         """Done when the engine is, or with what kept it from starting. A restart sets another."""
         self.error: BaseException | None = None
@@ -147,12 +149,15 @@ class EngineThread:
                 return
         self.ready.set_result(None)
         while self._take_commands():
-            states = self.engine.advance(_LOOK)
-            found = [(state, self._listeners.get(state.request_id)) for state in states]
-            self._tell([listener for state, listener in found if listener is not None and listener.wants(state.finished)])
-            for state in states:
-                if state.finished:
-                    self._listeners.pop(state.request_id, None)
+            self._tell_of(self.engine.advance(_LOOK))
+
+    def _tell_of(self, states: Sequence[AnyState]) -> None:
+        """Tells callers that there is something new of their requests."""
+        found = [(state, self._listeners.get(state.request_id)) for state in states]
+        self._tell([listener for state, listener in found if listener is not None and listener.wants(state.finished)])
+        for state in states:
+            if state.finished:
+                self._listeners.pop(state.request_id, None)
 
     def _may_restart(self) -> bool:
         config = self.engine.config.engine
@@ -188,6 +193,7 @@ class EngineThread:
         self._listeners.clear()
         if not self.ready.done():
             self.ready.set_exception(self.error or self.why())
+        self.engine.on_lost = None
         self.engine.shutdown()
 
     def _take_commands(self) -> bool:
@@ -213,12 +219,8 @@ class EngineThread:
             if failure is not None:
                 raise failure
             if stale := [one for one in prepared if self.engine.client.features.lacks(one.message)]:
-                # They were rendered for an engine before this one. It takes long: where the caller renders, not in this thread.
-                again = asyncio.to_thread(lambda: list(map(self.engine.processor.render_again, stale)))
-                done = asyncio.run_coroutine_threadsafe(again, listener.loop)
-                done.add_done_callback(
-                    lambda done: done.cancelled() or self.put(lambda: self._submit(prepared, listener, done.exception()))
-                )
+                # They were rendered for an engine before this one.
+                self._render_again(stale, listener, lambda failure: self._submit(prepared, listener, failure))
                 return
             self.queue.check(messages)
             listener.states = self.engine.submit_batch(prepared)
@@ -228,6 +230,23 @@ class EngineThread:
         else:
             for request_id in listener.aborted:
                 self._abort(request_id)
+
+    def _render_again(self, lost: Sequence[PreparedRequest], listener: Listener, then: Callable[[BaseException | None], None]) -> None:
+        """It takes long: where their caller renders, and not in this thread, which does `then` afterwards, with what went wrong."""
+        again = asyncio.to_thread(lambda: list(map(self.engine.processor.render_again, lost)))
+        try:
+            done = asyncio.run_coroutine_threadsafe(again, listener.loop)
+        except RuntimeError as error:
+            # The caller's event loop is closed.
+            again.close()
+            then(error)
+            return
+        done.add_done_callback(lambda done: done.cancelled() or self.put(lambda: then(done.exception())))
+
+    def _on_lost(self, state: AnyState, prepared: PreparedRequest) -> None:
+        """The engine lacks data of a request that it was sent."""
+        if listener := self._listeners.get(state.request_id):
+            self._render_again([prepared], listener, lambda failure: self._tell_of(self.engine.send_again(state, prepared, failure)))
 
     def _abort(self, request_id: str) -> None:
         if listener := self._listeners.get(request_id):
