@@ -87,6 +87,44 @@ def test_what_max_tokens_cuts_is_the_same_streamed_and_never_called_whole(name):
                 assert read(arguments) == value or (called, arguments) == found.calls[-1]
 
 
+@pytest.mark.parametrize("name", [name for name in RECORDED if RECORDED[name].calls and RECORDED[name].whole])
+def test_what_is_cut_of_a_call_is_never_content(name):
+    """Of every beginning of an answer, the content is a beginning of its content; but one character alone may be anything."""
+    one: Recorded = RECORDED[name]
+    for end in range(len(one.text)):
+        for pieces in ([one.text[:end]], list(one.text[:end])):
+            content = parse(one.format, pieces, one.prompt_end, cut=True).content.rstrip()
+            assert one.content.startswith(content) or (content[-1] in "<[" and one.content.startswith(content[:-1].rstrip())), one.text[
+                :end
+            ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("llama3_json", '{"name":', ""),
+        ("llama3_json", ' <|python_tag|> {\n "name" : "get_w', ""),
+        ("llama3_json", '{"type": "function", "na', ""),
+        ("llama3_json", "<|pyth", ""),
+        ("llama3_json", '{"name": "Bo', '{"name": "Bo'),
+        ("llama3_json", '{"name": "Bob"', '{"name": "Bob"'),
+        ("llama3_json", '{"answer": 4', '{"answer": 4'),
+        ("llama3_json", '{"name" x', '{"name" x'),
+        ("pythonic", "[get_wea", ""),
+        ("pythonic", "<|python_start|>[", ""),
+        ("pythonic", "[get_wood", "[get_wood"),
+        ("pythonic", "[1, 2", "[1, 2"),
+        ("hermes", "Hm. <tool_c", "Hm. "),
+        ("hermes", "Hm. <", "Hm. <"),
+        ("mistral", "Hm. [TOOL", "Hm. "),
+    ],
+)
+def test_the_beginning_of_a_first_call_is_told_from_content(name, text, content):
+    assert parse(name, [text], cut=True) == parse(name, list(text), cut=True) == Answer(content, "", (), False)
+    # An answer that the model has ended is none that was cut.
+    assert parse(name, [text]).content == text
+
+
 def test_a_cut_call_has_the_arguments_so_far():
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par'
     assert parse("hermes", [text], cut=True) == Answer("", "", (("get_weather", '{"city": "Par'),), False)

@@ -288,3 +288,15 @@ async def test_a_budget_is_of_the_format_that_the_operator_chose(client_of, scri
     assert engine.params.extra_args["thinking_format"] == "mistral_think"
     await whole(client_of, engine, {**body, "response_format": {"type": "json_object"}, "thinking_format": "seed_think"})
     assert engine.params.extra_args == {"thinking_token_budget": 7, "thinking_format": "seed_think"}
+
+
+@pytest.mark.parametrize("template", ["", HERMES])
+async def test_what_max_tokens_leaves_of_a_required_call_is_no_content(client_of, scripted, template):
+    call = CALL if template else '{"name": "get_weather", "parameters": {"city": "Paris"}}'
+    body = {**BODY, "tool_choice": "required"}
+    for end in (2, 8, 12, 20, 30, len(call) - 1):
+        engine = scripted(call[:end], template=template, reason="length")
+        choice = await whole(client_of, engine, body)
+        assert (choice["finish_reason"], choice["message"]["content"] or "") == ("length", "")
+        streamed, reason, _ = joined((await ask(client_of, engine, {**body, "stream": True})).text.splitlines())
+        assert (plain(streamed), reason) == (plain(choice["message"]), "length")

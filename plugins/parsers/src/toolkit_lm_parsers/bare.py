@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
@@ -37,6 +37,14 @@ class LlamaJsonParser(JsonCalls):
             yield from self.spaces()
         self.give_up("")
         yield from self.rest()
+
+    def begins_call(self, text: str) -> bool:
+        before = ("{", '{"type":"function",')
+        return _begins(
+            text,
+            _PYTHON_TAG,
+            (f'{opening}{first}"name":{json.dumps(name)}' for name in self.functions for first in before for opening in ("", "[")),
+        )
 
 
 class LlamaJsonFormat(AnswerFormat):
@@ -83,6 +91,9 @@ class PythonicParser(JsonCalls):
                 yield from self.spaces()
         self.give_up("")
         yield from self.rest()
+
+    def begins_call(self, text: str) -> bool:
+        return _begins(text, _PYTHON_START, (f"[{name}(" for name in self.functions))
 
     def _call(self) -> Reading[bool]:
         name = yield from self.word(("(",))
@@ -214,3 +225,9 @@ class PythonicFormat(AnswerFormat):
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return PythonicParser(tools)
+
+
+def _begins(text: str, mark: str, calls: Iterable[str]) -> bool:
+    """Whether a text is the beginning of one of some calls, without white space, which a mark may come before."""
+    plain = "".join(text.split())
+    return mark.startswith(plain) or any(call.startswith(plain.removeprefix(mark)) for call in calls)

@@ -109,15 +109,23 @@ class JsonCalls(ScanParser):
 
         A call that the end of the text cuts stays open, and begins where its name is known; else there is nothing to tell of it.
         """
-        if self.named is not None and not self.is_call_open and self.is_cut:
+        if self.is_call_open:
+            if self.is_cut:
+                self.skip()
+            else:
+                self.break_call()
+        elif self.is_cut and self.named is not None:
             self.begin_call(self.named)
-        elif not self.is_call_open and self.is_cut and (mark or self.num_calls):
-            self.release()
-        elif not self.is_call_open:
+            self.skip()
+        elif (self.is_cut and (mark or self.num_calls)) or (self.cut and self.begins_call(self.left)):
+            self.skip()
+        else:
             self.go_back()
             self.say(mark)
-        elif not self.at_end:
-            self.break_call()
+
+    def begins_call(self, text: str) -> bool:
+        """Whether a call to a function of the request may go on so, of a format without marks."""
+        return False
 
     def _is_callable(self, name: str) -> bool:
         return name in self.functions or not self.only_known

@@ -43,6 +43,8 @@ class ScanParser(AnswerParser):
         self.num_calls = 0
         self._is_open = False
         self._has_broken = False
+        self._cut_mark: int | None = None
+        """Where the end of the text may have cut a mark."""
         self._running: Reading[None] | None = None
 
     @abstractmethod
@@ -75,8 +77,8 @@ class ScanParser(AnswerParser):
 
     @property
     def is_cut(self) -> bool:
-        """All was read, and the model did not end it."""
-        return self.cut and self.at_end
+        """All was read but for a mark that is not whole, and the model did not end it."""
+        return self.cut and (self.at_end or self.at == self._cut_mark)
 
     # What is found
 
@@ -135,6 +137,15 @@ class ScanParser(AnswerParser):
         """What was kept is not read again."""
         self._kept = None
 
+    def skip(self) -> None:
+        """Nothing of what is left is read."""
+        self.at, self._kept = len(self.text), None
+
+    @property
+    def left(self) -> str:
+        """The text since `keep`."""
+        return self.text[self.at if self._kept is None else self._kept :]
+
     @property
     def at_end(self) -> bool:
         """There is no more text, and none will come."""
@@ -151,6 +162,8 @@ class ScanParser(AnswerParser):
         while len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]) and not self._ended:
             yield
         if not self.text.startswith(mark, self.at):
+            if self._ended and mark.startswith(self.text[self.at :]):
+                self._cut_mark = self.at
             return False
         self.at += len(mark)
         return True
@@ -175,15 +188,16 @@ class ScanParser(AnswerParser):
     def until(self, marks: Sequence[str], take: Callable[[str], None]) -> Reading[str | None]:
         """Reads up to the first of some marks, and the mark. None: there is none. None of them may begin with another.
 
-        What a cut leaves of a mark after calls is left out.
+        What a cut leaves of a mark is left out, where there are functions to call: one character only after calls, it may be anything.
         """
         longest = max(map(len, marks))
         while True:
             found = [(at, mark) for mark in marks if (at := self.text.find(mark, self.at)) >= 0]
             end, mark = min(found, default=(len(self.text), None))
-            if not self._ended or (self.cut and self.num_calls):
+            if not self._ended or (self.cut and self.functions):
                 # Before it another one may have begun, that goes on in what is to come.
-                for begin in range(max(self.at, len(self.text) - longest + 1), end):
+                last = end if not self._ended or self.num_calls else end - 1
+                for begin in range(max(self.at, len(self.text) - longest + 1), last):
                     if any(one.startswith(self.text[begin:]) for one in marks):
                         end, mark = begin, ""
                         break
