@@ -70,7 +70,7 @@ class Audio:
         except soundfile.LibsndfileError:
             raise RefusedError(f"it is a broken or truncated {self.format}") from None
         if self._stated is not None and count < self._stated:
-            raise RefusedError(f"it is a truncated {self.format}: {count} of {self._stated} samples are there")
+            raise RefusedError(f"it is a truncated {self.format}: {count} of {self._file.frames} samples are there")
         samples = stream.finish()
         if not len(samples):
             raise RefusedError("it has no samples")
@@ -121,6 +121,8 @@ def open_audio(data: bytes, limits: MediaLimits, *, what: str = "audio", param: 
             file = soundfile.SoundFile(io.BytesIO(data))
         except soundfile.LibsndfileError as error:
             told = "".join(one for one in error.error_string if one.isprintable()).strip().rstrip(".")[:_MOST_TOLD]
+            # Of an MP3, libsndfile says that the file may be a pipe.
+            told = "it has no frames of an MP3" if format == "MP3" else told
             raise RefusedError(f"it cannot be read as audio: {told}") from None
         with file:
             if stated_in_file:
