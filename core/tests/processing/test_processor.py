@@ -118,6 +118,7 @@ def test_the_text_is_that_of_the_prompt_that_is_read(params, read):
         ({"prompt_token_ids": [VOCAB]}, {}, "prompt_token_ids"),
         ("\u00e9", {}, "prompt_token_ids"),  # the renderer knows more tokens than the model
         ("a", {"allowed_token_ids": [3, VOCAB]}, "allowed_token_ids"),
+        ("a", {"stop_token_ids": [3, VOCAB]}, "stop_token_ids"),
         ("a", {"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
         ("a", {"bad_words": ["\u00e9"]}, "bad_words"),
         ("a", {"n": 129}, "n"),

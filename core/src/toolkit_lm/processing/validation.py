@@ -115,9 +115,7 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
 
 def check_tokens_of_params(params: SamplingParams, bad_words: Sequence[list[int]], vocab_size: int) -> None:
     """As `check_token_ids`, for the token ids that sampling parameters name."""
-    if params.allowed_token_ids:
-        check_token_ids(params.allowed_token_ids, vocab_size, "allowed_token_ids")
-    if params.logit_bias:
-        check_token_ids(params.logit_bias, vocab_size, "logit_bias")
+    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+        check_token_ids(getattr(params, name) or (), vocab_size, name)
     for word in bad_words:
         check_token_ids(word, vocab_size, "bad_words")
