@@ -21,7 +21,10 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         _add(messages, item, f"input[{index}]")
     if not messages:
         raise RequestError("input is an empty list: give at least one item.", "input")
-    # Reasoning that nothing follows is of an answer that was cut.
+    for message in messages:
+        # Reasoning that nothing follows is of an answer that was cut, and what has no text says nothing: templates read a content.
+        if message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""
     return messages
 
 
@@ -34,8 +37,9 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], where: str) ->
             else:
                 messages.append({"role": item.get("role"), "content": content})
         case "reasoning":
-            # Only what was told: a summary stands in for reasoning that was not.
-            _assistant(messages, reasoning_content=_text(item.get("content") or item.get("summary") or [], where))
+            # Only what was told: a summary stands in for reasoning that was not. What is encrypted elsewhere is lost.
+            if text := _text(item.get("content") or item.get("summary") or [], where):
+                _assistant(messages, reasoning_content=text)
         case "function_call":
             function = {name: _str(item, name, where) for name in ("name", "arguments")}
             _assistant(messages, call={"id": _str(item, "call_id", where), "type": "function", "function": function})
