@@ -56,6 +56,7 @@ OTHERS = {
     *(("GET", path) for path in ("/v1/models", "/v1/models/{model:path}", "/load", "/version", "/metrics", "/tokenizer_info", ONE)),
     *(("GET", path) for path in ("/api/tags", "/api/ps", "/api/version")),
     ("DELETE", ONE),
+    ("POST", f"{ONE}/cancel"),
     ("POST", "/reset_prefix_cache"),
 }
 OPEN = {("GET", "/live"), ("GET", "/health"), ("GET", "/ready"), ("GET", "/ping"), ("POST", "/ping")}

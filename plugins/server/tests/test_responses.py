@@ -167,6 +167,15 @@ def test_items_are_messages():
     ]
 
 
+def test_reasoning_without_a_text_is_no_message():
+    """Clients send back what they got: an item whose reasoning was not told, or is encrypted."""
+    ask, untold = {"role": "user", "content": "hi"}, {"type": "reasoning", "summary": [], "encrypted_content": None}
+    said = {"role": "assistant", "content": "so"}
+    assert messages_of([ask, untold, said, untold, ask]) == [ask, said, ask]
+    cut = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    assert messages_of([ask, cut, ask])[1] == {"role": "assistant", "reasoning_content": "hm", "content": ""}, "templates read a content"
+
+
 def test_tools_are_those_of_a_chat():
     tools = chat_tools([{"type": "function", "name": name, "parameters": {"type": "object"}, "strict": True} for name in "fg"])
     assert tools[0] == {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
@@ -190,6 +199,9 @@ async def test_responses_that_are_kept(engine, client_of, stream):
         # Instructions are those of one response, and do not go on.
         assert engine.renderer.decode(engine.asked[-1][0]["prompt_token_ids"]) == "user:hi;assistant:S;user:so;"
         third = await ask()
+        cancelled = await client.post(f"{PATH}/{third['id']}/cancel")
+        assert (cancelled.status_code, cancelled.json()["error"]["param"]) == (400, "response_id"), "it is made already"
+        assert (await client.post(f"{PATH}/{first['id']}/cancel")).status_code == 404
         gone = await client.get(f"{PATH}/{first['id']}")
         assert (gone.status_code, gone.json()["error"]["code"]) == (404, "response_not_found"), "only the latest are kept"
         assert (await ask(previous_response_id=first["id"]))["error"]["param"] == "previous_response_id"

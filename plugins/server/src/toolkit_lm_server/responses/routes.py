@@ -80,6 +80,13 @@ class Responses:
             raise _unknown(response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 
+    async def cancel(self, response_id: str, request: Request) -> Response:
+        """Refuses: there are no responses in the background."""
+        if self._store.response(response_id, client_of(request)) is None:
+            raise _unknown(response_id, "response_id")
+        message = "Cannot cancel a synchronous response. End the connection while it is made: that aborts it."
+        raise ApiError(400, message, param="response_id")
+
     def _earlier(self, name: str | None, owner: str) -> list[dict[str, Any]]:
         """The conversation that goes on. Raises ApiError."""
         if name is None:
@@ -117,4 +124,6 @@ def add_responses(router: APIRouter, engine: AsyncLLM, chat: Chat, body: type[Re
         one, unknown = f"{_PATH}/{{response_id}}", described(404)
         router.add_api_route(one, responses.get, response_model=None, responses=answers(ResponseObject) | unknown)
         told = answers(DeletedResponse) | unknown
+        refused = described(400, 404)
+        router.add_api_route(f"{one}/cancel", responses.cancel, methods=["POST"], response_model=None, responses=refused)
         router.add_api_route(one, responses.delete, methods=["DELETE"], response_model=None, responses=told)
