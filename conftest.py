@@ -48,15 +48,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint_with(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """checkpoint_with(template, marks): the same with another chat template. `marks`: texts that are tokens of their own."""
 
-    def checkpoint_with(template: str, marks: Sequence[str] = ()) -> Path:
+    def checkpoint_with(template: str, marks: Sequence[str] = (), *, special: bool = False, longest: int = 256) -> Path:
         folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("checkpoint_with") / "checkpoint")
         told = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}))
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
+        tokenizer.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks])
+        tokenizer.add_special_tokens(["<eos>"])
         tokenizer.save(str(folder / "tokenizer.json"))
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "vocab_size": tokenizer.get_vocab_size()}))
+        (folder / "config.json").write_text(
+            json.dumps({**config, "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": longest})
+        )
         return folder
 
     return checkpoint_with

@@ -49,7 +49,7 @@ def test_a_structure_names_each_function(name):
     structure = PARSERS.make(name, "").structure(TOOLS, parallel=True)
     if structure is not None:
         text = json.dumps(structure, ensure_ascii=False)
-        marks = ('\\"', "=", ".", "]", f"sep{BAR}>", '"const": "', f"begin{BAR}>")
+        marks = ('\\"', "=", ".", "]", f"sep{BAR}>", '"const": "', f"begin{BAR}>", "call:")
         assert all(any(f"{mark}{function}" in text for mark in marks) for function in "fg")
 
 

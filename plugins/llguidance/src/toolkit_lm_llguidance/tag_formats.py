@@ -12,6 +12,8 @@ from toolkit_lm.errors import RequestError
 MAX_FORMATS = 4096
 """Formats in each other."""
 MAX_DEPTH = 32
+_PARENTHESES = 4
+"""Levels that are written in parentheses: llguidance takes few, and any number of rules."""
 _TYPES = ("any_text", "const_string", "json_schema", "or", "regex", "sequence", "tag", "tags_with_separator", "triggered_tags")
 
 Split = Callable[[str], list[str | int]]
@@ -53,7 +55,8 @@ class FormatGrammar:
                 elements = [
                     self._format(one, f"{where}.elements[{i}]", depth + 1) for i, one in enumerate(self._list(told, "elements", where))
                 ]
-                return f"({(' ' if kind == 'sequence' else ' | ').join(elements)})"
+                joined = (" " if kind == "sequence" else " | ").join(elements)
+                return self._rule(joined) if depth % _PARENTHESES == _PARENTHESES - 1 else f"({joined})"
             case "tag":
                 return self._tag(told, where, depth)
             case "tags_with_separator":

@@ -7,9 +7,11 @@ from typing import Any
 
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
+from toolkit_lm_parsers.gemma_structure import GemmaArguments
 from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
 from toolkit_lm_parsers.json_scanner import MAX_DEPTH, is_literal
 from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.structures import Structure, calls
 
 _CLOSES = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
 _QUOTES = ("<escape>", '<|"|>')
@@ -121,3 +123,18 @@ class GemmaFormat(AnswerFormat):
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return GemmaParser(tools)
+
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+        if not required:
+            # Special tokens, that may mean something else, are no part of free text.
+            return None
+        opening = next((mark for mark in _CLOSES if mark in self.template), next(iter(_CLOSES)))
+        quote = _QUOTES[[*_CLOSES].index(opening)]
+        return calls(
+            tools,
+            lambda name: f"{opening}call:{name}",
+            _CLOSES[opening],
+            parallel=parallel,
+            separator="",
+            content=lambda schema: GemmaArguments(quote, schema).structure(),
+        )

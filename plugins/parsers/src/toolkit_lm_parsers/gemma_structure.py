@@ -1,0 +1,149 @@
+"""Arguments in Gemma's form, as the `format` of structural tags: {key:value}, with texts between marks of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, json_schema, sequence, tag, text
+
+_MOST_DEPTH = 4
+"""Levels of objects and lists that follow their schema. What is deeper has no values but texts, numbers, true, false and null."""
+_FREE_DEPTH = 2
+"""Levels of what a schema leaves open."""
+_MOST_OPTIONAL = 12
+"""Properties of an object that requires none, in their order: its grammar grows with the square. More may come in any order, and twice."""
+_LITERALS = ("integer", "number", "boolean", "null")
+_TYPES = (*_LITERALS, "string", "array", "object")
+_KEY: Structure = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
+_NO_PROPERTIES: tuple[str, ...] = ("$defs", "definitions")
+
+
+class GemmaArguments:
+    """The arguments of one function.
+
+    Held to are types, properties, their order and which are required, `enum`, `const`, `anyOf`, `oneOf`, references within the schema, the
+    limits of numbers, and whether a list may be empty. What else a schema says is left out.
+    """
+
+    def __init__(self, quote: str, schema: Mapping[str, Any]) -> None:
+        """`quote`: the mark around texts."""
+        self._quote = quote
+        self._definitions = {f"#/{name}/{key}": one for name in _NO_PROPERTIES for key, one in _mapping(schema.get(name)).items()}
+        self._definitions["#"] = schema
+        self._schema = schema
+
+    def structure(self) -> Structure:
+        """With the braces around them."""
+        return self._object(self._schema, 0)
+
+    def _value(self, schema: Any, depth: int) -> Structure:
+        schema = self._resolved(schema)
+        if not isinstance(schema, Mapping):
+            return self._free(_FREE_DEPTH if depth <= _MOST_DEPTH else 0)
+        if "const" in schema:
+            return self._written(schema["const"])
+        if isinstance(values := schema.get("enum"), list) and values:
+            return choice(*map(self._written, values))
+        for name in ("anyOf", "oneOf"):
+            if isinstance(options := schema.get(name), list) and options:
+                return choice(*(self._value(one, depth + 1) for one in options))
+        kinds = schema.get("type")
+        known = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind in _TYPES]
+        if not known:
+            known = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
+        if not known or (depth > _MOST_DEPTH and not {"object", "array"}.isdisjoint(known)):
+            return self._free(_FREE_DEPTH if depth <= _MOST_DEPTH else 0)
+        return choice(*(self._of_type(kind, schema, depth) for kind in known))
+
+    def _of_type(self, kind: str, schema: Mapping[str, Any], depth: int) -> Structure:
+        match kind:
+            case "string":
+                return self._string(schema)
+            case "object":
+                return self._object(schema, depth)
+            case "array":
+                return self._array(self._value(schema.get("items"), depth + 1), is_empty=not schema.get("minItems"))
+            case _:
+                limits = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+                return json_schema({"type": kind, **{name: schema[name] for name in limits if name in schema}})
+
+    def _string(self, schema: Mapping[str, Any]) -> Structure:
+        if isinstance(pattern := schema.get("pattern"), str) and pattern.startswith("^") and pattern.endswith("$"):
+            return sequence(text(self._quote), {"type": "regex", "pattern": pattern[1:-1]}, text(self._quote))
+        return tag(self._quote, ANY_TEXT, self._quote)
+
+    def _object(self, schema: Mapping[str, Any], depth: int) -> Structure:
+        properties = _mapping(schema.get("properties"))
+        if not properties:
+            is_empty = "properties" in schema or (depth == 0 and schema.get("additionalProperties") is False)
+            return text("{}") if is_empty else self._free_object(depth)
+        required = [name for name in schema.get("required") or () if name in properties] if isinstance(schema.get("required"), list) else []
+        items = [(f"{self._key(name)}:", self._value(one, depth + 1), name in required) for name, one in properties.items()]
+        first = [(key, value) for key, value, is_required in items if is_required]
+        later = [(key, value) for key, value, is_required in items if not is_required]
+        rest = [choice(sequence(text(f",{key}"), value), text("")) for key, value in later]
+        if first:
+            parts = [part for place, (key, value) in enumerate(first) for part in (text(f"{',' if place else '{'}{key}"), value)]
+            return sequence(*parts, *rest, text("}"))
+        if len(later) > _MOST_OPTIONAL:
+            return sequence(text("{"), _separated(*(tag(key, value, "") for key, value in later), at_least_one=False), text("}"))
+        beginnings = [sequence(text(key), value, *rest[place + 1 :]) for place, (key, value) in enumerate(later)]
+        return sequence(text("{"), choice(*beginnings, text("")), text("}"))
+
+    def _array(self, item: Structure, *, is_empty: bool) -> Structure:
+        return sequence(text("["), _separated(tag("", item, ""), at_least_one=not is_empty), text("]"))
+
+    def _free(self, depth: int) -> Structure:
+        """Any value."""
+        plain = [self._string({}), *(json_schema({"type": kind}) for kind in ("number", "boolean", "null"))]
+        if not depth:
+            return choice(*plain)
+        inner = self._free(depth - 1)
+        return choice(*plain, self._array(inner, is_empty=True), self._pairs(inner))
+
+    def _free_object(self, depth: int) -> Structure:
+        return self._pairs(self._free(_FREE_DEPTH - 1 if depth <= _MOST_DEPTH else 0))
+
+    def _pairs(self, value: Structure) -> Structure:
+        return sequence(text("{"), _separated(tag("", sequence(_KEY, text(":"), value), ""), at_least_one=False), text("}"))
+
+    def _written(self, value: Any) -> Structure:
+        """A value of its own."""
+        return text(self._literal(value))
+
+    def _literal(self, value: Any) -> str:
+        match value:
+            case str():
+                return f"{self._quote}{value}{self._quote}"
+            case dict():
+                return "{" + ",".join(f"{self._key(name)}:{self._literal(one)}" for name, one in value.items()) + "}"
+            case list():
+                return f"[{','.join(map(self._literal, value))}]"
+            case _:
+                return json.dumps(value)
+
+    def _key(self, name: str) -> str:
+        return name if name.replace("_", "a").replace("-", "a").isalnum() else f"{self._quote}{name}{self._quote}"
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a reference within the schema means; one that leads nowhere leaves the value open."""
+        for _ in range(_MOST_DEPTH):
+            if not isinstance(schema, Mapping):
+                return None
+            if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
+                schema = parts[0]
+            elif "$ref" in schema:
+                schema = self._definitions.get(str(schema["$ref"]))
+            else:
+                return schema
+        return None
+
+
+def _separated(*tags: Structure, at_least_one: bool) -> Structure:
+    return {"type": "tags_with_separator", "tags": [*tags], "separator": ",", "at_least_one": at_least_one, "stop_after_first": False}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,134 @@
+"""Calls that must come in Gemma's form follow their schema, whatever a model would rather write."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.errors import RequestError
+from toolkit_lm.plugin import Plugins
+
+MARKS = {
+    "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
+}
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0, "maximum": 99}, "tags": {"$ref": "#/$defs/tags"}},
+    "required": ["age", "name"],
+    "additionalProperties": False,
+}
+SCHEMAS = {
+    "none": None,
+    "empty": {"type": "object", "properties": {}},
+    "required": {**PERSON, "$defs": {"tags": {"type": "array", "items": {"enum": ["a", "b", 1, None]}}}},
+    "optional": {
+        "type": "object",
+        "properties": {name: {"type": kind} for name, kind in (("a", "boolean"), ("b", "null"), ("c", "number"))},
+        "additionalProperties": False,
+    },
+    "nested": {
+        "type": "object",
+        "properties": {
+            "people": {
+                "type": "array",
+                "minItems": 1,
+                "items": {**PERSON, "properties": {"age": {"type": "integer"}, "name": {"const": "x"}}},
+            },
+            "size": {"anyOf": [{"type": "integer"}, {"enum": ["big", "small"]}]},
+            "odd key: 1": {"type": ["boolean", "null"]},
+            "code": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{1,3}$"},
+        },
+        "required": ["people", "size", "odd key: 1", "code"],
+        "additionalProperties": False,
+    },
+    "recursive": {
+        "type": "object",
+        "properties": {"left": {"$ref": "#"}, "value": {"type": "integer"}},
+        "required": ["value"],
+        "additionalProperties": False,
+    },
+}
+FREE = {"type": "object", "properties": {"any": {}, "object": {"type": "object"}}, "required": ["any", "object"]}
+
+
+def tool(name, schema):
+    function = {"name": name} if schema is None else {"name": name, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+@pytest.fixture(scope="module", params=MARKS)
+def model(request, checkpoint_with):
+    """An engine, and the format of its template."""
+    opening, closing, quote = marks = MARKS[request.param]
+    template = f"{{# {opening} {closing} {quote} #}}{{% for m in messages %}}{{{{ m['content'] }}}}{{% endfor %}}"
+    folder = checkpoint_with(template, marks, special=True, longest=1024)
+    with LLM(str(folder), load_format="dummy", dtype="float32", max_num_seqs=16) as llm:
+        yield llm, Plugins.load().parsers.make("gemma", template), marks
+
+
+def drawn(model, tools, *, parallel=False, n=6, more=()):
+    """The calls of several answers, each as its name and arguments."""
+    llm, form, (_, closing, quote) = model
+    structure = form.structure(tools, parallel=parallel)
+    asked = {"structural_tag": {"type": "structural_tag", "format": structure}}
+    renderer = llm.engine.renderer
+    # What brings a random model to an end of its texts, lists and answers.
+    ends = [renderer.render_prompt(text, add_special_tokens=False).token_ids[-1] for text in (quote, "]", "}", closing)]
+    bias = dict.fromkeys([*ends, *renderer.eos_token_ids, *more], 4.0)
+    params = SamplingParams(n=n, max_tokens=900, seed=1, structured_outputs=asked, logit_bias=bias, skip_special_tokens=False)
+    [output] = llm.chat([{"role": "user", "content": "x"}], params, use_tqdm=False)
+    assert output.error is None
+    found = []
+    for one in output.outputs:
+        assert one.finish_reason == "stop", one.text
+        parser = form.parser("", tools)
+        deltas = [parser.push(one.text), parser.finish(cut=False)]
+        assert parser.calls_tools and not "".join(delta.content for delta in deltas), one.text
+        calls = {}
+        for call in (call for delta in deltas for call in delta.tool_calls):
+            name, arguments = calls.get(call.index, (call.name, ""))
+            calls[call.index] = (name, arguments + call.arguments)
+        found.append([(name, json.loads(arguments)) for name, arguments in calls.values()])
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_arguments_follow_the_schema(model, name):
+    for [(called, arguments)] in drawn(model, [tool("get-it", SCHEMAS[name])]):
+        assert called == "get-it"
+        jsonschema.validate(arguments, SCHEMAS[name] or {"maxProperties": 0})
+
+
+def test_what_a_schema_leaves_open_is_any_value(model):
+    for [(_, arguments)] in drawn(model, [tool("f", FREE)]):
+        jsonschema.validate(arguments, FREE)
+
+
+def test_one_of_several_is_called_and_several_where_they_may_be(model):
+    tools = [tool("f", SCHEMAS["empty"]), tool("g", SCHEMAS["empty"])]
+    assert {len(calls) for calls in drawn(model, tools, n=12)} == {1}
+    again = model[0].engine.renderer.render_prompt(model[2][0], add_special_tokens=False).token_ids
+    found = drawn(model, tools, parallel=True, n=12, more=again)
+    assert {name for calls in found for name, _ in calls} == {"f", "g"} and max(map(len, found)) > 1
+
+
+@pytest.mark.parametrize(
+    "schema", [{"properties": 3}, {"properties": {"a": 5, "b": {"enum": []}, "c": {"type": "odd"}, "d": {"$ref": "#/no"}}}]
+)
+def test_a_schema_that_is_none_is_no_error(model, schema):
+    assert drawn(model, [tool("f", {"type": "object", **schema})], n=1)
+
+
+def test_a_large_schema_is_a_grammar_or_an_error(model):
+    wide = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(60)}}
+    assert drawn(model, [tool("f", wide)], n=1)
+    deep = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for _ in range(40):
+        deep = {"type": "object", "properties": {"a": deep, "b": deep}}
+    try:
+        drawn(model, [tool("f", deep)], n=1)
+    except RequestError as error:
+        assert "formats" in str(error) or "characters" in str(error)
