@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import PluginsConfig
+from toolkit_lm.engine import EngineState
 from toolkit_lm.errors import QueueFullError
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.plugin import Plugins
@@ -131,6 +132,42 @@ async def test_load(client, metrics):
     }
     found = await figures(client)
     assert {name: found[name] for name in expected} == expected
+
+
+async def test_figures_of_several_engines_say_of_which_they_are(client, engine, metrics):
+    engine.engines = [EngineState("ready", "", os.getpid(), 1, 40), EngineState("restarting", "importing", os.getpid())]
+    load = {"num_used_blocks": 5, "num_total_blocks": 10}
+    for number in (0, 1):
+        metrics.toolkit_event(RequestEvent(kind="first_token", time=12.0, engine=number, **REQUEST))
+        metrics.toolkit_event(StepEvent(time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5 + number, engine=number))
+        metrics.toolkit_event(LoadEvent(time=14.0, num_running=3 + number, num_waiting=2, engine=number, **load))
+    assert (metrics.load.num_running, metrics.load.num_total_blocks) == (7, 20)
+    found = await figures(client)
+    for number in (0, 1):
+        its = {name.partition("{")[0]: value for name, value in found.items() if f'engine="{number}"' in name}
+        expected = {"num_sequences_running": 3 + number, "kv_cache_usage_ratio": 0.5, "generation_tokens_total": 5 + number}
+        expected |= {"prompt_tokens_total": 7, "engine_ready": 1 - number, "engine_tokens_in_flight": 40 - 40 * number}
+        assert expected.items() <= its.items()
+        assert its["engine_process_resident_memory_bytes"] > 0
+    # What no engine has alone.
+    assert found["time_to_first_token_seconds_count"] == 2
+
+
+def test_the_time_between_the_tokens_of_each_engine(metrics):
+    """Another's step does not come between."""
+    for time in (1.0, 2.0, 3.0):
+        for number in (0, 1):
+            at = time + 0.5 * number
+            metrics.toolkit_event(
+                StepEvent(time=at, duration=0.5, num_tokens=1, num_output_tokens=1, num_output_sequences=1, engine=number)
+            )
+            if time == 1.0:
+                metrics.toolkit_event(RequestEvent(kind="first_token", time=at, engine=number, **REQUEST))
+            metrics.toolkit_event(LoadEvent(time=at, num_running=1, num_waiting=0, num_used_blocks=1, num_total_blocks=9, engine=number))
+    found = parsed(metrics.text().decode())
+    name = "inter_token_latency_seconds"
+    [count, total] = [value for one, value in found.items() if one.startswith((f"{name}_count", f"{name}_sum"))]
+    assert (count, total) == (4, 4.0)
 
 
 async def test_refusals_and_the_engines_status(client, engine):

@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 from fastapi import FastAPI
+from toolkit_lm.engine import EngineState
 from toolkit_lm.errors import QueueFullError
 from toolkit_lm_server.app import create_app, create_early_app, create_router
 from toolkit_lm_server.metrics import Metrics
@@ -51,6 +52,17 @@ async def test_a_ready_engine(client):
     for path in ("/live", "/health", "/ready"):
         response = await client.get(path)
         assert (response.status_code, response.json()) == (200, {"status": "ready"})
+
+
+async def test_several_engines_are_told_each(client, engine):
+    engine.engines = [EngineState("ready", "", 7, 2, 40, 1), EngineState("dead", "it was killed")]
+    expected = [
+        {"engine": 0, "status": "ready", "requests_in_flight": 2, "tokens_in_flight": 40, "restarts": 1},
+        {"engine": 1, "status": "dead", "reason": "it was killed", "requests_in_flight": 0, "tokens_in_flight": 0, "restarts": 0},
+    ]
+    for path in ("/live", "/health", "/ready"):
+        response = await client.get(path)
+        assert (response.status_code, response.json()) == (200, {"status": "ready", "engines": expected})
 
 
 async def test_health_needs_no_key(engine, client_of):

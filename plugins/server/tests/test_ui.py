@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 
 import pytest
+from toolkit_lm.engine import EngineState
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
 from toolkit_lm_server.app import create_app, create_early_app
 from toolkit_lm_server.metrics import Metrics
@@ -196,6 +197,20 @@ async def test_numbers_move(engine, metrics):
             pass
         view = await onlooker.next("view")
         assert (view["num_steps"], view["load"]["waiting"]) == (0, 0)
+
+
+async def test_several_engines_are_shown_each(engine, metrics):
+    engine.engines = [EngineState("ready", "", 7, 2, 40, 1), EngineState("dead", "it was killed")]
+    async with looking(app_of(engine, metrics)) as onlooker:
+        await onlooker.next("view")
+        for number in (0, 1):
+            load = {"num_used_blocks": 3, "num_total_blocks": 9, "engine": number}
+            metrics.toolkit_event(LoadEvent(time=time.monotonic(), num_running=number + 1, num_waiting=0, **load))
+        while (view := await onlooker.next("view"))["load"] is None:
+            pass
+        assert (view["load"]["running"], view["load"]["total"]) == (3, 18)
+        shown = [(one["status"], one["tokens_in_flight"], one["load"]["running"]) for one in view["engines"]]
+        assert shown == [("ready", 40, 1), ("dead", 0, 2)]
 
 
 async def test_events_are_taken_in_only_while_somebody_looks(engine, metrics):

@@ -398,9 +398,20 @@ class AnyAnswer(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class EngineStatus(BaseModel):
+    engine: int
+    status: str
+    reason: str = ""
+    requests_in_flight: int
+    tokens_in_flight: int
+    restarts: int
+
+
 class Status(BaseModel):
     status: str
     reason: str = ""
+    engines: list[EngineStatus] | None = None
+    """Of several, each."""
 
 
 NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Status, "description": "It is not so, with the status and its reason."}}

@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 from toolkit_lm_server.options import MetricNames
 
 _PREFIX = "toolkit_lm_"
+ENGINE = "engine"
+"""The label of figures of one engine: its number."""
 
 
 class VllmName(NamedTuple):
@@ -59,7 +61,8 @@ _BY_REASON = "vllm:num_requests_waiting_by_reason"
 class _Named(Collector):
     """A registry's metrics under other names, those of the engine with labels that say which it is."""
 
-    def __init__(self, registry: CollectorRegistry, names: MetricNames, model_name: str) -> None:
+    def __init__(self, registry: CollectorRegistry, names: MetricNames, model_name: str, several: bool) -> None:
+        self._several = several
         self._registry = registry
         self._names = names
         self._model_name = model_name
@@ -68,19 +71,26 @@ class _Named(Collector):
         for family in self._registry.collect():
             short = family.name.removeprefix(_PREFIX)
             if short == family.name or short.startswith("engine_process_"):
-                yield _renamed(family, family.name, {}, {})
+                yield self._of_one(_renamed(family, family.name, {}, {}))
             elif self._names == "vllm" and (other := VLLM_NAMES.get(short)) is not None:
-                labels = {"engine": "0", "model_name": self._model_name}
+                labels = {ENGINE: "0", "model_name": self._model_name}
                 yield _renamed(family, f"vllm:{other.name}", labels, other.labels)
                 if other.name == "num_requests_waiting":
                     yield _renamed(family, _BY_REASON, labels | {"reason": "capacity"}, {})
             else:
-                yield _renamed(family, family.name, {"model_name": self._model_name}, {})
+                yield self._of_one(_renamed(family, family.name, {"model_name": self._model_name}, {}))
+
+    def _of_one(self, family: Metric) -> Metric:
+        """Without the label of the engine, where there is but one."""
+        if not self._several:
+            for sample in family.samples:
+                sample.labels.pop(ENGINE, None)
+        return family
 
 
-def named(registry: CollectorRegistry, names: MetricNames, model_name: str) -> Collector:
-    """What there is in a registry, as it is told."""
-    return _Named(registry, names, model_name)
+def named(registry: CollectorRegistry, names: MetricNames, model_name: str, *, several: bool = False) -> Collector:
+    """What there is in a registry, as it is told. `several`: engines, so that figures say of which they are."""
+    return _Named(registry, names, model_name, several)
 
 
 def _renamed(family: Metric, name: str, labels: dict[str, str], others: Mapping[str, str]) -> Metric:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter as Tally, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import HistogramMetricFamily, Metric
@@ -15,7 +16,7 @@ from prometheus_client.registry import Collector
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 from toolkit_lm.plugin import hookimpl
 
-from toolkit_lm_server.metric_names import named
+from toolkit_lm_server.metric_names import ENGINE, named
 from toolkit_lm_server.options import MetricNames
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTHS = (*_TOKENS, 32768, 65536, 131072, 262144)
 _FEW = (1, 2, 5, 10, 20)
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+Kind = TypeVar("Kind", Counter, Gauge)
 
 _STATUSES = ("starting", "ready", "stalled", "restarting", "dead", "closed")
 
@@ -51,6 +54,43 @@ class Totals:
     prompt: int = 0
     cached: int = 0
     output: int = 0
+
+
+@dataclass(slots=True)
+class LastStep:
+    """The last step of an engine that gave tokens."""
+
+    end: float = 0.0
+    gap: float = 0.0
+    """Seconds to its tokens from those before them."""
+    num_later: int = 0
+    """How many of its tokens were no sequence's first."""
+
+
+def total_load(loads: Iterable[LoadEvent]) -> LoadEvent | None:
+    """Of several engines together; None of none."""
+    found = list(loads)
+    if len(found) < 2:
+        return found[0] if found else None
+    counts = [name for name in LoadEvent.__struct_fields__ if name.startswith("num_")]
+    return LoadEvent(time=max(one.time for one in found), **{name: sum(getattr(one, name) for one in found) for name in counts})
+
+
+class EngineProcesses(Collector):
+    """What the system says of engine processes: memory, CPU time, open files."""
+
+    def __init__(self, pids: Callable[[], Sequence[int | None]]) -> None:
+        """`pids`: by engine; None: it has no process."""
+        self._pids = pids
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for number, pid in enumerate(self._pids()):
+            # It reads what it is given at once; 0 is no process.
+            for family in ProcessCollector("toolkit_lm_engine", pid=partial(int, pid or 0), registry=None).collect():
+                its = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                its.samples += [one._replace(labels={**one.labels, ENGINE: str(number)}) for one in family.samples]
+        yield from families.values()
 
 
 class Intervals(Collector):
@@ -85,30 +125,38 @@ class Metrics:
         """`model_name`: the label of all figures of the engine. `names`: whose names they have."""
         self.model_name = model_name
         self.totals = Totals()
-        self.load: LoadEvent | None = None
-        """The latest."""
+        self.loads: dict[int, LoadEvent] = {}
+        """The latest of each engine."""
         self.tap: Callable[[Event], object] | None = None
         """Called with each event, in the thread that it comes in. It must not fail."""
         self._names = names
-        self._step_end = 0.0
-        self._gap, self._num_later = 0.0, 0
-        """Seconds to the last step's tokens from those before them, and how many there are that were no sequence's first."""
-        self._engine_pid: int | None = None
+        self._steps: defaultdict[int, LastStep] = defaultdict(LastStep)
+        """By engine."""
+        self._engine_pids: list[int | None] = [None]
+        """By engine."""
         self._preempted: Tally[str] = Tally()
         """By request under way, how often it was preempted."""
         self.registry = CollectorRegistry()
-        self._running = self._gauge("num_sequences_running", "Sequences of the requests that have a place in the batch.")
-        self._waiting = self._gauge("num_requests_waiting", "Requests that wait for a place in the batch.")
-        self._cache_usage = self._gauge("kv_cache_usage_ratio", "Used part of the KV cache blocks, 0 to 1.")
-        self._host_usage = self._gauge("kv_cache_host_usage_ratio", "Used part of the host blocks that requests are swapped to, 0 to 1.")
+        its = self._of_engine
+        self._running = its(Gauge, "num_sequences_running", "Sequences of the requests that have a place in the batch.")
+        self._waiting = its(Gauge, "num_requests_waiting", "Requests that wait for a place in the batch.")
+        self._cache_usage = its(Gauge, "kv_cache_usage_ratio", "Used part of the KV cache blocks, 0 to 1.")
+        self._host_usage = its(Gauge, "kv_cache_host_usage_ratio", "Used part of the host blocks that requests are swapped to, 0 to 1.")
         self._queued_tokens = self._gauge("num_prompt_tokens_waiting", "Prompt tokens of the requests that wait.")
         self._restarts = self._gauge("engine_restarts", "How many times a dead engine process was started anew.")
         self._status = Gauge("toolkit_lm_engine_status", "1 for the engine's status, 0 for others.", ["status"], registry=self.registry)
-        self._preemptions = self._counter("preemptions", "Requests that lost their place in the batch for want of blocks.")
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that got a first token, or were pooled.")
-        self._queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
-        self._hits = self._counter("prefix_cache_hits", "Of these, tokens whose keys and values were in the cache.")
-        self._generation_tokens = self._counter("generation_tokens", "Output tokens, as they come.")
+        self._ready = Gauge("toolkit_lm_engine_ready", "Of several engines: 1 for one that serves.", ["engine"], registry=self.registry)
+        self._in_flight = Gauge(
+            "toolkit_lm_engine_tokens_in_flight",
+            "Of several engines: tokens of prompts and outputs of the requests that one has.",
+            ["engine"],
+            registry=self.registry,
+        )
+        self._preemptions = its(Counter, "preemptions", "Requests that lost their place in the batch for want of blocks.")
+        self._prompt_tokens = its(Counter, "prompt_tokens", "Prompt tokens of the requests that got a first token, or were pooled.")
+        self._queries = its(Counter, "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+        self._hits = its(Counter, "prefix_cache_hits", "Of these, tokens whose keys and values were in the cache.")
+        self._generation_tokens = its(Counter, "generation_tokens", "Output tokens, as they come.")
         self._finished = Counter(
             "toolkit_lm_requests_finished",
             "Ended requests of the engine, by reason: each input of an HTTP request is one.",
@@ -155,7 +203,7 @@ class Metrics:
             registry=self.registry,
         )
         ProcessCollector(registry=self.registry)
-        ProcessCollector("toolkit_lm_engine", pid=lambda: self._engine_pid or 0, registry=self.registry)
+        self.registry.register(EngineProcesses(lambda: self._engine_pids))
 
     @hookimpl
     def toolkit_event(self, event: Event) -> None:
@@ -168,14 +216,20 @@ class Metrics:
                 self._step(event)
             case LoadEvent():
                 # It comes last, after the first tokens.
-                if self._num_later > 0:
-                    self._between.observe(self._gap, self._num_later)
-                    self._num_later = 0
-                self.load = event
-                self._running.set(event.num_running)
-                self._waiting.set(event.num_waiting)
-                self._cache_usage.set(event.num_used_blocks / max(event.num_total_blocks, 1))
-                self._host_usage.set(event.num_used_host_blocks / max(event.num_total_host_blocks, 1))
+                last, engine = self._steps[event.engine], str(event.engine)
+                if last.num_later > 0:
+                    self._between.observe(last.gap, last.num_later)
+                    last.num_later = 0
+                self.loads[event.engine] = event
+                self._running.labels(engine).set(event.num_running)
+                self._waiting.labels(engine).set(event.num_waiting)
+                self._cache_usage.labels(engine).set(event.num_used_blocks / max(event.num_total_blocks, 1))
+                self._host_usage.labels(engine).set(event.num_used_host_blocks / max(event.num_total_host_blocks, 1))
+
+    @property
+    def load(self) -> LoadEvent | None:
+        """The latest, of all engines together; None before the first step."""
+        return total_load(self.loads.copy().values())
 
     def refused(self, status: int) -> None:
         """A request was answered with `status`; it counts where the server, not the request, is the reason."""
@@ -198,7 +252,11 @@ class Metrics:
         """Takes in what no event tells."""
         self.model_name = getattr(engine, "served_model_name", self.model_name)
         client = getattr(getattr(engine, "engine", None), "client", None)
-        self._engine_pid = getattr(getattr(client, "process", None), "pid", None)
+        engines = getattr(engine, "engines", ())
+        self._engine_pids = [one.pid for one in engines] or [getattr(getattr(client, "process", None), "pid", None)]
+        for number, one in enumerate(engines):
+            self._ready.labels(str(number)).set(one.status == "ready")
+            self._in_flight.labels(str(number)).set(one.num_tokens)
         status = engine.health().status
         for one in _STATUSES:
             self._status.labels(one).set(one == status)
@@ -216,18 +274,19 @@ class Metrics:
 
     def text(self) -> bytes:
         """The figures in Prometheus' text format."""
-        return generate_latest(named(self.registry, self._names, self.model_name))
+        return generate_latest(named(self.registry, self._names, self.model_name, several=len(self._engine_pids) > 1))
 
     def _step(self, event: StepEvent) -> None:
         self._step_time.observe(event.duration)
         self._step_tokens.observe(event.num_tokens)
-        self._generation_tokens.inc(event.num_output_tokens)
+        self._generation_tokens.labels(str(event.engine)).inc(event.num_output_tokens)
         self.totals.output += event.num_output_tokens
-        self._step_end, before = event.time, self._step_end
+        last = self._steps[event.engine]
+        last.end, before = event.time, last.end
         if event.num_output_tokens:
             # A sequence that runs gets tokens in each step, several where drafts are accepted.
-            self._gap = (event.time - before) * event.num_output_sequences / event.num_output_tokens
-            self._num_later = event.num_output_tokens
+            last.gap = (event.time - before) * event.num_output_sequences / event.num_output_tokens
+            last.num_later = event.num_output_tokens
 
     def _request(self, event: RequestEvent) -> None:
         since_arrival = event.time - event.arrival_time
@@ -235,10 +294,10 @@ class Metrics:
             case "scheduled":
                 self._queue_time.observe(since_arrival)
             case "preempted":
-                self._preemptions.inc()
+                self._preemptions.labels(str(event.engine)).inc()
                 self._preempted[event.request_id] += 1
             case "first_token":
-                self._num_later -= event.num_sequences
+                self._steps[event.engine].num_later -= event.num_sequences
                 self._first_token.observe(since_arrival)
                 self._prompt(event)
             case "aborted":
@@ -270,17 +329,21 @@ class Metrics:
             self._per_token.observe(decode / (each - 1))
 
     def _prompt(self, event: RequestEvent) -> None:
-        self._prompt_tokens.inc(event.num_prompt_tokens)
-        self._queries.inc(event.num_prompt_tokens)
-        self._hits.inc(event.num_cached_tokens)
+        engine = str(event.engine)
+        self._prompt_tokens.labels(engine).inc(event.num_prompt_tokens)
+        self._queries.labels(engine).inc(event.num_prompt_tokens)
+        self._hits.labels(engine).inc(event.num_cached_tokens)
         self.totals.prompt += event.num_prompt_tokens
         self.totals.cached += event.num_cached_tokens
 
     def _gauge(self, name: str, help: str) -> Gauge:
         return Gauge(f"toolkit_lm_{name}", help, registry=self.registry)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(f"toolkit_lm_{name}", help, registry=self.registry)
+    def _of_engine(self, kind: type[Kind], name: str, help: str) -> Kind:
+        """With a label that says which engine. The first is told from the start."""
+        made = kind(f"toolkit_lm_{name}", help, [ENGINE], registry=self.registry)
+        made.labels("0")
+        return made
 
     def _seconds(self, name: str, help: str) -> Histogram:
         return Histogram(f"toolkit_lm_{name}", f"Seconds: {help}", buckets=_LATENCY, registry=self.registry)

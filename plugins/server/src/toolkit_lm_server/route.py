@@ -7,7 +7,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, NoReturn, TypeVar
@@ -21,6 +21,7 @@ from pydantic import BaseModel
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
+from toolkit_lm.engine import EngineState
 
 from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_error, described, printable
 from toolkit_lm_server.keys import Keys
@@ -70,15 +71,21 @@ class Readiness:
     async def live(self) -> Response:
         """200 while the engine starts or makes progress; 503 with the reason when it has stalled or died."""
         health = self.engine.health()
-        return JSONResponse(_body(health.status, health.reason), 200 if health.status in _ALIVE else 503)
+        return JSONResponse(self._body(health.status, health.reason), 200 if health.status in _ALIVE else 503)
 
     async def health(self) -> Response:
         """200 while requests are served, else 503 with the reason."""
         health = self.engine.health()
         if health.status == "ready" and not self.draining:
-            return JSONResponse(_body("ready", ""))
+            return JSONResponse(self._body("ready", ""))
         status = "draining" if self.draining else health.status
-        return JSONResponse(_body(status, health.reason), 503, {"Retry-After": str(RETRY_AFTER)})
+        return JSONResponse(self._body(status, health.reason), 503, {"Retry-After": str(RETRY_AFTER)})
+
+    def _body(self, status: str, reason: str) -> dict[str, Any]:
+        body: dict[str, Any] = {"status": status, "reason": reason} if reason else {"status": status}
+        if engines := engine_states(self.engine):
+            body["engines"] = engines
+        return body
 
     def check(self) -> None:
         """Raises ApiError (503) unless requests are served."""
@@ -94,8 +101,20 @@ class Readiness:
             )
 
 
-def _body(status: str, reason: str) -> dict[str, Any]:
-    return {"status": status, "reason": reason} if reason else {"status": status}
+def engine_states(engine: Watched) -> list[dict[str, Any]]:
+    """Of several engines, each; nothing of one."""
+    states: Sequence[EngineState] = getattr(engine, "engines", ())
+    return [
+        {
+            "engine": number,
+            "status": one.status,
+            **({"reason": one.reason} if one.reason else {}),
+            "requests_in_flight": one.num_requests,
+            "tokens_in_flight": one.num_tokens,
+            "restarts": one.num_restarts,
+        }
+        for number, one in enumerate(states)
+    ]
 
 
 class JsonRequest(Request):

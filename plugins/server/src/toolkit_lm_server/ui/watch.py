@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from toolkit_lm.events import Event, LoadEvent, RequestEvent, StepEvent
 
-from toolkit_lm_server.metrics import Metrics, Watched
+from toolkit_lm_server.metrics import Metrics, Watched, total_load
+from toolkit_lm_server.route import engine_states
 
 PERIOD = 0.4
 """Seconds from one view to the next."""
@@ -75,7 +76,7 @@ class Watch:
         return self._view
 
     def _made(self, engine: Watched, now: float, seconds: float) -> dict[str, Any]:
-        if engine.num_restarts != self._num_restarts:
+        if engine.num_restarts != self._num_restarts and not getattr(engine, "engines", ()):
             # They have ended with the engine, and no event says so.
             self._requests.clear()
             self._num_restarts = engine.num_restarts
@@ -92,6 +93,7 @@ class Watch:
             "restarts": engine.num_restarts,
             "queued_tokens": engine.num_queued_tokens,
             "load": _load(load),
+            "engines": [{**one, "load": _load(self._metrics.loads.get(one["engine"]))} for one in engine_states(engine)],
             "num_steps": len(steps),
             "num_tokens": sum(step.num_tokens for step in steps),
             "num_output_tokens": sum(step.num_output_tokens for step in steps),
@@ -104,16 +106,17 @@ class Watch:
     def _take_in(self) -> tuple[list[StepEvent], LoadEvent | None]:
         """The steps since the last call, and the load when most was to do; requests are noted."""
         steps: list[StepEvent] = []
-        loads: list[LoadEvent] = []
+        loads: defaultdict[int, list[LoadEvent]] = defaultdict(list)
         for _ in range(len(self._events)):
             match event := self._events.popleft():
                 case StepEvent():
                     steps.append(event)
                 case LoadEvent():
-                    loads.append(event)
+                    loads[event.engine].append(event)
                 case RequestEvent() if self._shows_requests:
                     self._note(event)
-        return steps, max(loads, key=lambda one: one.num_running + one.num_waiting, default=self._metrics.load)
+        most = {engine: max(its, key=lambda one: one.num_running + one.num_waiting) for engine, its in loads.items()}
+        return steps, total_load((self._metrics.loads | most).values())
 
     def _note(self, event: RequestEvent) -> None:
         if event.kind in ("finished", "aborted"):

@@ -93,7 +93,21 @@ export function draw() {
   const last = steps.slice(-20).map((one) => one[0]);
   legend("step-legend", ["", "mean", last.length ? duration(last.reduce((a, b) => a + b) / last.length / 1000) : "–"], ["second", "with prompts", ""]);
   drawHistograms();
+  drawEngines();
   drawRequests();
+}
+
+/** Of several engines, a row each. */
+function drawEngines() {
+  const { engines } = view;
+  $("engines-panel").hidden = !engines.length;
+  const rows = engines.map((one) => {
+    const state = element("span", { class: `state ${one.status === "ready" ? "running" : "waiting"}`, title: one.reason ?? "" }, one.status);
+    const its = one.load ? [count(one.load.running), count(one.load.waiting), percent(one.load.used, one.load.total)] : ["0", "0", "–"];
+    const cells = [count(one.requests_in_flight), count(one.tokens_in_flight), ...its, count(one.restarts)];
+    return element("tr", {}, element("td", {}, String(one.engine)), element("td", {}, state), ...cells.map((text) => element("td", { class: "num" }, text)));
+  });
+  $("engines").replaceChildren(...rows);
 }
 
 function tile(name, value, note = "") {
