@@ -46,6 +46,7 @@ TRANSLATED = [
     ({"guided_decoding_backend": "guidance"}, {"plugin_option": {"structured_output": {"backend": "llguidance"}}}),
     ({"task": "embed"}, {"runner": "pooling", "convert": "embed"}),
     ({"async_scheduling": True}, {"overlap": True}),
+    ({"data_parallel_size": 2}, {"data_parallel_size": 2}),
     ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
     ({"tool_call_parser": "llama4_json", "reasoning_parser": "qwen3"}, {"tool_call_parser": "llama3_json", "reasoning_parser": "think"}),
     ({"api_key": ["one", "two"]}, {"api_key": ["one", "two"]}),
@@ -54,7 +55,7 @@ TRANSLATED = [
     ({"middleware": "package.module.Class"}, {"middleware": ["package.module:Class"]}),
     (
         {
-            "data_parallel_size": 1,
+            "data_parallel_size_local": 1,
             "cpu_offload_gb": 0,
             "enable_lora": False,
             "hf_overrides": {},
@@ -71,7 +72,7 @@ TRANSLATED = [
 ]
 REFUSED = [
     ({"enable_lora": True}, r"'enable_lora' cannot be True here: adapters .* Merge them"),
-    ({"data_parallel_size": 2}, "tensor_parallel_size"),
+    ({"data_parallel_size_local": 2}, "data_parallel_size"),
     ({"cpu_offload_gb": 1}, "stay on their device"),
     ({"hf_overrides": {"rope_theta": 1.0}}, "config.json"),
     ({"hf_config_path": "elsewhere"}, "config.json"),
@@ -133,7 +134,7 @@ class TestLLM:
 
     def test_it_says_what_to_use(self):
         with pytest.raises(ConfigError, match="Use tensor_parallel_size"):
-            LLM("tiny", data_parallel_size=2)
+            LLM("tiny", decode_context_parallel_size=2)
 
     def test_a_slip_is_told_as_without_a_translator(self):
         with pytest.raises(ConfigError, match=r"unknown option 'max_num_seq'\. Did you mean 'max_num_seqs'"):

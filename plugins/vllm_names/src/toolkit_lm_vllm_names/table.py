@@ -71,7 +71,7 @@ def _renamed(name: str, ours: str, convert: Convert | None = None, note: str = "
     return [Name(name, "renamed", ours, note, convert, **traits)]
 
 
-_ONE_DEVICE = "no model is spread by this kind of parallelism. Use tensor_parallel_size or pipeline_parallel_size, or several servers."
+_ONE_DEVICE = "no model is spread by this kind of parallelism. Use tensor_parallel_size, pipeline_parallel_size or data_parallel_size."
 _NO_ADAPTERS = "adapters (LoRA) are not loaded. Merge them into the checkpoint."
 _NO_GRAPHS = "there are no graphs to capture, and nothing is compiled unless optimization_level asks for it"
 _NO_OFFLOAD = "weights and caches stay on their device."
@@ -89,7 +89,14 @@ _CORS = ("origins", "methods", "headers")
 _ENGINE: list[Name] = [
     *_same("model", "revision", "seed", "runner", "convert", "load_format", "tokenizer", "model_impl"),
     *_same(
-        "tensor_parallel_size", "pipeline_parallel_size", "scheduling_policy", "preemption_mode", "max_logprobs", "block_size", "device"
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "scheduling_policy",
+        "preemption_mode",
+        "max_logprobs",
+        "block_size",
+        "device",
     ),
     *_same("trust_remote_code", "enable_prefix_caching", "enable_chunked_prefill", is_switch=True),
     *_same("served_model_name"),
@@ -139,7 +146,7 @@ _ENGINE: list[Name] = [
     *_refused(
         "prompts and answers are never logged. A plugin may watch requests: the hook toolkit_watch.", "enable_log_requests", is_switch=True
     ),
-    *_refused(_ONE_DEVICE, "data_parallel_size", "data_parallel_size_local", "decode_context_parallel_size", neutral=(1,)),
+    *_refused(_ONE_DEVICE, "data_parallel_size_local", "decode_context_parallel_size", neutral=(1,)),
     *_refused(_ONE_DEVICE, "prefill_context_parallel_size", "nnodes", neutral=(1,)),
     *_refused(_ONE_DEVICE, "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
     *_refused(_ONE_DEVICE, "data_parallel_backend", neutral=("mp",)),
