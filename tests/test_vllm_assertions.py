@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jsonschema
 import numpy as np
 import openai
 import pytest
 import toolkit_lm_tiny
+from pydantic import BaseModel
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from toolkit_lm import AsyncLLM, VllmConfig
@@ -26,33 +30,84 @@ from toolkit_lm_server.options import ServerOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm_checks.md"
 CHECKS: dict[str, Callable[..., None]] = {}
+WORDED: dict[str, str] = {}
+"""Of these checks, those whose errors have other words than vLLM's tests look for: what ours say. Status and culprit are the same."""
+CHAT, COMPLETION, RESPONSES = "openai/chat_completion", "openai/completion", "openai/responses"
 NOT_HELD = {
-    "openai/chat_completion/test_chat.py::test_single_chat_session": (
+    f"{CHAT}/test_chat.py::test_single_chat_session": (
         "`usage` equal to one without `prompt_tokens_details`: they are always there, as OpenAI gives them; vLLM needs a flag for them."
     ),
-    "openai/chat_completion/test_chat.py::test_long_seed": (
-        "The error's text has pydantic's word `less_than_equal`: ours says the bound. The status is 400 in both."
-    ),
-    "openai/chat_completion/test_chat_echo.py::test_prompt_logprobs, test_top_logprobs": (
+    f"{CHAT}/test_chat_echo.py::test_prompt_logprobs, test_top_logprobs": (
         "-1 for the log probabilities of the whole vocabulary is refused: `--max-logprobs` bounds how many there are."
     ),
-    "openai/completion/test_prompt_validation.py::test_empty_prompt": (
-        "The error's text names `prompt_embeds`, which this server does not take. The status is 400 in both."
+    f"{CHAT}/test_enable_force_include_usage.py::test_chat_with_enable_force_include_usage": (
+        "A flag that has streams tell usage that nobody asked for: a request asks for it here."
     ),
-    "openai/completion/test_completion.py::test_completion_truncation_side_controls_prompt_truncation": (
+    f"{CHAT}/test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids": "`logprob_token_ids` is not there.",
+    f"{CHAT}/test_batched_chat_completions.py::test_batched_chat_completions, test_batched_chat_completions_with_json_schema, "
+    "test_batched_chat_completions_logprobs_not_token_id_placeholders, test_batched_chat_completions_return_tokens_as_token_ids, "
+    "test_batched_chat_completions_logprob_token_ids, test_batched_echo_does_not_prepend_user_prompt, "
+    "test_batched_echo_prepends_matching_assistant_prefix": "`/v1/chat/completions/batch` is not there: send each conversation.",
+    f"{COMPLETION}/test_completion.py::test_completion_truncation_side_controls_prompt_truncation": (
         "`truncation_side` right is refused: prompts that generate are cut at their beginning."
     ),
+    f"{RESPONSES}/test_simple.py::test_enable_response_messages": "The texts and tokens that were read and drawn do not come along.",
+    f"{RESPONSES}/test_stateful.py::test_background, test_background_cancel": "No response is made in the background.",
     "pooling/classify/test_online.py::test_score, test_rerank": (
         "`{'detail': 'Not Found'}` where the model does not score: our routes are there for each model, and say what it serves (400)."
     ),
-    "pooling/classify/test_online.py::test_pooling_not_supported": (
-        "The error's type is `BadRequestError`: ours is OpenAI's, `invalid_request_error`."
+    "pooling/embed/test_online.py::test_bytes_embed_dtype_and_endianness, test_bytes_only_embed_dtype_and_endianness; "
+    "pooling/pooling/test_online.py::test_bytes_embed_dtype_and_endianness, test_bytes_only_embed_dtype_and_endianness": (
+        "`encoding_format` bytes and bytes_only: vectors come as floats or base64."
     ),
-    "pooling/embed/test_online.py::test_params_not_supported": (
-        "The error's text has pydantic's word `literal_error` and the bad value: ours says which values there are. Both are 400."
+    "pooling/embed/test_online.py::test_base64_embed_dtype_and_endianness; "
+    "pooling/pooling/test_online.py::test_base64_embed_dtype_and_endianness": "fp8 types: there are float32, float16 and bfloat16.",
+    "pooling/embed/test_online_dimensions.py::test_matryoshka": (
+        "`dimensions` of a model that is not known to be made for it is refused by vLLM, and cuts and normalizes here."
     ),
-    "pooling/embed/test_online.py::test_bytes_embed_dtype_and_endianness": (
-        "`encoding_format` bytes, and fp8 types: vectors come as floats or base64, in float32, float16 or bfloat16."
+}
+ELSEWHERE = {
+    "serve/instrumentator/test_basic.py::test_request_cancellation": "tests/test_faults.py::test_a_client_that_leaves_frees_its_blocks",
+    "serve/instrumentator/test_basic.py::test_health_check_engine_dead_error": (
+        "tests/test_faults.py::test_a_dead_engine_is_told_and_ends_the_server"
+    ),
+    "serve/instrumentator/test_basic.py::test_server_load": "plugins/server/tests/test_other_routes.py::test_load_counts_what_is_under_way",
+    f"{CHAT}/test_chat_error.py::test_chat_error_non_stream, test_chat_error_stream; "
+    f"{COMPLETION}/test_completion_error.py::test_completion_error_non_stream, test_completion_error_stream": (
+        "plugins/server/tests/test_app.py::test_internal_errors_tell_nothing"
+    ),
+}
+"""Tests of ours that make the assertions, with servers that this file has not."""
+LEFT_OUT = {
+    "it asserts what a certain model says, or that it reasons": (
+        f"{RESPONSES}/test_basic.py::test_simple_input, test_instructions, test_chat; {RESPONSES}/test_simple.py::test_reasoning_item, "
+        "test_streaming_reasoning_tokens_e2e, test_non_streaming_reasoning_tokens_e2e; "
+        f"{RESPONSES}/test_function_call.py::test_function_tool_use; {CHAT}/test_chat.py::test_structured_outputs_json_lora; "
+        "pooling/classify/test_online.py::test_basic; pooling/embed/test_online.py::test_basic; "
+        "pooling/pooling/test_online.py::test_basic; pooling/scoring/test_cross_encoder_online.py::test_basic; "
+        "pooling/scoring/test_bi_encoder_online.py::test_basic"
+    ),
+    "it is about adapters (LoRA)": "openai/models/test_models.py::test_retrieve_lora_model",
+    "it is about prompt embeddings or hidden states": (
+        f"{COMPLETION}/test_prompt_validation.py::test_load_prompt_embeds, test_disable_prompt_embeds, "
+        "test_inline_hidden_states_rejects_unsupported_http_shapes, test_inline_hidden_states_rejects_multiple_completion_prompts, "
+        "test_inline_hidden_states_with_concurrent_streaming"
+    ),
+    "it calls vLLM's own functions or looks at its log, and nothing of it is seen by a client": (
+        f"{CHAT}/test_chat_error.py::test_system_message_warns_on_image, test_user_message_accepts_image, "
+        "test_system_message_warns_on_audio, test_system_message_warns_on_video; "
+        f"{CHAT}/test_batched_chat_completions.py::test_batched_harmony_response_format_uses_structural_tag, "
+        "test_batch_rejects_kv_transfer_prompt_token_ids, test_batched_parser_receives_prompt_token_ids; "
+        f"{CHAT}/test_serving_chat.py::all; "
+        f"{RESPONSES}/test_errors.py::all; {RESPONSES}/test_serving_stateless.py::all; {RESPONSES}/test_protocol.py::all; "
+        f"{RESPONSES}/test_structured_output.py::TestConstraintToContentFormat; "
+        "serve/instrumentator/test_basic.py::test_health_decode_*, test_stat_logger_manager_*; "
+        "serve/instrumentator/test_metrics.py::test_metrics_exist_run_batch; "
+        "serve/tokenize/test_serving_tokenization.py::test_tokenize_chat_skips_mm_cache_for_renderer_only_path, "
+        "test_tokenize_completion_skips_mm_cache_for_renderer_only_path, test_server_error_still_returns_internal_server_error; "
+        "serve/exception_handling/test_validation_exception_handler.py::test_unassigned_request_id_ignores_header, "
+        "test_validation_error_log_uses_assigned_id, test_param_fallback_does_not_crash_on_non_dict_error, test_strips_internal_markers, "
+        "test_all_internal_falls_back_to_raw_join; serve/exception_handling/test_error_sanitization.py::all"
     ),
 }
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "engine_process": False, "num_kv_blocks": 256, "max_num_seqs": 16}
@@ -91,7 +146,40 @@ CONFIGS = {
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot: {% endif %}"
 TALK = [{"role": "system", "content": "you are a helpful assistant"}, {"role": "user", "content": "what is 1+1?"}]
 LONG_TALK = [*TALK, {"role": "assistant", "content": "It is two."}, {"role": "user", "content": "Sure?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 10}, "on": {"type": "boolean"}},
+    "required": ["name", "on"],
+    "additionalProperties": False,
+}
+# Of ten requests with a prompt of five tokens and ten of output each.
+METRICS = {
+    **{
+        f"{name}_count": 10
+        for name in (
+            *("time_to_first_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds", "request_num_preemptions", "request_prompt_tokens"),
+            *("request_generation_tokens", "request_params_n", "request_params_max_tokens"),
+        )
+    },
+    "inter_token_latency_seconds_count": 90,
+    "request_prompt_tokens_sum": 50,
+    "request_generation_tokens_sum": 100,
+    "request_params_max_tokens_sum": 100,
+    "prompt_tokens_total": 50,
+    "generation_tokens_total": 100,
+    "request_success_total": 10,
+}
+GAUGES = (
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "iteration_tokens_total_bucket"),
+)
 PROMPT, IDS = "Once upon a time there was", [5, 6, 7, 8, 9]
+
+
+class Profile(BaseModel):
+    name: Literal["Ada", "Alan"]
+    on: bool
 
 
 class Asked:
@@ -120,21 +208,41 @@ class Asked:
     def complete(self, **options: Any) -> Any:
         return self.openai.completions.create(**{"model": self.model, "prompt": IDS, "max_tokens": 5, "temperature": 0.0, **options})
 
+    def respond(self, **options: Any) -> Any:
+        return self.openai.responses.create(**{"model": self.model, "temperature": 0.0, **options})
+
+    def metrics(self) -> dict[str, float]:
+        """By name, without labels: those of one name added."""
+        found: Counter[str] = Counter()
+        for name, value in re.findall(r"^(vllm:\w+)(?:\{.*\})? (\S+)$", self.http.get("/metrics").text, re.MULTILINE):
+            found[name] += float(value)
+        return found
+
     def chat(self, **options: Any) -> Any:
         return self.openai.chat.completions.create(
             **{"model": self.model, "messages": TALK, "max_completion_tokens": 5, "temperature": 0.0, **options}
         )
 
 
-def check(test: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a check under the name of vLLM's test."""
+def check(*tests: str, words: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a check under the names of vLLM's tests, of one file or several. `words`: what an error says otherwise."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        assert test not in CHECKS
-        CHECKS[test] = function
+        name = "; ".join(tests)
+        assert name not in CHECKS
+        CHECKS[name] = function
+        if words is not None:
+            WORDED[name] = words
         return function
 
     return register
+
+
+def each(name: str) -> list[tuple[str, str]]:
+    """File and function of each test that a name names."""
+    return [
+        (file, function) for part in name.split("; ") for file, _, functions in [part.partition("::")] for function in functions.split(", ")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +258,9 @@ def served(tmp_path_factory) -> Iterator[Callable[[str], Asked]]:
                 write_checkpoint(folder, CONFIGS[name])
                 options = {"model": str(folder), "load_format": "dummy", "chat_template": TEMPLATE, "served_model_name": name}
                 options |= {"convert": "embed"} if name == "embedder" else {}
-            engine = AsyncLLM(VllmConfig.make(**SMALL, **options))
-            http = TestClient(create_app(engine, ServerOptions(tokenizer_info=True), metrics=Metrics()))
+            metrics = Metrics(names="vllm")
+            engine = AsyncLLM(VllmConfig.make(**SMALL, **options), plugins=[metrics])
+            http = TestClient(create_app(engine, ServerOptions(tokenizer_info=True, max_stored_responses=100), metrics=metrics))
             http.__enter__()
             made[name] = Asked(http, name), engine
         return made[name][0]
@@ -160,6 +269,24 @@ def served(tmp_path_factory) -> Iterator[Callable[[str], Asked]]:
     for asked, engine in made.values():
         asked.http.__exit__()
         engine.close()
+
+
+def vocabulary_size() -> int:
+    size: int = json.loads((Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "config.json").read_text())["vocab_size"]
+    return size
+
+
+def are_nested(events: list[Any]) -> None:
+    """Each event that ends something ends what began last: OpenAI's items, parts, texts and arguments."""
+    begun: list[str] = []
+    for kind in (event.type.removeprefix("response.") for event in events):
+        if kind.endswith((".added", ".delta")) or kind == "created":
+            if not (kind.endswith(".delta") and begun[-1] == kind):
+                begun.append(kind)
+        elif kind.endswith(".done") or kind == "completed":
+            name, _, _ = kind.rpartition(".")
+            assert begun.pop() in ({"created"} if kind == "completed" else {f"{name}.added", f"{name}.delta"}), kind
+    assert begun == []
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
@@ -302,7 +429,7 @@ def invalid_structured_outputs(tiny: Asked) -> None:
             tiny.complete(extra_body={"structured_outputs": wanted})
 
 
-@check("openai/completion/test_empty_prompt_list.py, test_prompt_validation.py::test_empty_prompt")
+@check("openai/completion/test_empty_prompt_list.py::test_empty_prompt_list_rejected, test_nonempty_prompt_list_ok")
 def empty_prompt(tiny: Asked) -> None:
     for prompt in ("", [], None):
         with pytest.raises(openai.BadRequestError):
@@ -315,7 +442,10 @@ def out_of_vocab_token_ids(tiny: Asked) -> None:
         tiny.complete(prompt=[999_999])
 
 
-@check("openai/basic/test_return_token_ids.py::test_basic_completion_with_emoji, test_chat_completion_with_emoji_and_token_ids")
+@check(
+    "openai/basic/test_return_token_ids.py::test_basic_completion_with_emoji, "
+    "test_chat_completion_with_emoji_and_token_ids, test_chat_completion_with_tool_use"
+)
 def return_token_ids(tiny: Asked) -> None:
     wanted = {"return_token_ids": True}
     [choice] = tiny.complete(prompt=PROMPT, extra_body=wanted).choices
@@ -456,7 +586,10 @@ def invocations_chat(tiny: Asked) -> None:
     assert one.keys() == other.keys() and one["choices"] == other["choices"]
 
 
-@check("openai/chat_completion/test_chat.py::test_chat_completion_n_parameter_non_streaming and streaming, n_with_seed, n_equals_1")
+@check(
+    "openai/chat_completion/test_chat.py::test_chat_completion_n_parameter_non_streaming, test_chat_completion_n_parameter_streaming, "
+    "test_chat_completion_n_with_seed, test_chat_completion_n_equals_1"
+)
 def chat_n(tiny: Asked) -> None:
     for n in (1, 3):
         choices = tiny.chat(n=n, temperature=0.7, seed=42, max_completion_tokens=15).choices
@@ -468,9 +601,12 @@ def chat_n(tiny: Asked) -> None:
     assert all(texts)
 
 
-@check("openai/chat_completion/test_chat_logit_bias_validation.py::test_chat_logit_bias_*")
+@check(
+    "openai/chat_completion/test_chat_logit_bias_validation.py::test_chat_logit_bias_valid, test_chat_logit_bias_invalid, "
+    "test_chat_logit_bias_non_integer_key, test_chat_logit_bias_non_numeric_value, test_chat_logit_bias_multiple_non_integer_keys"
+)
 def chat_logit_bias(tiny: Asked) -> None:
-    size = json.loads((Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "config.json").read_text())["vocab_size"]
+    size = vocabulary_size()
     assert tiny.chat(logit_bias={str(size - 1): 1.0}).choices[0].message.content is not None
     for bias, words in (
         ({str(size + 1): 1.0}, (str(size + 1), str(size))),
@@ -502,34 +638,336 @@ def non_object_body(tiny: Asked) -> None:
             assert reply.status_code == 400 and "error" in reply.json()
 
 
+@check("openai/chat_completion/test_non_object_body_validation.py::test_chat_completion_request_cache_salt_still_validated_on_dict")
+def empty_cache_salt(tiny: Asked) -> None:
+    assert "cache_salt" in tiny.refused("/v1/chat/completions", messages=TALK, cache_salt="")
+
+
+@check(
+    "openai/chat_completion/test_chat_error.py::test_system_message_accepts_text, test_system_message_accepts_text_array",
+)
+def chat_bodies(tiny: Asked) -> None:
+    for content in (TALK[0]["content"], [{"type": "text", "text": TALK[0]["content"]}]):
+        assert tiny.chat(messages=[{"role": "system", "content": content}, TALK[1]]).choices[0].message.content is not None
+
+
+@check(
+    "openai/chat_completion/test_chat_error.py::test_json_schema_response_format_missing_schema",
+    "openai/completion/test_completion_error.py::test_json_schema_response_format_missing_schema",
+    words='`response_format needs "json_schema": {...}`',
+)
+def no_schema(tiny: Asked) -> None:
+    for path, body in (("/v1/chat/completions", {"messages": TALK}), ("/v1/completions", {"prompt": PROMPT})):
+        assert 'needs "json_schema"' in tiny.refused(path, **body, response_format={"type": "json_schema"})
+
+
+@check(
+    "openai/completion/test_completion_error.py::test_negative_prompt_token_ids_nested, test_negative_prompt_token_ids_flat",
+    words="`token id -1 is not in the vocabulary`",
+)
+def completion_bodies(tiny: Asked) -> None:
+    for prompt in ([[-1]], [-1]):
+        assert "-1 is not in the vocabulary" in tiny.refused("/v1/completions", prompt=prompt)
+
+
+@check(
+    "openai/chat_completion/test_chat_stop_token_ids_validation.py::test_chat_stop_token_ids_valid, test_chat_stop_token_ids_out_of_vocab, "
+    "test_chat_stop_token_ids_negative"
+)
+def stop_token_ids(tiny: Asked) -> None:
+    size = vocabulary_size()
+    assert tiny.chat(extra_body={"stop_token_ids": [size - 1]}).choices[0].message.content is not None
+    message = tiny.refused("/v1/chat/completions", messages=TALK, stop_token_ids=[size + 1])
+    assert str(size + 1) in message and str(size) in message
+    tiny.refused("/v1/chat/completions", messages=TALK, stop_token_ids=[-1])
+
+
+@check("openai/chat_completion/test_chat.py::test_structured_outputs_json_chat, test_response_format_json_object")
+def json_chats(tiny: Asked) -> None:
+    content = tiny.chat(extra_body={"structured_outputs": {"json": SCHEMA}}, max_completion_tokens=200).choices[0].message.content
+    jsonschema.validate(json.loads(content), SCHEMA)
+    for _ in range(2):
+        choice = tiny.chat(response_format={"type": "json_object"}, max_completion_tokens=300).choices[0]
+        assert choice.finish_reason == "length" or isinstance(json.loads(choice.message.content), dict)
+
+
+@check(
+    "openai/chat_completion/test_chat.py::test_chat_completion_request_n_parameter_to_sampling_params, "
+    "test_chat_completion_request_n_parameter_default"
+)
+def chat_n_by_default(tiny: Asked) -> None:
+    assert [len(tiny.chat(**more).choices) for more in ({"n": 3}, {})] == [3, 1]
+
+
+@check("openai/chat_completion/test_completion_with_function_calling.py::test_named_tool_use, test_inconsistent_tool_choice_and_tools")
+def named_tools(tiny: Asked) -> None:
+    tools = [{"type": "function", "function": {"name": "profile", "description": "A profile.", "parameters": SCHEMA}}]
+    choice = {"type": "function", "function": {"name": "profile"}}
+    options = {"tools": tools, "tool_choice": choice, "max_completion_tokens": 300}
+    message = tiny.chat(**options).choices[0].message
+    assert not message.content
+    jsonschema.validate(json.loads(message.tool_calls[0].function.arguments), SCHEMA)
+    choices = [chunk.choices[0] for chunk in tiny.chat(**options, stream=True)]
+    assert not any(one.delta.content for one in choices) and {one.delta.role for one in choices if one.delta.role} == {"assistant"}
+    assert [one.finish_reason is not None for one in choices] == [False] * (len(choices) - 1) + [True]
+    calls = [call for one in choices for call in one.delta.tool_calls or ()]
+    jsonschema.validate(json.loads("".join(call.function.arguments or "" for call in calls)), SCHEMA)
+    other = {"type": "function", "function": {"name": "undefined"}}
+    for body in ({"tool_choice": choice}, {"tools": tools, "tool_choice": other}, {"tools": tools, "tool_choice": {}}):
+        tiny.refused("/v1/chat/completions", messages=TALK, **body)
+
+
+@check("openai/chat_completion/test_completion_with_function_calling.py::test_function_tool_use, test_no_args_tool_call")
+def tools(tiny: Asked) -> None:
+    """But for its reasoning, and for calls that the model may leave out."""
+    for parameters in (SCHEMA, {"type": "object", "properties": {}, "required": []}):
+        tools = [{"type": "function", "function": {"name": "profile", "parameters": parameters}}]
+        for choice in ("required", {"type": "function", "function": {"name": "profile"}}):
+            options = {"tools": tools, "tool_choice": choice, "max_completion_tokens": 300}
+            message = tiny.chat(**options).choices[0].message
+            assert message.tool_calls
+            assert [call for chunk in tiny.chat(**options, stream=True) for call in chunk.choices[0].delta.tool_calls or ()]
+    for arguments in ("{}", ""):
+        call = {"id": "call_1", "type": "function", "function": {"name": "profile", "arguments": arguments}}
+        talk = [*TALK, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1", "content": "12:00"}]
+        assert tiny.chat(messages=talk, max_completion_tokens=10).choices[0].message.content is not None
+
+
+@check("openai/chat_completion/test_completion_with_function_calling.py::test_max_tokens_with_tool_choice_required")
+def too_few_tokens_for_tools(tiny: Asked) -> None:
+    tools = [{"type": "function", "function": {"name": "profile", "parameters": SCHEMA}}]
+    for choice in ("required", {"type": "function", "function": {"name": "profile"}}):
+        [one] = tiny.chat(tools=tools, tool_choice=choice, max_completion_tokens=1).choices
+        assert one.finish_reason == "length" and not one.message.tool_calls
+
+
+# Responses
+
+
+@check(
+    "openai/responses/test_simple.py::test_basic, test_max_tokens, test_extra_sampling_params, test_input_history_openai_shape_e2e, "
+    "test_input_history_openresponses_shape_e2e, test_multiturn_history_replay_without_ids_e2e"
+)
+def responses(tiny: Asked) -> None:
+    reply = tiny.respond(input="What is the capital of France?", reasoning={"effort": "none"})
+    assert reply.status == "completed" and reply.incomplete_details is None
+    cut = tiny.respond(input="Once upon a time", reasoning={"effort": "low"}, max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    extra = {"top_k": 40, "repetition_penalty": 1.2, "seed": 42}
+    drawn = tiny.respond(input="Write", temperature=0.7, top_p=0.9, max_output_tokens=50, extra_body=extra)
+    assert drawn.status in ("completed", "incomplete") and drawn.output[0].content[0].text
+    ask = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Is it?"}]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": None}
+    told = [{"id": "msg_1", "status": "completed"}, {"id": "rs_1", "status": "completed"}]
+    for said_more, thought_more in (told, ({}, {})):
+        again = tiny.respond(input=[ask, {**said, **said_more}, {**thought, **thought_more}, ask], max_output_tokens=200)
+        assert again.status in ("completed", "incomplete") and again.output_text is not None
+
+
+@check("openai/responses/test_simple.py::test_streaming_output_consistency, test_streaming_types")
+def response_events(tiny: Asked) -> None:
+    events = list(
+        tiny.respond(input="What is the capital of France?", stream=True, tools=[], background=False, reasoning={"effort": "low"})
+    )
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == events[-1].response.output_text
+    assert [event.type for event in events].index("response.in_progress") == 1
+    are_nested(events)
+
+
+@check("openai/responses/test_simple.py::test_streaming_logprobs", "openai/responses/test_basic.py::test_logprobs")
+def response_logprobs(tiny: Asked) -> None:
+    options = {"input": "What is the capital of France?", "top_logprobs": 3, "include": ["message.output_text.logprobs"]}
+    events = list(tiny.respond(**options, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert deltas and events[-1].response.status == "completed"
+    for delta in deltas:
+        assert delta.logprobs and all(one.logprob <= 0 and 0 < len(one.top_logprobs) <= 3 for one in delta.logprobs)
+    assert len(tiny.respond(**options).output[-1].content[-1].logprobs[0].top_logprobs) == 3
+
+
+@check("openai/responses/test_basic.py::test_chat_with_input_type, test_streaming")
+def response_inputs(tiny: Asked) -> None:
+    content = [{"type": "input_text", "text": "What is the capital of France?"}]
+    assert tiny.respond(input=[{"role": "user", "content": content}]).status == "completed"
+    events = list(tiny.respond(input=[{"role": "user", "content": content}], stream=True))
+    assert {"response.created", "response.output_text.delta", "response.completed"} <= {event.type for event in events}
+
+
+@check("openai/responses/test_structured_output.py::test_structured_output, test_structured_output_with_parse")
+def structured_responses(tiny: Asked) -> None:
+    """But for what the model says."""
+    wanted = {"type": "json_schema", "name": "event", "schema": SCHEMA, "description": "An event.", "strict": True}
+    reply = tiny.respond(input=TALK, text={"format": wanted}, max_output_tokens=300)
+    jsonschema.validate(json.loads(reply.output[-1].content[0].text), SCHEMA)
+    parsed = tiny.openai.responses.parse(model=tiny.model, instructions="Extract.", input="On Friday.", text_format=Profile, temperature=0)
+    assert isinstance(parsed.output_parsed, Profile)
+
+
+@check(
+    "openai/responses/test_function_call.py::test_named_tool_use, test_function_calling_with_streaming_expected_arguments, "
+    "test_function_calling_with_streaming_types"
+)
+def functions_of_responses(tiny: Asked) -> None:
+    """The model calls where it must."""
+    tool = {"type": "function", "name": "profile", "description": "A profile.", "parameters": SCHEMA, "strict": True}
+    options = {"tools": [tool], "tool_choice": {"type": "function", "name": "profile"}, "max_output_tokens": 300}
+    [call] = [item for item in tiny.respond(input=TALK, **options).output if item.type == "function_call"]
+    assert call.name == "profile"
+    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    assert tiny.respond(input=[*TALK, call, told], max_output_tokens=50).output_text is not None
+    events = list(tiny.respond(input=TALK, stream=True, **options))
+    [begun] = [event.item for event in events if event.type == "response.output_item.added" and event.item.type == "function_call"]
+    [done] = [event.item for event in events if event.type == "response.output_item.done" and event.item.type == "function_call"]
+    streamed = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert begun.name == done.name == "profile" and streamed == done.arguments
+    are_nested(events)
+
+
+@check("openai/responses/test_function_call.py::test_max_tokens_with_tool_choice_required")
+def too_few_tokens_for_functions(tiny: Asked) -> None:
+    """But for the reasoning that is there in place of a call."""
+    tool = {"type": "function", "name": "profile", "parameters": SCHEMA, "strict": True}
+    reply = tiny.respond(input=TALK, tools=[tool], tool_choice="required", max_output_tokens=3)
+    assert all(item.type != "function_call" for item in reply.output)
+    assert reply.incomplete_details.reason == "max_output_tokens"
+
+
+@check(
+    "openai/responses/test_sampling_params.py::test_basic_sampling_params, test_extra_sampling_params, test_stop_string_conversion, "
+    "test_default_values, test_structured_outputs_passed_through, test_text_format_json_object_enables_structured_outputs"
+)
+def parameters_of_responses(tiny: Asked) -> None:
+    text = tiny.respond(input="What is the capital of France?").output_text
+    for stop in (text.split()[2], [text.split()[2]]):
+        assert text.startswith(tiny.respond(input="What is the capital of France?", extra_body={"stop": stop}).output_text.rstrip())
+    reply = tiny.respond(
+        input="hi", max_output_tokens=9, extra_body={"ignore_eos": True, "repetition_penalty": 1.2, "seed": 42, "top_k": 50}
+    )
+    assert reply.usage.output_tokens == 9
+    wanted = {"structured_outputs": {"choice": ["one", "two"]}}
+    assert tiny.respond(input="hi", extra_body=wanted).output_text in ("one", "two")
+    cut = tiny.respond(input="hi", text={"format": {"type": "json_object"}}, max_output_tokens=300)
+    assert cut.status == "incomplete" or isinstance(json.loads(cut.output_text), dict)
+
+
+@check(
+    "openai/responses/test_sampling_params.py::test_structured_outputs_and_json_schema_conflict",
+    words="`structured_outputs and text.format both say what the output is to be`",
+)
+def two_formats(tiny: Asked) -> None:
+    both = {"text": {"format": {"type": "json_schema", "name": "test", "schema": {"type": "object"}}}}
+    message = tiny.refused("/v1/responses", input="hi", structured_outputs={"choice": ["one"]}, **both)
+    assert "structured_outputs and text.format both" in message
+
+
+@check(
+    "openai/chat_completion/test_chat.py::test_long_seed",
+    "openai/responses/test_sampling_params.py::test_seed_bounds_validation",
+    words="`seed must be an integer of at most 64 bits`, and not pydantic's `less_than_equal`; the least is refused, too",
+)
+def long_seeds(tiny: Asked) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": TALK, "max_tokens": 2}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 2}),
+    ):
+        for seed in (-(2**63) - 1, 2**63):
+            assert "seed must be" in tiny.refused(path, **body, seed=seed)
+        for seed in (-(2**63) + 1, 2**63 - 1):
+            tiny.ok(path, **body, seed=seed)
+
+
+@check("openai/responses/test_stateful.py::test_background_error", words="`background is not supported`")
+def no_background(tiny: Asked) -> None:
+    assert "background" in tiny.refused("/v1/responses", input="hi", background=True, store=False)
+
+
+@check("openai/completion/test_prompt_validation.py::test_empty_prompt", words="nothing of `prompt_embeds`, which are not taken")
+def no_prompt(tiny: Asked) -> None:
+    assert "prompt" in tiny.refused("/v1/completions", prompt=None, prompt_embeds=[])
+
+
+@check("openai/chat_completion/test_logprob_token_ids.py::test_logprob_token_ids_default_behavior_unchanged")
+def natural_logprobs(tiny: Asked) -> None:
+    found = tiny.chat(logprobs=True, top_logprobs=5, max_completion_tokens=1).choices[0].logprobs.content[0].top_logprobs
+    assert len(found) == 5 and all(one.logprob <= 0 for one in found)
+
+
+@check(
+    "openai/responses/test_stateful.py::test_store, test_cancel_completed, test_previous_response_id, test_two_responses_with_same_prev_id"
+)
+def stored_responses(tiny: Asked) -> None:
+    """With `--max-stored-responses`; the model's memory is told by the tokens that it read."""
+    first = tiny.respond(input="Hello!", max_output_tokens=3)
+    assert tiny.openai.responses.retrieve(first.id).status == first.status
+    unkept = tiny.respond(input="Hello!", store=False, max_output_tokens=3)
+    with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
+        tiny.openai.responses.retrieve(unkept.id)
+    with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
+        tiny.openai.responses.cancel(first.id)
+    second, other = [tiny.respond(input=text, previous_response_id=first.id, max_output_tokens=3) for text in ("And?", "And so?")]
+    third = tiny.respond(input="And then?", previous_response_id=second.id, max_output_tokens=3)
+    assert first.usage.input_tokens < second.usage.input_tokens < third.usage.input_tokens > other.usage.input_tokens
+
+
 # The server
 
 
-@check("openai/basic/test_basic.py::test_show_version, test_check_health, test_server_load")
+@check("serve/instrumentator/test_basic.py::test_show_version, test_check_health")
 def about_the_server(tiny: Asked) -> None:
     assert set(tiny.http.get("/version").json()) == {"version"}
     assert tiny.http.get("/health").status_code == 200
-    assert tiny.http.get("/load").json() == {"server_load": 0}
 
 
-@check("openai/basic/test_basic.py::test_request_wrong_content_type")
+@check("serve/instrumentator/test_basic.py::test_request_wrong_content_type")
 def wrong_content_type(tiny: Asked) -> None:
     with pytest.raises(openai.APIStatusError):
         tiny.chat(extra_headers={"Content-Type": "application/x-www-form-urlencoded"})
 
 
-@check("openai/models/test_models.py::test_check_models")
+@check("openai/models/test_models.py::test_check_models, test_retrieve_base_model, test_retrieve_unknown_model")
 def check_models(tiny: Asked) -> None:
     [model] = tiny.openai.models.list().data
     assert model.id == model.root == tiny.model and model.permission[0]["allow_sampling"] and model.max_model_len > 0
+    assert tiny.openai.models.retrieve(tiny.model).root == tiny.model
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        tiny.openai.models.retrieve("nothing")
     with pytest.raises(openai.NotFoundError):
         tiny.chat(model="nothing")
+
+
+@check("serve/instrumentator/test_metrics.py::test_metrics_exist, test_metrics_counts")
+def metrics_counts(tiny: Asked) -> None:
+    before = tiny.metrics()
+    for _ in range(10):
+        tiny.complete(max_tokens=10, extra_body={"ignore_eos": True})
+    found = tiny.metrics()
+    for name, expected in METRICS.items():
+        assert found[f"vllm:{name}"] - before[f"vllm:{name}"] == expected, name
+    assert all(f"vllm:{name}" in found for name in GAUGES)
+    [labels] = re.findall(r"vllm:cache_config_info\{(.*)\} 1\.0", tiny.http.get("/metrics").text)
+    assert re.search(r'kv_cache_size_tokens="\d+"', labels) and re.search(r'kv_cache_max_concurrency="[\d.]+"', labels)
+
+
+@check("serve/instrumentator/test_metrics.py::test_abort_metrics_reset")
+def metrics_after_aborts(tiny: Asked) -> None:
+    stream = tiny.complete(max_tokens=400, stream=True, extra_body={"ignore_eos": True})
+    next(iter(stream))
+    stream.close()
+    for _ in range(100):
+        found = tiny.metrics()
+        if not any(found[f"vllm:{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")):
+            return
+        time.sleep(0.1)
+    raise AssertionError(found)
 
 
 # Tokenization
 
 
-@check("openai/test_tokenization.py::test_tokenize_completions, test_detokenize")
+@check("serve/tokenize/test_tokenization.py::test_tokenize_completions, test_detokenize")
 def tokenize_completions(tiny: Asked) -> None:
     prompt = "vllm1 This is a test prompt."
     for special in (False, True):
@@ -539,7 +977,7 @@ def tokenize_completions(tiny: Asked) -> None:
     assert tiny.ok("/detokenize", tokens=bare) == {"prompt": prompt}
 
 
-@check("openai/test_tokenization.py::test_tokenize_chat, test_tokenize_chat_with_tools")
+@check("serve/tokenize/test_tokenization.py::test_tokenize_chat, test_tokenize_chat_with_tools")
 def tokenize_chat(tiny: Asked) -> None:
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
     for more in ({}, {"tools": [tool]}):
@@ -554,13 +992,17 @@ def tokenize_chat(tiny: Asked) -> None:
         assert continued["tokens"] == whole["tokens"][: continued["count"]] and continued["count"] < whole["count"]
 
 
-@check("openai/test_tokenization.py::test_tokenize_with_return_token_strs")
+@check("serve/tokenize/test_tokenization.py::test_tokenize_with_return_token_strs")
 def tokenize_with_token_strs(tiny: Asked) -> None:
     found = tiny.ok("/tokenize", prompt="Once upon a time", return_token_strs=True)
     assert len(found["token_strs"]) == found["count"] and any(text.startswith("Ġ") for text in found["token_strs"])
 
 
-@check("openai/test_tokenization.py::test_tokenizer_info_basic, schema, added_tokens_structure, consistency_with_tokenize, chat_template")
+@check(
+    "serve/tokenize/test_tokenization.py::test_tokenizer_info_basic, test_tokenizer_info_schema, "
+    "test_tokenizer_info_consistency_with_tokenize, "
+    "test_tokenizer_info_chat_template"
+)
 def tokenizer_info(tiny: Asked) -> None:
     found = tiny.http.get("/tokenizer_info").json()
     assert isinstance(found["tokenizer_class"], str) and found["tokenizer_class"]
@@ -615,7 +1057,7 @@ def invocations_embed(embedder: Asked) -> None:
         assert np.allclose(one["data"][0]["embedding"], other["data"][0]["embedding"], atol=1e-5)
 
 
-@check("pooling/embed/test_online.py::test_base64_embedding, test_base64_embed_dtype_and_endianness")
+@check("pooling/embed/test_online.py::test_base64_embedding")
 def base64_embeddings(embedder: Asked) -> None:
     expected = embedder.ok("/v1/embeddings", input="hi", encoding_format="float")["data"][0]["embedding"]
     for dtype, kind in (("float32", "f4"), ("float16", "f2")):
@@ -693,7 +1135,12 @@ def activation(classifier: Asked) -> None:
     assert len(one["data"]) == 2
 
 
-@check("pooling/scoring/test_cross_encoder_online.py::test_score_api_*")
+@check(
+    "pooling/scoring/test_cross_encoder_online.py::test_score_api_queries_str_1_documents_str_1, "
+    "test_score_api_queries_str_1_documents_str_n, "
+    "test_score_api_queries_str_n_documents_str_n, test_score_api_queries_vs_documents, test_score_api_queries_vs_items, "
+    "test_score_api_text_1_vs_text_2, test_score_api_data_1_vs_data_2"
+)
 def scores(scorer: Asked) -> None:
     one, many = "What is it?", ["It is this.", "It is that."]
     assert len(scorer.ok("/score", queries=one, documents=many[0])["data"]) == 1
@@ -724,7 +1171,10 @@ def too_long_to_score(scorer: Asked) -> None:
         assert "Please request a smaller truncation size." in scorer.refused(path, **body, truncate_prompt_tokens=513)
 
 
-@check("pooling/scoring/test_cross_encoder_online.py::test_use_activation, test_pooling_classify, test_rerank_max_tokens_per_doc*")
+@check(
+    "pooling/scoring/test_cross_encoder_online.py::test_use_activation, test_pooling_classify, "
+    "test_rerank_max_tokens_per_doc, test_rerank_max_tokens_per_doc_reduces_tokens"
+)
 def other_ranks(scorer: Asked) -> None:
     def score(**options: Any) -> float:
         found: float = scorer.ok("/rerank", query="a", documents=["b"], **options)["results"][0]["relevance_score"]
@@ -738,39 +1188,209 @@ def other_ranks(scorer: Asked) -> None:
     assert counts[0]["prompt_tokens"] > counts[1]["prompt_tokens"] > 0
 
 
+@check("pooling/embed/test_online.py::test_pooling_token_embed")
+def token_embeddings(embedder: Asked) -> None:
+    count = embedder.ok("/tokenize", prompt="some text")["count"]
+    [one] = embedder.ok("/pooling", input="some text", task="token_embed", encoding_format="float")["data"]
+    assert len(one["data"]) == count and {len(vector) for vector in one["data"]} == {32}
+
+
+@check(
+    "pooling/scoring/test_cross_encoder_online.py::test_pooling_token_classify",
+    "pooling/token_classify/test_online.py::test_pooling_token_classify",
+)
+def token_classes(scorer: Asked, classifier: Asked) -> None:
+    for server, size in ((scorer, 1), (classifier, 2)):
+        count = server.ok("/tokenize", prompt="some text")["count"]
+        [one] = server.ok("/pooling", input="some text", task="token_classify", encoding_format="float")["data"]
+        assert len(one["data"]) == count and {len(vector) for vector in one["data"]} == {size}
+
+
+@check(
+    "pooling/pooling/test_online.py::test_completion_request, test_completion_request_batched, test_conversation_pooling, "
+    "test_batch_base64_pooling, test_invocations, test_invocations_conversation"
+)
+def pooled(embedder: Asked) -> None:
+    tokens = embedder.ok("/tokenize", prompt="some text")["tokens"]
+    for given, count in (("some text", 1), (tokens, 1), (["some text"] * 10, 10), ([tokens] * 10, 10)):
+        reply = embedder.ok("/pooling", input=given, task="token_embed", encoding_format="float")
+        assert reply["id"] and [len(one["data"]) for one in reply["data"]] == [len(tokens)] * count
+        assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] == len(tokens) * count
+        assert not reply["usage"].get("completion_tokens")
+    text = "".join(f"{one['role']}: {one['content']}\n" for one in TALK)
+    chat = embedder.ok("/pooling", messages=TALK, task="embed", encoding_format="float")
+    plain = embedder.ok("/pooling", input=text, task="embed", add_special_tokens=False, encoding_format="float")
+    assert np.allclose(chat["data"][0]["data"], plain["data"][0]["data"], atol=1e-5) and chat["usage"] == plain["usage"]
+    floats, coded = [embedder.ok("/pooling", input=["a", "b"], task="embed", encoding_format=kind)["data"] for kind in ("float", "base64")]
+    for one, other in zip(floats, coded, strict=True):
+        assert np.allclose(np.frombuffer(base64.b64decode(other["data"]), "<f4"), np.array(one["data"]).ravel(), atol=1e-5)
+    for body in ({"input": "some text"}, {"messages": TALK}):
+        one, other = [embedder.ok(path, **body, task="embed", encoding_format="float") for path in ("/pooling", "/invocations")]
+        assert one.keys() == other.keys() and np.allclose(one["data"][0]["data"], other["data"][0]["data"], atol=1e-5)
+
+
+@check(
+    "pooling/scoring/test_bi_encoder_online.py::test_score_api_queries_str_1_documents_str_1, "
+    "test_score_api_queries_str_1_documents_str_n, "
+    "test_score_api_queries_str_n_documents_str_n, test_rerank_api_texts, test_rerank_api_top_n, test_rerank_api_max_model_len, "
+    "test_score_api_max_model_len, test_invocations, test_pooling_embed"
+)
+def scores_by_embeddings(embedder: Asked) -> None:
+    one, many = "What is it?", ["It is this.", "It is that."]
+    for queries, documents, count in ((one, many[0], 1), (one, many, 2), (many, many, 2)):
+        assert len(embedder.ok("/score", queries=queries, documents=documents)["data"]) == count
+    vectors = [np.array(entry["embedding"]) for entry in embedder.ok("/v1/embeddings", input=[one, many[0]])["data"]]
+    [found] = embedder.ok("/score", queries=one, documents=many[0])["data"]
+    assert found["score"] == pytest.approx(float(vectors[0] @ vectors[1]), abs=1e-4)
+    for count in (1, 2):
+        body = {"query": one, "documents": many, "top_n": count}
+        reply, other = embedder.ok("/rerank", **body), embedder.ok("/invocations", **body)
+        assert len(reply["results"]) == count and reply["id"] and reply.keys() == other.keys()
+    long = "What is the capital of France?" * 20
+    for path, name in (("/rerank", "query"), ("/score", "queries")):
+        assert "Please reduce the length of the input prompt" in embedder.refused(path, **{name: long}, documents=many)
+        cut = embedder.refused(path, **{name: long}, documents=many, truncate_prompt_tokens=513)
+        assert "Please request a smaller truncation size." in cut
+    [pooling] = embedder.ok("/pooling", input="some text", task="embed", encoding_format="float")["data"]
+    assert len(pooling["data"]) == 32
+
+
+# Errors
+
+
+@check(
+    "pooling/classify/test_online.py::test_pooling_not_supported",
+    "pooling/embed/test_online.py::test_pooling_not_supported",
+    "pooling/scoring/test_bi_encoder_online.py::test_pooling_not_supported",
+    "pooling/token_classify/test_online.py::test_pooling_not_supported",
+    words="`the model does not support the task`; the type is OpenAI's `invalid_request_error`, and not `BadRequestError`",
+)
+def tasks_that_are_not_there(classifier: Asked, embedder: Asked) -> None:
+    for server, tasks in ((classifier, ("embed", "token_embed", "plugin")), (embedder, ("classify", "token_classify", "plugin"))):
+        for task in tasks:
+            assert task in server.refused("/pooling", input="some text", task=task, encoding_format="float")
+
+
+@check(
+    "pooling/embed/test_online.py::test_params_not_supported",
+    "pooling/pooling/test_online.py::test_params_not_supported",
+    words="which values there are, and neither pydantic's `literal_error` nor the bad one",
+)
+def bad_formats(embedder: Asked) -> None:
+    for path, more in (("/v1/embeddings", {}), ("/pooling", {"task": "embed"})):
+        for name in ("encoding_format", "embed_dtype", "endianness"):
+            assert name in embedder.refused(path, input="a", **{"encoding_format": "base64", **more, name: "bad"})
+
+
+@check(
+    "serve/tokenize/test_serving_tokenization.py::test_overflow_error_returns_bad_request, test_value_error_returns_bad_request, "
+    "test_vllm_validation_error_returns_bad_request, test_vllm_not_found_error_returns_not_found, "
+    "test_tokenize_and_detokenize_agree_on_client_errors",
+    words="the type is OpenAI's `invalid_request_error`, and not `BadRequestError`",
+)
+def tokenization_errors(tiny: Asked) -> None:
+    for tokens in ([2**40], [10**30], [-1]):
+        reply = tiny.post("/detokenize", tokens=tokens)
+        assert reply.status_code == 400 and reply.json()["error"]["param"] == "tokens"
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        assert tiny.http.post(path, json={"model": "nothing", **body}).status_code == 404
+        assert tiny.http.post(path, json={"model": 5, **body}).status_code == 400
+
+
+@check(
+    "serve/exception_handling/test_validation_exception_handler.py::test_many_errors_are_capped, "
+    "test_container_input_is_described_not_echoed, test_long_string_input_is_truncated, test_handler_strips_endpoint_file_context, "
+    "test_handler_strips_endpoint_path_only_variant, test_union_loc_is_cleaned_in_the_message",
+    words="no lists of pydantic's",
+)
+def bounded_errors(tiny: Asked) -> None:
+    for path, body in (
+        ("/v1/responses", {"input": [{"type": "input_text", "text": 1}] * 5000}),
+        ("/v1/chat/completions", {"messages": [{"role": 1, "content": "payload"}] * 300}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": "A" * 100_000}),
+    ):
+        reply = tiny.post(path, **body)
+        assert reply.status_code == 400 and len(reply.content) < 4000
+        assert not re.search(r"\.py|site-packages|payload|EasyInputMessage|create_", reply.text)
+    reply = tiny.post("/v1/chat/completions")
+    assert reply.status_code == 400 and "messages" in reply.json()["error"]["param"]
+
+
 @pytest.mark.parametrize("name", CHECKS)
 def test_holds(name, served):
     function = CHECKS[name]
-    [engine] = [argument for argument in function.__annotations__ if argument != "return"]
-    function(served(engine))
+    function(*(served(argument) for argument in function.__annotations__ if argument != "return"))
 
 
 def page() -> str:
     """docs/vllm_checks.md."""
+    held = [one for name in CHECKS if name not in WORDED for one in each(name)] + [one for name in ELSEWHERE for one in each(name)]
+    worded, differing = [[one for name in names for one in each(name)] for names in (WORDED, NOT_HELD)]
+    total = len(held) + len(worded) + len(differing)
+
+    def listed(name: str) -> str:
+        files: dict[str, list[str]] = {}
+        for file, function in each(name):
+            files.setdefault(file, []).append(function)
+        return "; ".join(f"`{file}::{', '.join(functions)}`" for file, functions in files.items())
+
     lines = [
         "# Checks of vLLM's tests",
         "",
         "vLLM's tests of its OpenAI-compatible server assert much that has nothing to do with a model. These assertions, retyped, are",
         "asked of this server, with `tiny` and with random weights: `tests/test_vllm_assertions.py`. The names are those of vLLM's tests,",
-        "in tests/entrypoints.",
+        "in tests/entrypoints, of chats, completions, tokenization, embeddings, ranks, scores, classes, responses, errors and metrics",
+        "(with `--metrics-names vllm`).",
         "",
-        "## What does not hold",
+        "| tests that do not depend on a model | how many | |",
+        "| --- | --- | --- |",
+        f"| hold | {len(held)} | {len(held) / total:.0%} |",
+        f"| hold, but for an error's words | {len(worded)} | {len(worded) / total:.0%} |",
+        f"| differ | {len(differing)} | {len(differing) / total:.0%} |",
+        "",
+        "## What differs",
         "",
         "| test of vLLM | what differs |",
         "| --- | --- |",
-        *(f"| `{name}` | {why} |" for name, why in NOT_HELD.items()),
+        *(f"| {listed(name)} | {why} |" for name, why in NOT_HELD.items()),
         "",
-        "Left out is what needs a certain model or adapters (LoRA, prompt embeddings), and what calls vLLM's own classes.",
+        "## What holds, but for an error's words",
+        "",
+        "The status and the field that is named are the same.",
+        "",
+        "| test of vLLM | ours says |",
+        "| --- | --- |",
+        *(f"| {listed(name)} | {why} |" for name, why in WORDED.items()),
+        "",
+        "## What is left out",
+        "",
+        "| test of vLLM | why |",
+        "| --- | --- |",
+        *(f"| {listed(name)} | {why} |" for why, name in LEFT_OUT.items()),
+        "",
+        "Files that are not named here were not compared: vision, audio, gpt-oss, MCP, WebSockets, LoRA and vLLM's development routes.",
         "",
         "## What holds",
         "",
-        *(f"- `{name}`" for name in CHECKS),
+        *(f"- {listed(name)}" for name in CHECKS if name not in WORDED),
+        *(f"- {listed(name)}, by `{ours}`" for name, ours in ELSEWHERE.items()),
     ]
     return "\n".join(lines) + "\n"
 
 
 def test_the_page_says_so():
     assert PAGE.read_text(encoding="utf-8") == page(), "docs/vllm_checks.md is out of date: run python tests/test_vllm_assertions.py"
+
+
+def test_each_test_of_vllm_has_one_verdict():
+    found = Counter(one for name in (*CHECKS, *ELSEWHERE, *NOT_HELD, *LEFT_OUT.values()) for one in each(name))
+    assert not [one for one, count in found.items() if count > 1]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE.values())
+def test_our_other_tests_are_there(name):
+    path, _, function = name.partition("::")
+    assert re.search(rf"^(async )?def {function}\(", (PAGE.parents[1] / path).read_text(), re.MULTILINE)
 
 
 if __name__ == "__main__":

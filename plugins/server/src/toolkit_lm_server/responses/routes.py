@@ -101,7 +101,7 @@ class Responses:
 
 
 def _unknown(name: str, param: str, status: int = 404) -> ApiError:
-    message = f"There is no response {printable(name)!r}: only the latest are kept, in memory."
+    message = f"Response with id {printable(name)!r} not found: only the latest are kept, in memory."
     return ApiError(status, message, param=param, code=f"{param.removesuffix('_id')}_not_found")
 
 
