@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
-from toolkit_lm_cli.screen import Blocks, MarkdownScreen, PlainScreen, Thought, WrappedScreen, Wrapper, printable
+from toolkit_lm_cli.screen import Blocks, MarkdownScreen, PlainScreen, Thought, WithoutThoughts, WrappedScreen, Wrapper, printable
 
 MARKDOWN = """# Title
 
@@ -99,6 +99,27 @@ def test_thoughts_are_shown_and_are_no_part_of_the_answer(console, kind):
     assert shown.text == "It is **two**."
     written = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]|[\r*]", "", console.file.getvalue())
     assert "Let me see.\n\nIt is two." in written
+
+
+def test_thoughts_are_dim_where_a_terminal_has_styles():
+    for system, written in (("standard", "\x1b[2mLet me \x1b[22m\x1b[2msee.\n\n\x1b[22mTwo.\n"), (None, "Let me see.\n\nTwo.\n")):
+        console = Console(file=io.StringIO(), force_terminal=True, width=40, color_system=system, legacy_windows=False)
+        WrappedScreen(console).show(iter([Thought("Let me "), Thought("see."), "Two."]))
+        assert re.sub(r"\x1b\[22m\x1b\[2m", "", console.file.getvalue()) == re.sub(r"\x1b\[22m\x1b\[2m", "", written)
+
+
+@pytest.mark.parametrize("kind", [MarkdownScreen, WrappedScreen])
+def test_thoughts_may_be_left_out(console, kind):
+    closed = []
+
+    def stream():
+        try:
+            yield from [Thought("Let me see."), "Two."]
+        finally:
+            closed.append(True)
+
+    assert WithoutThoughts(kind(console)).show(stream()) == ("Two.", True)
+    assert "Let me" not in console.file.getvalue() and "Two." in console.file.getvalue() and closed == [True]
 
 
 def test_thoughts_are_not_written_to_files(capsys):

@@ -49,6 +49,7 @@ def chat(
         typer.Option(help="Recording that the first message is about, of a model that hears. May be given several times.", metavar="FILE"),
     ] = None,
     markdown: Annotated[bool, typer.Option(help="Show answers as Markdown. Only on a terminal.")] = True,
+    reasoning: Annotated[bool, typer.Option(help="Show what the model thinks before it answers. Only on a terminal.")] = True,
     history: Annotated[bool, typer.Option(help="Keep what is entered, for the next time. Only of a conversation on a terminal.")] = True,
 ) -> None:
     """Talk with a model, in this process or on a server (--url).
@@ -59,7 +60,7 @@ def chat(
     _refuse_many(flags)
     # A file that cannot be read is told before the model is loaded.
     conversation = Conversation(system, [*image_parts(image or ()), *audio_parts(audio or ())])
-    talker, screen = _talker(ctx, config, client, plugins), make_screen(as_markdown=markdown)
+    talker, screen = _talker(ctx, config, client, plugins), make_screen(as_markdown=markdown, thoughts=reasoning)
     try:
         if message is not None:
             if not screen.show(talker.chat(conversation.ask(message), flags)).is_whole:

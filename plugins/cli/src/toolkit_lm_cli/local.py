@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing, contextmanager
 from typing import Any
 
 from toolkit_lm.config import VllmConfig
@@ -14,9 +14,14 @@ from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser
 
 from toolkit_lm_cli.sampling import SamplingFlags
+from toolkit_lm_cli.screen import Thought
 from toolkit_lm_cli.talker import Usage
+
+_PROMPT_END = 64
+"""Tokens of the prompt that show what it has begun of the answer."""
 
 
 class LocalTalker:
@@ -26,6 +31,10 @@ class LocalTalker:
 
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self._engine = LLMEngine(config, plugins=plugins)
+        parsers, template = plugins.parsers, self._engine.renderer.chat_template_source
+        name = parsers.find_format("reasoning", template)
+        self._format: AnswerFormat | None = None if name is None else parsers.make(name, template)
+        """That of the model's reasoning, where it is known."""
         self._count = 0
 
     def facts(self) -> Mapping[str, str]:
@@ -42,13 +51,15 @@ class LocalTalker:
 
     def chat(self, messages: list[dict[str, Any]], flags: SamplingFlags) -> Iterator[str]:
         params = flags.params(**{"max_tokens": None} | self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
+        if self._format is not None and self._format.keeps_special_tokens:
+            params = params.replace(skip_special_tokens=False)
         self._engine.submit(self._engine.processor.prepare_chat(self._next_id(), messages, params))
-        return self._stream()
+        return self._texts() if self._format is None else self._parts(self._format)
 
     def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
         params = flags.params(**self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
         self._engine.add_request(self._next_id(), prompt, params)
-        return self._stream()
+        return self._texts()
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -57,7 +68,24 @@ class LocalTalker:
         self._count += 1
         return str(self._count)
 
-    def _stream(self) -> Iterator[str]:
+    def _texts(self) -> Iterator[str]:
+        with closing(self._outputs()) as outputs:
+            for output in outputs:
+                yield output.outputs[0].text
+
+    def _parts(self, form: AnswerFormat) -> Iterator[str]:
+        """Reasoning as thoughts, and the content."""
+        parser: AnswerParser | None = None
+        with closing(self._outputs()) as outputs:
+            for output in outputs:
+                one = output.outputs[0]
+                if parser is None:
+                    parser = form.parser(self._engine.renderer.decode(output.prompt_token_ids[-_PROMPT_END:]), ())
+                yield from _pieces(parser.push(one.text))
+                if one.finish_reason is not None:
+                    yield from _pieces(parser.finish(cut=one.finish_reason != "stop" or isinstance(one.stop_reason, str)))
+
+    def _outputs(self) -> Generator[RequestOutput, None, None]:
         self.usage = Usage(0, 0)
         try:
             while self._engine.has_unfinished_requests():
@@ -68,9 +96,15 @@ class LocalTalker:
                     if output.error:
                         raise RequestError(output.error)
                     self.usage = Usage(output.num_prompt_tokens, self.usage.output + len(output.outputs[0].token_ids))
-                    yield output.outputs[0].text
+                    yield output
         finally:
             self._engine.abort([str(self._count)])
+
+
+def _pieces(delta: AnswerDelta) -> Iterator[str]:
+    if delta.reasoning:
+        yield Thought(delta.reasoning)
+    yield delta.content
 
 
 @contextmanager

@@ -77,18 +77,40 @@ class WrappedScreen:
         with _until_interrupt(stream) as shown:
             for piece in shown:
                 if is_thought and not isinstance(piece, Thought):
-                    self._write(wrapper.push("\n\n"))
+                    self._write(wrapper.push("\n\n"), dim=True)
                 is_thought = isinstance(piece, Thought)
-                self._write(wrapper.push(printable(piece)))
-        self._write(wrapper.end() + "\n")
+                self._write(wrapper.push(printable(piece)), dim=is_thought)
+        self._write(wrapper.end(), dim=is_thought)
+        self._write("\n")
         return shown.result()
 
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False)
 
-    def _write(self, text: str) -> None:
-        self._console.file.write(text)
+    def _write(self, text: str, *, dim: bool = False) -> None:
+        # Dumb terminals know no styles.
+        self._console.file.write(f"\x1b[2m{text}\x1b[22m" if dim and text and self._console.color_system else text)
         self._console.file.flush()
+
+
+class WithoutThoughts:
+    """A screen that shows answers without what is thought before them."""
+
+    def __init__(self, screen: Screen) -> None:
+        self._screen = screen
+        self.note = screen.note
+
+    def show(self, stream: Iterable[str]) -> Shown:
+        return self._screen.show(_answer(stream))
+
+
+def _answer(stream: Iterable[str]) -> Iterator[str]:
+    try:
+        for piece in stream:
+            yield "" if isinstance(piece, Thought) else piece
+    finally:
+        if isinstance(stream, Generator):
+            stream.close()
 
 
 class Wrapper:
@@ -277,8 +299,13 @@ def markdown(text: str) -> Markdown:
     return made
 
 
-def make_screen(*, as_markdown: bool) -> Screen:
-    """The screen for where standard output goes."""
+def make_screen(*, as_markdown: bool, thoughts: bool = True) -> Screen:
+    """The screen for where standard output goes. `thoughts`: they are shown, on a terminal."""
+    screen = _screen(as_markdown)
+    return screen if thoughts else WithoutThoughts(screen)
+
+
+def _screen(as_markdown: bool) -> Screen:
     if not sys.stdout.isatty():
         return PlainScreen()
     from rich.console import Console
