@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import signal
 
+import pytest
 from toolkit_lm_devkit import WorkersConformance
 
 
-class TestMp(WorkersConformance):
+class Kit(WorkersConformance):
     executor = "mp"
-    ranks = ((1, 1), (2, 1), (1, 2), (2, 2))
 
     def kill(self, executor):
         os.kill(executor.pids[-1], signal.SIGKILL)
+
+
+class TestMp(Kit):
+    ranks = ((2, 1), (1, 2))
+
+
+@pytest.mark.slow
+class TestMpOfOtherSizes(Kit):
+    ranks = ((1, 1), (2, 2))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError
 from toolkit_lm.model import (
     Absent,
     HFConfig,
@@ -110,3 +110,9 @@ def test_pipeline_ranks_own_all_layers_once_under_their_names(count, ranks):
         slices.append(len(layers.owned))
     assert made == [f"model.layers.{i}" for i in range(count)]
     assert max(slices) - min(slices) <= 1
+
+
+def test_more_pipeline_ranks_than_layers_are_refused():
+    parallel = VllmConfig.default(pipeline_parallel_size=3).parallel
+    with pytest.raises(ConfigError, match=r"the 2 layers of model\.layers cannot be cut into 3 stages: lower --pipeline-parallel-size"):
+        make_layers(2, nn.Identity, "model.layers", parallel)

@@ -22,6 +22,7 @@ from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_executor_mp import wire
 from toolkit_lm_executor_mp.link import Link
+from toolkit_lm_executor_mp.wire import answering_rank
 
 _OF_ENGINE = {"executors", "scheduling_policies", "renderers", "commands", "hookspecs", "checkpoints"}
 """What plugins register that no worker needs."""
@@ -35,7 +36,7 @@ class MpExecutor(Executor):
         self.parallel = config.parallel
         self.max_in_flight = max(self.parallel.pipeline_parallel_size, 2 if config.engine.overlap else 1)
         self._plugins = plugins
-        self._answering = self.parallel.num_ranks - self.parallel.tensor_parallel_size
+        self._answering = answering_rank(self.parallel)
         self._num_steps = 0
         self._descriptions: list[wire.Description] = []
         self._end: float | None = time.monotonic() + config.engine.start_timeout

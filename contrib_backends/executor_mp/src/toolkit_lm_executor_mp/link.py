@@ -8,6 +8,7 @@ import secrets
 import select
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -17,17 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import zmq
-from toolkit_lm.errors import EngineDeadError, ToolkitError
+from toolkit_lm.errors import ConfigError, EngineDeadError, ToolkitError
 
 from toolkit_lm_executor_mp import wire
 from toolkit_lm_executor_mp.process import WorkerProcess
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 """Seconds that the other ranks get to end a step that has failed on one."""
 _LOOK = 1.0
 """Seconds between two looks at whether the processes live, should a fork of one hold its lifeline open."""
 _LAST_WORDS = 0.1
 """Seconds to wait for others that die together with a worker."""
+_MOST_BYTES = 107 if sys.platform == "linux" else 103
+"""Of the path of a unix socket."""
 _LARGE = 2**16
 """Bytes of a message from which on it is not copied."""
 
@@ -51,8 +54,8 @@ class Call:
 
     @property
     def failure(self) -> wire.Failed | None:
-        """Of the first rank that has failed."""
-        return next((one for one in self.reports.values() if isinstance(one, wire.Failed)), None)
+        """Of the first of `ranks` that has failed."""
+        return next((one for rank in self.ranks if isinstance(one := self.reports.get(rank), wire.Failed)), None)
 
     def finish(self) -> None:
         self.future.set_result(self._take([one for rank in self.ranks if isinstance(one := self.reports[rank], wire.Done)]))
@@ -107,9 +110,16 @@ class Link:
     def _make_folder() -> Path:
         """That only this user may enter."""
         try:
-            return Path(tempfile.mkdtemp(prefix="toolkit_lm-"))
+            folder = Path(tempfile.mkdtemp(prefix="toolkit_lm-"))
         except OSError as error:
             raise EngineDeadError(f"the folder of the workers' sockets cannot be made: {error}. Set TMPDIR to another.") from error
+        if len(os.fsencode(folder / "reports")) > _MOST_BYTES:
+            folder.rmdir()
+            raise ConfigError(
+                f"the path of the temporary folder {str(folder.parent)!r} is too long: a socket in it may have at most "
+                f"{_MOST_BYTES} bytes. Set TMPDIR to a shorter one."
+            )
+        return folder
 
     def start(self, start: wire.Start, end: float) -> None:
         """Checks who the workers are, has them load their plugins, and connects them. Raises what fails there.
@@ -258,9 +268,8 @@ class Link:
                 del self._calls[number]
                 call.fail(blamed, call.doing)
             elif is_late:
-                self._die(
-                    f"rank {', '.join(map(str, call.missing))} did not end {call.doing} within {PATIENCE:g} s after another had failed"
-                )
+                missing = ", ".join(map(str, call.missing))
+                self._die(f"rank {missing} had not answered {PATIENCE:g} s after another had failed, {call.doing}")
                 return
 
     def _look_for_deaths(self, doing: str) -> None:

@@ -109,15 +109,16 @@ class Worker:
                 if not isinstance(command, wire.Step):
                     return wire.Done(rank, call, description=self._call(command))
                 result: StepResult = self.runner.execute(command.plan)
-                return wire.Done(rank, call, result) if rank == answering_rank(self.config) else None
+                return wire.Done(rank, call, result) if rank == wire.answering_rank(self.config.parallel) else None
         except Exception as error:
-            failed = wire.Failed(rank, call, Failure.of(error, self.plugins.failure), isinstance(error, LostRankError))
+            failure = Failure.of(_without_own_frames(error), self.plugins.failure)
+            failed = wire.Failed(rank, call, failure, isinstance(error, LostRankError))
             # What its frames hold would keep connections of the groups open.
             traceback.clear_frames(error.__traceback__)
             return failed
 
     def _call(self, command: wire.Command) -> wire.Description | None:
-        with self.plugins.boundary:
+        try:
             if isinstance(command, wire.Load):
                 self.runner.load()
                 self._step_memory = profile(self.runner)
@@ -129,6 +130,9 @@ class Worker:
             else:
                 assert isinstance(command, wire.WarmUp), f"{command} is no call"
                 warm_up(self.runner)
+        except Exception as error:
+            self.plugins.boundary.check(_without_own_frames(error))
+            raise
         return None
 
     def _describe(self) -> wire.Description:
@@ -148,6 +152,9 @@ class Worker:
             self._groups = None
 
 
-def answering_rank(config: VllmConfig) -> int:
-    """The first rank of the last stage."""
-    return config.parallel.num_ranks - config.parallel.tensor_parallel_size
+def _without_own_frames(error: Exception) -> Exception:
+    """This plugin is not to blame for what it calls."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
+        trace = trace.tb_next
+    return error.with_traceback(trace)

@@ -7,7 +7,7 @@ import hmac
 import msgspec
 import zmq
 from msgspec import Struct
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.executor import Failure
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
@@ -140,3 +140,8 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     # The engine connects before its workers listen; milliseconds.
     socket.setsockopt(zmq.RECONNECT_IVL, 5)
     return socket
+
+
+def answering_rank(parallel: ParallelConfig) -> int:
+    """The first rank of the last pipeline stage: it tells what came of a step."""
+    return parallel.num_ranks - parallel.tensor_parallel_size

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from toolkit_lm.config import ParallelConfig
+from toolkit_lm.errors import ConfigError
 
 
 class Absent(nn.Module):
@@ -23,8 +24,11 @@ def make_layers(count: int, factory: Callable[[str], nn.Module], prefix: str, pa
     """Calls `factory` with the name ("model.layers.3") of each layer that this pipeline rank owns.
 
     Ranks own contiguous slices whose lengths differ by one at most; the last ranks take the longer ones, as the first has the embedding.
+    Raises ConfigError where there are fewer layers than ranks.
     """
     rank, ranks = parallel.pipeline_parallel_rank, parallel.pipeline_parallel_size
+    if count < ranks:
+        raise ConfigError(f"the {count} layers of {prefix} cannot be cut into {ranks} stages: lower --pipeline-parallel-size.")
     start, end = count * rank // ranks, count * (rank + 1) // ranks
     layers = Layers(factory(join(prefix, str(i))) if start <= i < end else Absent() for i in range(count))
     layers.owned = tuple(layers[start:end])

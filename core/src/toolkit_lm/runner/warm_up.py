@@ -98,7 +98,8 @@ def _made_up(runner: ModelRunner, num_sequences: int, num_tokens: int) -> StepPl
     """Computes sequences -1, -2, ... of so many tokens in the first blocks, with room for one more; in a step of its own."""
     pooling, groups = None, [group.spec for group in runner.kv_cache.groups]
     if runner.config.model.runner == "pooling":
-        pooling = PoolingParams(task=next(iter(runner.pooling_rules())))
+        # The last pipeline stage alone may have a pooler.
+        pooling = PoolingParams(task=next(iter(runner.pooling_rules()), "embed"))
     plan = StepPlan(encoders=_made_up_encoders(runner, num_sequences, num_tokens))
     if isinstance(runner.model, MultiModalModel):
         items = enumerate(runner.model.example_items())

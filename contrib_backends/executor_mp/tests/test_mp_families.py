@@ -1,0 +1,194 @@
+"""Families of models over ranks: tokens, beams, vectors are those of one rank, in chunks, swapped, and from the prefix cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import decoder_families
+import encdec_families
+import encoder_families
+import moe_families
+import pytest
+import vision_checkpoints
+from toolkit_lm import LLM, PoolingParams, SamplingParams
+from toolkit_lm.errors import CheckpointError, UnsupportedError
+from toolkit_lm.events import RequestEvent
+from toolkit_lm.plugin import hookimpl
+from toolkit_lm_devkit import make_checkpoint, randomize, write_tokenizer
+
+VOCAB_SIZE = 272
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEVERAL = SamplingParams(n=4, seed=7, max_tokens=8, ignore_eos=True)
+BEAMS = SamplingParams(use_beam_search=True, n=3, temperature=0, max_tokens=6)
+TIGHT = {
+    "device": "cpu",
+    "block_size": 4,
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "num_kv_blocks": 60,
+    "max_num_batched_tokens": 24,
+    "preemption_mode": "swap",
+    "swap_memory": "4MiB",
+}
+"""Prompts are cut into chunks, and requests must make room for each other."""
+DECODERS = list(decoder_families.VARIANTS)
+SLOW = pytest.mark.slow
+BLOCKS = {"MistralForCausalLM": 46, "Phi3ForCausalLM": 46, "Gemma2ForCausalLM": 112, "Gemma3ForCausalLM": 90}
+"""Of the pool, where layers have windows; else 30. No fewer than four sequences of a prompt take."""
+QUICK = ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
+SIZES = [(2, 1), (1, 2), (2, 2)]
+
+
+class Preemptions:
+    """A plugin that counts them."""
+
+    name = "preemptions"
+
+    def __init__(self):
+        self.count = 0
+
+    @hookimpl
+    def toolkit_event(self, event):
+        self.count += isinstance(event, RequestEvent) and event.kind == "preempted"
+
+
+def prompt(length: int, start: int = 3) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [(start * k) % 250 + 5 for k in range(1, length + 1)]}
+
+
+def sized(sizes: tuple[int, int]) -> dict[str, Any]:
+    return {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
+
+
+def tokens(outputs) -> list[list[list[int]]]:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [[list(one.token_ids) for one in output.outputs] for output in outputs]
+
+
+def generated(folder: Path, sizes: tuple[int, int], prompts=None, *, beams=True, **options) -> tuple[list, int]:
+    """What an engine makes of everything, twice, so that it begins after cached prefixes, and how often it preempted."""
+    counter = Preemptions()
+    prompts = prompts or [prompt(length, start) for length, start in ((40, 3), (5, 7), (33, 11), (1, 5), (21, 13), (30, 17))]
+    with LLM(str(folder), plugins=[counter], **{**TIGHT, **sized(sizes), **options}) as llm:
+        assert llm.engine.config.parallel.executor == ("in_process" if sizes == (1, 1) else "mp")
+        found = [tokens(llm.generate(prompts, params, use_tqdm=False)) for params in (GREEDY, SEVERAL, GREEDY)]
+        if beams:
+            found.append(tokens(llm.generate(prompts[:2], BEAMS, use_tqdm=False)))
+    return found, counter.count
+
+
+def check(folder: Path, sizes, *arguments, **options) -> int:
+    expected, _ = generated(folder, (1, 1), *arguments, **options)
+    found, preemptions = generated(folder, sizes, *arguments, **options)
+    assert found == expected
+    return preemptions
+
+
+@pytest.mark.parametrize("architecture", [pytest.param(one, marks=() if one in QUICK else SLOW) for one in DECODERS])
+def test_decoders(tmp_path, architecture):
+    """Each family: its first variant, over two ranks."""
+    fields = next(iter(decoder_families.VARIANTS[architecture].values()))
+    model = decoder_families.make_model(architecture, {**fields, "vocab_size": VOCAB_SIZE}).eval()
+    randomize(model)
+    make_checkpoint(tmp_path, model)
+    preemptions = check(tmp_path, (2, 1), num_kv_blocks=BLOCKS.get(architecture, 30))
+    # Where all layers are windowed, sequences give back as many blocks as they take.
+    assert preemptions > 0 or architecture in ("MistralForCausalLM", "Phi3ForCausalLM"), "nobody had to make room"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES[1:])
+@pytest.mark.parametrize("variant", ["no window, tied", "window"])
+def test_stages(tmp_path, variant, sizes):
+    """Three layers in two stages; tied embeddings are on the first and the last."""
+    fields = decoder_families.VARIANTS["MistralForCausalLM"][variant]
+    model = decoder_families.make_model("MistralForCausalLM", {**fields, "vocab_size": VOCAB_SIZE}).eval()
+    randomize(model)
+    make_checkpoint(tmp_path, model)
+    check(tmp_path, sizes)
+
+
+@pytest.mark.parametrize("sizes", [pytest.param(one, marks=() if one == (2, 1) else SLOW) for one in SIZES])
+@pytest.mark.parametrize(("family", "variant"), [("mixtral", "2 of 4"), pytest.param("qwen3_moe", "1 of 8, dense between", marks=SLOW)])
+def test_mixtures_of_experts(tmp_path, family, variant, sizes):
+    model = moe_families.make(family, variant)
+    randomize(model)
+    make_checkpoint(tmp_path, model)
+    check(tmp_path, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "T5GemmaForConditionalGeneration"])
+def test_encoder_decoders(tmp_path, architecture):
+    fields = next(iter(encdec_families.VARIANTS[architecture].values()))
+    sides = {key: {**fields[key], "vocab_size": VOCAB_SIZE} for key in ("encoder", "decoder") if key in fields}
+    encdec_families.make_model(architecture, {**fields, "vocab_size": VOCAB_SIZE, **sides}).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, VOCAB_SIZE)
+    options = {"max_encoder_len": 64, "max_num_batched_tokens": 70, "num_kv_blocks": 120}
+    check(tmp_path, (2, 1), **options)
+
+
+def test_encoder_decoders_run_in_one_stage(tmp_path):
+    fields = next(iter(encdec_families.VARIANTS["BartForConditionalGeneration"].values()))
+    encdec_families.make_model("BartForConditionalGeneration", {**fields, "vocab_size": VOCAB_SIZE}).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, VOCAB_SIZE)
+    with pytest.raises(UnsupportedError, match="run in one pipeline stage: lower --pipeline-parallel-size") as caught:
+        LLM(str(tmp_path), **TIGHT, **sized((1, 2)), max_encoder_len=64)
+    assert "on rank " in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=SLOW), pytest.param((2, 2), marks=SLOW)])
+@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=SLOW)])
+def test_vision(tmp_path, family, sizes):
+    subject = vision_checkpoints.make_subject(tmp_path, family)
+    images = vision_checkpoints.drawings(3)
+    prompts = [
+        {"prompt": f"{subject.mark}What is in {subject.mark}?", "multi_modal_data": {"image": images[:2]}},
+        {"prompt": "No picture in this one."},
+        {"prompt": f"And here? {subject.mark}", "multi_modal_data": {"image": images[2:]}},
+    ]
+    check(tmp_path, sizes, prompts, max_model_len=128, num_kv_blocks=120, max_num_batched_tokens=40)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=SLOW)])
+@pytest.mark.parametrize("family", ["Bert", pytest.param("ModernBert", marks=SLOW)])
+def test_encoders(tmp_path, family, sizes):
+    """What is pooled of whole prompts, without a KV cache."""
+    fields = next(iter(encoder_families.VARIANTS[family].values()))
+    model = encoder_families.make_model(f"{family}Model", {**fields, "vocab_size": VOCAB_SIZE}).eval()
+    randomize(model)
+    make_checkpoint(tmp_path, model)
+    check_vectors(tmp_path, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", SIZES)
+def test_pooled_decoders(tmp_path, sizes):
+    """In chunks, whose state the last stage keeps."""
+    fields = next(iter(decoder_families.VARIANTS["Qwen3ForCausalLM"].values()))
+    model = decoder_families.make_model("Qwen3ForCausalLM", {**fields, "vocab_size": VOCAB_SIZE}).eval()
+    randomize(model)
+    make_checkpoint(tmp_path, model)
+    chunked = {"enable_chunked_prefill": True, "max_num_batched_tokens": 8, "max_num_seqs": 4, "block_size": 4, "num_kv_blocks": 64}
+    check_vectors(tmp_path, sizes, runner="pooling", convert="embed", max_model_len=64, **chunked)
+
+
+def check_vectors(folder: Path, sizes, **options) -> None:
+    prompts, found = [prompt(length) for length in (3, 30, 12)], []
+    for each in ((1, 1), sizes):
+        with LLM(str(folder), device="cpu", **sized(each), **options) as llm:
+            outputs = llm.encode(prompts, PoolingParams(task="embed"), use_tqdm=False)
+        found.append([list(output.outputs.data) for output in outputs])
+    for one, other in zip(*found, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+def test_models_of_transformers_are_refused(tmp_path):
+    """Their layers do not shard."""
+    from transformers import StableLmConfig, StableLmForCausalLM
+
+    config = {**decoder_families.LLAMA_LIKE, "vocab_size": VOCAB_SIZE, "eos_token_id": 1, "bos_token_id": 0}
+    make_checkpoint(tmp_path, StableLmForCausalLM(StableLmConfig(**config)).eval())
+    with pytest.raises(CheckpointError, match="models of transformers run on one rank"):
+        LLM(str(tmp_path), **TIGHT, **sized((2, 1)))

@@ -1,0 +1,263 @@
+"""What goes wrong: workers that die at any moment, requests that one rank fails on, and what cannot run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, UnsupportedError
+from toolkit_lm.executor import make_executor
+from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.resolution import resolve
+from toolkit_lm_devkit.executor import write_llama
+from toolkit_lm_executor_mp import executor, link, wire
+
+OPTIONS = {"device": "cpu", "block_size": 4, "max_model_len": 64, "num_kv_blocks": 64}
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+SIZES = [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def sabotage(monkeypatch, tmp_path):
+    """A function (rank, when, how), after which that worker is harmed."""
+    shutil.copy(Path(__file__).with_name("saboteur.py"), tmp_path / "toolkit_lm_saboteur.py")
+    info = tmp_path / "toolkit_lm_saboteur-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toolkit-lm-saboteur\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[toolkit_lm]\nsaboteur = toolkit_lm_saboteur\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield lambda rank, when, how: monkeypatch.setenv("SABOTAGE", json.dumps({"rank": rank, "when": when, "how": how}))
+    sys.modules.pop("toolkit_lm_saboteur", None)
+
+
+@pytest.fixture
+def nothing_is_left(monkeypatch):
+    """5 seconds after the test, no worker lives, and the temporary folder is empty."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    # The path of a socket must be short.
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        monkeypatch.setenv("TMPDIR", temporary)
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        yield
+        end = time.monotonic() + 5
+        while (left := workers() - before) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert not left
+        assert os.listdir(temporary) == []
+        monkeypatch.setattr(tempfile, "tempdir", None)
+
+
+def workers() -> set[int]:
+    """Processes of this one, and of its engine process, that live."""
+    found = psutil.Process().children(recursive=True)
+    return {process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE}
+
+
+def prompt(length: int) -> dict[str, list[int]]:
+    return {"prompt_token_ids": [(3 * k) % 250 + 3 for k in range(1, length + 1)]}
+
+
+def ranks(folder, sizes: tuple[int, int], **options) -> LLM:
+    return LLM(str(folder), tensor_parallel_size=sizes[0], pipeline_parallel_size=sizes[1], **OPTIONS, **options)
+
+
+@pytest.mark.parametrize(
+    ("when", "doing"),
+    [("import", "while importing"), ("load", "while loading the model"), ("warm_up", "while warming up")],
+)
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_worker_that_dies_at_the_start(folder, sabotage, nothing_is_left, rank, when, doing):
+    sabotage(rank, when, "kill")
+    start = rf"the worker of rank {rank} \(process \d+\) has died {doing}: it was killed by SIGKILL; perhaps the machine ran out of memory"
+    with pytest.raises(EngineDeadError, match=start):
+        ranks(folder, (2, 1))
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_worker_that_dies_in_a_step(folder, sabotage, nothing_is_left, sizes, rank):
+    sabotage(rank, "step", "kill")
+    with ranks(folder, sizes) as llm:
+        assert len(llm.generate([prompt(5)], PARAMS, use_tqdm=False)) == 1
+        start = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=rf"the worker of rank {rank} \(process \d+\) has died in step \d+: it was killed"):
+                llm.generate([prompt(5), prompt(13)], PARAMS, use_tqdm=False)
+        assert time.monotonic() - start < 5
+        while workers() and time.monotonic() - start < 5:
+            time.sleep(0.05)
+        assert workers() == set()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("abort", "SIGABRT. The last that it wrote to stderr: Fatal Python error: Aborted"),
+        ("leave", "the worker had enough"),
+    ],
+)
+def test_the_last_words_of_a_worker(folder, sabotage, nothing_is_left, how, words):
+    sabotage(1, "step", how)
+    with ranks(folder, (2, 1)) as llm, pytest.raises(EngineDeadError) as caught:
+        llm.generate([prompt(13)], PARAMS, use_tqdm=False)
+    assert words in str(caught.value)
+    assert "strike" in "".join(caught.value.__notes__), "there is no traceback"
+
+
+def test_a_worker_that_hangs_after_another_has_failed(folder, sabotage, nothing_is_left, monkeypatch):
+    monkeypatch.setattr(link, "PATIENCE", 1.0)
+    sabotage(0, "step", "hang")
+    with ranks(folder, (2, 1)) as llm:
+        core = llm.engine.client.core
+        # Rank 1 fails, since nobody knows the sequence; rank 0 is asleep.
+        from toolkit_lm.messages import StepPlan
+        from toolkit_lm_devkit.executor import new, row
+
+        plan = StepPlan(new=[new(0, [5] * 13)], scheduled=[row(99, 1)])
+        with pytest.raises(EngineDeadError, match="rank 0 had not answered 1 s after another had failed, in step 1") as caught:
+            core.executor.execute(plan).result(30)
+    assert "on rank 1: Traceback" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_request_that_one_rank_fails_on_ends_alone(folder, sabotage, nothing_is_left, sizes):
+    sabotage(1, "step", "raise")
+    prompts = [prompt(5), prompt(13), prompt(9)]
+    with LLM(str(folder), **OPTIONS) as llm:
+        expected = llm.generate(prompts, PARAMS, use_tqdm=False)
+    with ranks(folder, sizes) as llm:
+        for _ in range(2):
+            outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+            assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+            assert "RuntimeError: no prompt of thirteen tokens (on rank 1 in step " in outputs[1].error
+            assert "saboteur" in outputs[1].error, "the plugin is not named"
+            for index in (0, 2):
+                assert outputs[index].outputs[0].token_ids == expected[index].outputs[0].token_ids
+
+
+def test_an_engine_process_begins_anew_when_a_worker_has_died(folder, sabotage, nothing_is_left, monkeypatch):
+    sabotage(1, "step", "kill")
+    with ranks(folder, (2, 1), engine_process=True, restart_engine=1) as llm:
+        with pytest.raises(EngineDeadError, match="the worker of rank 1"):
+            llm.generate([prompt(13)], PARAMS, use_tqdm=False)
+        monkeypatch.delenv("SABOTAGE")
+        llm.engine.restart()
+        assert len(llm.generate([prompt(13)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 8
+
+
+@pytest.mark.parametrize("engine_process", [True, False])
+@pytest.mark.parametrize("delay", [0.3, pytest.param(2.0, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)])
+def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay):
+    """Killed at its start, while it imports and loads, and when it is ready."""
+    code = (
+        "import sys; from toolkit_lm import LLM; "
+        f"llm = LLM({str(folder)!r}, tensor_parallel_size=2, engine_process={engine_process}, **{OPTIONS!r}); print('ready', flush=True); "
+        "sys.stdin.read()"
+    )
+    front = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    end = time.monotonic() + 60
+    while len(psutil.Process(front.pid).children(recursive=True)) < 2 + engine_process and time.monotonic() < end:
+        time.sleep(0.02)
+    if delay is None:
+        assert front.stdout.readline() == b"ready\n"
+    else:
+        time.sleep(delay)
+    found = psutil.Process(front.pid).children(recursive=True)
+    assert len(found) == 2 + engine_process
+    front.kill()
+    front.communicate()
+    _, alive = psutil.wait_procs(found, 5)
+    assert alive == []
+
+
+def test_heads_that_do_not_divide(folder, nothing_is_left):
+    """One error, of one rank."""
+    with pytest.raises(ConfigError, match=r"cannot be split evenly over tensor_parallel_size=3 \(on rank \d while loading the model\)\."):
+        ranks(folder, (3, 1))
+
+
+def test_more_stages_than_layers(folder, nothing_is_left):
+    with pytest.raises(ConfigError, match=r"the 4 layers of model\.layers cannot be cut into 5 stages: .* \(on rank \d while loading"):
+        ranks(folder, (1, 5))
+
+
+def test_more_ranks_than_gpus(folder, monkeypatch):
+    monkeypatch.setattr(executor.torch.cuda, "device_count", lambda: 1)
+    config = VllmConfig.default(tensor_parallel_size=2, device="cuda")
+    with pytest.raises(UnsupportedError, match="tensor_parallel_size 2 x pipeline_parallel_size 1 needs 2 GPUs, one per rank: there are 1"):
+        executor.MpExecutor(config, Plugins.load())
+
+
+def test_plugins_from_code_that_workers_need_are_refused(folder):
+    class Mine:
+        name = "mine"
+
+        @hookimpl
+        def toolkit_register_models(self, models): ...
+
+    with pytest.raises(PluginError, match=r"'mine'.* implements toolkit_register_models, which the workers need too"):
+        LLM(str(folder), tensor_parallel_size=2, plugins=[Mine()], **OPTIONS)
+
+
+def test_workers_with_other_plugins_are_refused(folder, sabotage, nothing_is_left, tmp_path):
+    plugins = Plugins.load()
+    plugins.fingerprint(installed=True)
+    with (tmp_path / "toolkit_lm_saboteur.py").open("a") as file:
+        file.write("# changed\n")
+    config = resolve(VllmConfig.make(model=str(folder), tensor_parallel_size=2, **OPTIONS), plugins)
+    with pytest.raises(PluginError, match=r"other plugins than its engine .*\nplugin 'saboteur': .* here, .* there"):
+        make_executor(config, plugins).load()
+
+
+@pytest.mark.parametrize("forged", ["engine", "worker"])
+def test_who_does_not_know_the_key_is_refused(folder, nothing_is_left, monkeypatch, forged):
+    """An engine that cannot prove itself is left by its workers; a worker that cannot ends the start."""
+    prove = wire.prove
+    if forged == "engine":
+        monkeypatch.setattr(wire, "prove", lambda key, who, rank, nonce: prove(b"guessed", who, rank, nonce))
+        message = "has died while importing: .*PermissionError: who answers at the engine's socket does not know the key"
+    else:
+        monkeypatch.setattr(wire, "prove", lambda key, who, *rest: prove(b"guessed" if who == "worker" else key, who, *rest))
+        message = "who calls itself the worker of rank [01] does not know the key of the launch"
+    with pytest.raises(EngineDeadError, match=message):
+        ranks(folder, (2, 1))
+
+
+def test_a_start_that_takes_too_long(folder, sabotage, nothing_is_left):
+    sabotage(1, "load", "hang")
+    with pytest.raises(EngineDeadError, match="rank 1 were not ready within start_timeout: they got no further while loading the model"):
+        ranks(folder, (2, 1), start_timeout=30)
+
+
+def test_a_temporary_folder_of_too_long_a_name(folder, tmp_path, monkeypatch):
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match="too long: a socket in it may have at most"):
+        ranks(folder, (2, 1))
+    assert list(long.iterdir()) == []
+
+
+def test_a_signal_that_stops_the_terminal_is_the_front_s(folder, nothing_is_left):
+    """Ctrl-C goes to all processes of a terminal: the workers go on."""
+    with ranks(folder, (2, 1)) as llm:
+        for pid in llm.engine.client.core.executor.pids:
+            os.kill(pid, signal.SIGINT)
+            os.kill(pid, signal.SIGTERM)
+        assert len(llm.generate([prompt(5)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids) == 8
