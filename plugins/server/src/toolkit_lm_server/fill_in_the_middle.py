@@ -15,6 +15,8 @@ _SPELLINGS = (
     ("<PRE>", "<SUF>", "<MID>"),
 )
 """Of Qwen and CodeGemma, StarCoder, SantaCoder, DeepSeek, CodeLlama: the tokens before the prefix, the suffix, and what is wanted."""
+_ANCHOR = "☺"
+"""No token goes on after it, as CodeLlama's reference has it. Two have less tokens than twice one where a space is put before texts."""
 
 
 class FillInTheMiddle:
@@ -28,7 +30,7 @@ class FillInTheMiddle:
         """The two texts as they are, with the tokens that tell them apart. Raises RequestError where there are none."""
         before, after, middle = self._known()
         start, token_ids = self._split(prefix)
-        return TokensPrompt(prompt_token_ids=[*start, before, *token_ids, after, *self._split(suffix)[1], middle])
+        return TokensPrompt(prompt_token_ids=[*start, before, *token_ids, after, *self._following(suffix), middle])
 
     def _known(self) -> list[int]:
         if self._marks is None:
@@ -49,11 +51,22 @@ class FillInTheMiddle:
             found += token_ids
         return found
 
+    def _following(self, text: str) -> list[int]:
+        """The tokens of a text that comes after another: tokenizers that put a space before each text put none before this one."""
+        one, two, whole = (self._bare(_ANCHOR + more) for more in ("", _ANCHOR, text))
+        if text and len(two) < 2 * len(one) and whole[: len(one)] == one:
+            return whole[len(one) :]
+        return self._bare(text) if text else []
+
+    def _bare(self, text: str) -> list[int]:
+        token_ids: list[int] = self._renderer.render_prompt(text, add_special_tokens=False).token_ids
+        return token_ids
+
     def _split(self, text: str) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before a text, and those of the text."""
         if not text:
             return self._split("a")[0], []
-        bare = self._renderer.render_prompt(text, add_special_tokens=False).token_ids
+        bare = self._bare(text)
         whole = self._renderer.render_prompt(text).token_ids
         start = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), 0)
         return whole[:start], bare
