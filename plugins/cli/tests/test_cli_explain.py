@@ -18,6 +18,14 @@ def test_explain_names_every_choice(toolkit, checkpoint):
     assert found["layers"][0]["backend"] == "sdpa"
 
 
+def test_explain_tells_of_several_engines(toolkit, checkpoint):
+    assert "engines" not in toolkit("explain", checkpoint).out
+    done = toolkit("explain", checkpoint, "--data-parallel-size", "3")
+    assert done.code == 0 and "3, each with all of the model on 1 of the devices" in " ".join(done.out.split())
+    found = json.loads(toolkit("explain", checkpoint, "--data-parallel-size", "3", "--json").out)
+    assert found["config"]["parallel"]["data_parallel_size"] == 3
+
+
 def test_an_unknown_architecture_is_one_error(toolkit, checkpoint):
     done = toolkit("explain", checkpoint, "--plugins", "cli", "--plugins", "sdpa")
     assert (done.code, done.out) == (1, "")

@@ -37,6 +37,9 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     parallel = resolved.parallel
     if parallel.data_parallel_size > 1:
         table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")
+    parallel = resolved.parallel
+    if parallel.data_parallel_size > 1:
+        table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")
     table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
     table.add_row("kernels", "\n".join(_verdicts(found.kernels, found.kernels_considered)))
     # Layers that were decided alike are shown together.
