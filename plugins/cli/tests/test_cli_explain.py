@@ -18,6 +18,39 @@ def test_explain_names_every_choice(toolkit, checkpoint):
     assert found["layers"][0]["backend"] == "sdpa"
 
 
+def test_explain_says_what_each_rank_holds(toolkit, checkpoint):
+    def ranks(*options: str) -> list[dict]:
+        return json.loads(toolkit("explain", "tiny", "--json", *options).out)["ranks"]
+
+    [whole] = ranks()
+    assert (whole["num_layers"], whole["num_bytes"]) == (6, 2 * whole["num_parameters"])
+    # Both shards have the norms, two of each layer and one at the end.
+    assert [2 * one["num_parameters"] - whole["num_parameters"] for one in ranks("--tensor-parallel-size", "2")] == [13 * 128] * 2
+    first, last = ranks("--pipeline-parallel-size", "2")
+    # Embedding and head are one, of which both stages have a copy.
+    assert first["num_parameters"] + last["num_parameters"] - whole["num_parameters"] == 1536 * 128
+    assert (first["num_layers"], last["num_layers"]) == (3, 3)
+
+
+def test_explain_shows_each_rank(toolkit, checkpoint):
+    found = json.loads(toolkit("explain", checkpoint, "--json", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2").out)
+    assert found["executor"] == "mp"
+    assert [(one["stage"], one["shard"]) for one in found["ranks"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({one["backend"] for one in found["layers"]}) == 1 and len(found["layers"]) == 2
+    done = toolkit(
+        "explain", checkpoint, "--tensor-parallel-size", "2", "--num-kv-blocks", "8", "--block-size", "16", "--max-model-len", "64"
+    )
+    shown = " ".join(done.out.split())
+    assert "rank 1 (stage 0, shard 1): " in shown and "128 tokens, with the memory that is free now" in shown
+
+
+def test_explain_says_what_does_not_fit(toolkit, checkpoint):
+    refused = json.loads(toolkit("explain", checkpoint, "--json", "--num-kv-blocks", "1", "--max-model-len", "64").out)
+    assert refused["kv_tokens"] is None and "cannot hold one sequence of max_model_len 64" in refused["kv_refusal"]
+    done = toolkit("explain", checkpoint, "--tensor-parallel-size", "3")
+    assert done.code != 0 and "cannot be split evenly over tensor_parallel_size=3" in done.err
+
+
 def test_explain_tells_of_several_engines(toolkit, checkpoint):
     assert "engines" not in toolkit("explain", checkpoint).out
     done = toolkit("explain", checkpoint, "--data-parallel-size", "3")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -13,6 +14,9 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_cli.options import engine_command
+
+if TYPE_CHECKING:
+    from toolkit_lm_cli.shares import RankShare
 
 
 @engine_command()
@@ -37,9 +41,6 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     parallel = resolved.parallel
     if parallel.data_parallel_size > 1:
         table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")
-    parallel = resolved.parallel
-    if parallel.data_parallel_size > 1:
-        table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")
     table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
     table.add_row("kernels", "\n".join(_verdicts(found.kernels, found.kernels_considered)))
     # Layers that were decided alike are shown together.
@@ -49,7 +50,18 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     for verdicts, layers in alike.items():
         shown = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
         table.add_row("attention", escape("\n".join([shown, *verdicts])))
+    table.add_row("ranks", "\n".join(_shares(found.ranks)))
+    table.add_row(
+        "KV cache",
+        found.kv_refusal or ("none" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens, with the memory that is free now"),
+    )
     Console().print(table)
+
+
+def _shares(ranks: list[RankShare]) -> Iterator[str]:
+    for one in ranks:
+        place = f"rank {one.rank} (stage {one.stage}, shard {one.shard}): " if len(ranks) > 1 else ""
+        yield f"{place}{one.num_parameters:,} parameters, {one.num_bytes / 2**20:,.1f} MiB; {one.num_layers} layers with a KV cache"
 
 
 def _verdicts(taken: str, candidates: list[tuple[str, str | None]]) -> list[str]:

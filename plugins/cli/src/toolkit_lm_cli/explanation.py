@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import construct, select_kernels
+from toolkit_lm.model import select_kernels
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import choose_executor, choose_model, choose_renderer, resolve_configured, resolve_device
-from toolkit_lm.runner import load_model_class, select_backends
+
+from toolkit_lm_cli.shares import RankShare, hold, kv_capacity
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Explanation:
     kernels_considered: list[tuple[str, str | None]]
     """All kernels that were considered, with their reasons to refuse (None: able)."""
     layers: list[LayerChoice]
+    ranks: list[RankShare]
+    kv_tokens: int | None
+    """Tokens that the KV cache has room for, with the memory that this machine has to spare now. None: the model has none."""
+    kv_refusal: str | None
+    """Why it would be refused."""
 
 
 def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Explanation:
@@ -61,11 +66,9 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     open_config = configured.with_checkpoint(resolved.checkpoint)
     _, models = choose_model(open_config, plugins)
     _, renderers = choose_renderer(open_config, plugins)
-    with plugins.boundary:
-        # Without storage: only the layers' shapes count.
-        model = construct(load_model_class(resolved, plugins), resolved, torch.device("meta"), plugins)
+    held = hold(resolved, plugins)
     kernels, kernels_considered = select_kernels(resolved, plugins)
-    selections = select_backends(model, torch.device(resolved.device.device), resolved, plugins.attention_backends)
+    kv_tokens, kv_refusal = kv_capacity(resolved, held)
     return Explanation(
         config=resolved,
         architecture=entry.key,
@@ -80,5 +83,8 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         executors=choose_executor(open_config, plugins)[1],
         kernels=kernels,
         kernels_considered=kernels_considered,
-        layers=[LayerChoice(layer, found.name, found.candidates) for layer, found in selections.items()],
+        layers=[LayerChoice(layer, found.name, found.candidates) for layer, found in held.selections.items()],
+        ranks=held.ranks,
+        kv_tokens=kv_tokens,
+        kv_refusal=kv_refusal,
     )
