@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
+import textwrap
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -308,3 +309,31 @@ def test_an_engine_that_does_not_start_is_named():
     with pytest.raises(ToolkitError, match=r"^engine [01] of 2: the KV cache cannot hold one sequence"):
         LLM(**{**TIGHT, "num_kv_blocks": 2}, data_parallel_size=2)
     assert time.monotonic() - start < 60
+
+
+FRONT = """
+    import os, sys, time
+    from toolkit_lm import LLM
+    from toolkit_lm.errors import EngineDeadError
+    options = {options!r}
+    llm = LLM(**options, data_parallel_size=2)
+    if os.fork() == 0:
+        try:
+            llm.generate("Once", use_tqdm=False)
+        except EngineDeadError as error:
+            print(str(error), flush=True)
+        os._exit(0)
+    os.wait()
+    print(*(one.pid for one in llm.engine.client.engines), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_all_engines_end_with_their_front_and_serve_no_fork_of_it():
+    code = textwrap.dedent(FRONT).format(options=TIGHT)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as front:
+        assert "cannot be used in its child" in front.stdout.readline()
+        engines = [psutil.Process(int(pid)) for pid in front.stdout.readline().split()]
+        front.kill()
+        _, alive = psutil.wait_procs(engines, 5)
+    assert len(engines) == 2 and not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
