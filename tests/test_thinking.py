@@ -34,7 +34,7 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="module", params=["letters", "tokens"])
 def engine(request, checkpoint_with):
     folder = checkpoint_with(TEMPLATE, ("<think>", "</think>") if request.param == "tokens" else ())
-    options = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "engine_process": False}
+    options = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "engine_process": request.param == "tokens"}
     one = AsyncLLM(VllmConfig.make(model=str(folder), served_model_name="thinker", **options))
     yield one
     one.close()
@@ -122,13 +122,13 @@ async def test_responses_and_completions_have_the_field(client):
 async def test_other_vendors_names_of_it(client):
     message = await asked(
         client,
-        {"messages": BODY["messages"], "max_tokens": 60, "thinking": {"type": "enabled", "budget_tokens": BUDGET}},
+        {"messages": BODY["messages"], "max_tokens": 60, "temperature": 0.0, "thinking": {"type": "enabled", "budget_tokens": BUDGET}},
         "/v1/messages",
     )
     assert [block["type"] for block in message["content"]] == ["thinking", "text"]
-    off = await asked(client, {"messages": BODY["messages"], "max_tokens": 60}, "/v1/messages")
+    off = await asked(client, {"messages": BODY["messages"], "max_tokens": 60, "temperature": 0.0}, "/v1/messages")
     assert off["content"] == []
-    body = {"messages": BODY["messages"], "max_tokens": 60, "thinking": {"type": "enabled", "token_budget": BUDGET}}
+    body = {"messages": BODY["messages"], "max_tokens": 60, "temperature": 0.0, "thinking": {"type": "enabled", "token_budget": BUDGET}}
     assert [part["type"] for part in (await asked(client, body, "/v2/chat"))["message"]["content"]] == ["thinking", "text"]
-    wrong = {"messages": BODY["messages"], "max_tokens": 60, "thinking": {"type": "enabled", "budget_tokens": "many"}}
+    wrong = {"messages": BODY["messages"], "max_tokens": 60, "temperature": 0.0, "thinking": {"type": "enabled", "budget_tokens": "many"}}
     assert (await client.post("/v1/messages", json=wrong)).status_code == 400

@@ -42,20 +42,25 @@ def mark_texts(renderer: Renderer, marks: Marks) -> MarkTexts:
         known = _KNOWN.setdefault(renderer, {})
         if marks not in known:
             token_ids = range(renderer.vocab_size)
+            counts = _part_of(marks)
             known[marks] = {
-                token_id: text for token_id, text in zip(token_ids, renderer.token_texts(token_ids), strict=True) if _counts(text, marks)
+                token_id: text for token_id, text in zip(token_ids, renderer.token_texts(token_ids), strict=True) if counts(text)
             }
         return known[marks]
 
 
-def _counts(text: str, marks: Marks) -> bool:
-    """A token may be in a mark, have one, end in the beginning of one, or begin with the end of one."""
-    if not text:
-        return False
-    return text.isspace() or any(
-        text in mark or mark in text or any(text.endswith(mark[:at]) or text.startswith(mark[at:]) for at in range(1, len(mark)))
-        for mark in (marks.start, marks.end)
-    )
+def _part_of(marks: Marks) -> Callable[[str], bool]:
+    """Whether a token may be in a mark, have one, end in the beginning of one, or begin with the end of one; or is white space."""
+    start, end = marks.start, marks.end
+    beginnings = tuple(mark[:at] for mark in (start, end) for at in range(1, len(mark)))
+    ends = tuple(mark[at:] for mark in (start, end) for at in range(1, len(mark)))
+
+    def counts(text: str) -> bool:
+        if text.endswith(beginnings) or text.startswith(ends) or text.isspace():
+            return True
+        return bool(text) and (text in start or text in end or start in text or end in text)
+
+    return counts
 
 
 class ReasoningReader(ReasoningCounter):

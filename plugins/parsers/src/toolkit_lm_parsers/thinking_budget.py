@@ -57,6 +57,7 @@ class ThinkingBudget(LogitsProcessor):
     """Rules out all but the tokens of the end, one after the other. Where these are ruled out by others, it waits until they are not."""
 
     stage = "logits"
+    atomic = True
 
     def __init__(self, config: VllmConfig, device: torch.device) -> None:
         super().__init__(config, device)
@@ -69,12 +70,11 @@ class ThinkingBudget(LogitsProcessor):
         self._sequences.pop(key, None)
 
     def apply(self, values: Tensor, rows: Sequence[ProcessorRow]) -> Tensor:
-        for scores, row in zip(values, rows, strict=True):
-            if following := self._sequences[row.key].must_follow(row):
-                score = scores[following[0]].clone()
-                if score > -torch.inf:
-                    scores.fill_(-torch.inf)
-                    scores[following[0]] = score
+        following = [self._sequences[row.key].must_follow(row) for row in rows]
+        for scores, tokens in zip(values, following, strict=True):
+            if tokens and (score := scores[tokens[0]].clone()) > -torch.inf:
+                scores.fill_(-torch.inf)
+                scores[tokens[0]] = score
         return values
 
     def drafts(self, row: ProcessorRow) -> list[int]:
