@@ -38,5 +38,6 @@ from .ranks import Computed as Computed, hidden_states_of_ranks as hidden_states
 from .renderer import RendererConformance as RendererConformance
 from .sampling import sampling_rows as sampling_rows
 from .scheduling_policy import SchedulingPolicyConformance as SchedulingPolicyConformance
+from .structured_output import StructuredOutputConformance as StructuredOutputConformance, generate_structured as generate_structured
 from .thread_ranks import ThreadGroup as ThreadGroup, run_ranks as run_ranks
 from .transformers_model import TransformersConformance as TransformersConformance

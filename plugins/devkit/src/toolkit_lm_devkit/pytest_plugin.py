@@ -19,6 +19,7 @@ pytest.register_assert_rewrite(
     "toolkit_lm_devkit.model",
     "toolkit_lm_devkit.renderer",
     "toolkit_lm_devkit.sharding",
+    "toolkit_lm_devkit.structured_output",
     "toolkit_lm_devkit.transformers_model",
 )
 
