@@ -44,10 +44,7 @@ NOT_HELD = {
         "A flag that has streams tell usage that nobody asked for: a request asks for it here."
     ),
     f"{CHAT}/test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids": "`logprob_token_ids` is not there.",
-    f"{CHAT}/test_batched_chat_completions.py::test_batched_chat_completions, test_batched_chat_completions_with_json_schema, "
-    "test_batched_chat_completions_logprobs_not_token_id_placeholders, test_batched_chat_completions_return_tokens_as_token_ids, "
-    "test_batched_chat_completions_logprob_token_ids, test_batched_echo_does_not_prepend_user_prompt, "
-    "test_batched_echo_prepends_matching_assistant_prefix": "`/v1/chat/completions/batch` is not there: send each conversation.",
+    f"{CHAT}/test_batched_chat_completions.py::test_batched_chat_completions_logprob_token_ids": "`logprob_token_ids` is not there.",
     f"{COMPLETION}/test_completion.py::test_completion_truncation_side_controls_prompt_truncation": (
         "`truncation_side` right is refused: prompts that generate are cut at their beginning."
     ),
@@ -740,6 +737,33 @@ def too_few_tokens_for_tools(tiny: Asked) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "profile"}}):
         [one] = tiny.chat(tools=tools, tool_choice=choice, max_completion_tokens=1).choices
         assert one.finish_reason == "length" and not one.message.tool_calls
+
+
+@check(
+    "openai/chat_completion/test_batched_chat_completions.py::test_batched_chat_completions, "
+    "test_batched_chat_completions_with_json_schema, "
+    "test_batched_chat_completions_logprobs_not_token_id_placeholders, test_batched_chat_completions_return_tokens_as_token_ids, "
+    "test_batched_echo_does_not_prepend_user_prompt, test_batched_echo_prepends_matching_assistant_prefix"
+)
+def batched_chats(tiny: Asked) -> None:
+    path, talks = "/v1/chat/completions/batch", [TALK, LONG_TALK]
+    options = {"max_tokens": 300, "temperature": 0, "echo": True}
+    one, other = tiny.ok(path, messages=talks, **options)["choices"]
+    assert [one["index"], other["index"]] == [0, 1]
+    for talk, choice in zip(talks, (one, other), strict=True):
+        assert choice["message"]["content"] == tiny.chat(messages=talk, max_completion_tokens=300).choices[0].message.content
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    for choice in tiny.ok(path, messages=talks, response_format=wanted, **options)["choices"]:
+        jsonschema.validate(json.loads(choice["message"]["content"]), SCHEMA)
+    for more, named in (({"return_token_ids": True}, False), ({"return_tokens_as_token_ids": True}, True)):
+        [choice] = tiny.ok(path, messages=[TALK], logprobs=True, top_logprobs=1, **options, **more)["choices"]
+        assert {
+            token["token"].startswith("token_id:") for entry in choice["logprobs"]["content"] for token in (entry, *entry["top_logprobs"])
+        } == {named}
+    begun = [*TALK, {"role": "assistant", "content": "Paris is "}]
+    final = {"continue_final_message": True, "add_generation_prompt": False}
+    for choice in tiny.ok(path, messages=[begun, begun], n=2, **options, **final)["choices"]:
+        assert choice["message"]["content"].startswith("Paris is ")
 
 
 # Responses

@@ -26,6 +26,7 @@ GENERATED = {
     "/invocations": {"prompt": "a", "max_tokens": 2},
     "/infill": {"prompt": "a", "n_predict": 2},
     "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "hi"}]], "max_tokens": 2},
     "/v1/messages": {**HI, "max_tokens": 2},
     "/v1/messages/count_tokens": HI,
     "/v2/chat": {**HI, "max_tokens": 2},

@@ -935,3 +935,32 @@ async def test_bodies_are_bounded_together(engine, client_of):
         assert busy.json()["error"]["code"] == "server_busy" and "retry-after" in busy.headers
         # What they held is free again.
         assert [(await post(client)).status_code for _ in range(40)] == [200] * 40
+
+
+async def test_several_conversations(client, engine):
+    """Each has its choices, in order; their tokens are added."""
+    talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    reply = (await client.post(f"{CHAT}/batch", json={"messages": talks, "n": 2})).json()
+    assert [(one["index"], one["message"]["content"]) for one in reply["choices"]] == [
+        (index, f"USER:{text};") for index, text in enumerate(("ONE", "ONE", "TWO", "TWO"))
+    ]
+    alone = (await client.post(CHAT, json={"messages": talks[0], "n": 2})).json()["usage"]
+    assert {name: reply["usage"][name] for name in ("prompt_tokens", "completion_tokens")} == {
+        name: 2 * alone[name] for name in ("prompt_tokens", "completion_tokens")
+    }
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [HI["messages"]] * 20_000}, "messages"),
+        ({"messages": [[]]}, "messages"),
+        ({"messages": HI["messages"]}, "messages"),
+        ({"messages": [HI["messages"]], "stream": True}, "stream"),
+        ({"messages": [HI["messages"]], "prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+async def test_several_conversations_that_are_refused(client, body, param):
+    response = await client.post(f"{CHAT}/batch", json=body)
+    assert (response.status_code, response.json()["error"]["param"].split(".")[0].split("[")[0]) == (400, param), response.text

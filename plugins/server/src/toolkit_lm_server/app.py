@@ -51,7 +51,7 @@ from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.plugin_routes import OpenAIApi, add_plugin_routes
-from toolkit_lm_server.protocol import ChatBody, CompletionBody, body_of, check_model
+from toolkit_lm_server.protocol import ChatBatchBody, ChatBody, CompletionBody, body_of, check_model
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses
@@ -173,6 +173,7 @@ def create_router(
     completions = Completions(engine, options, body_of(CompletionBody, *with_fields))
     for path, handler, whole, success in (
         ("/v1/chat/completions", chat.create, chat.body, streams(ChatCompletion, ChatCompletionChunk)),
+        ("/v1/chat/completions/batch", chat.create, body_of(ChatBatchBody, *with_fields), answers(ChatCompletion)),
         ("/v1/completions", completions.create, completions.body, streams(Completion, Completion)),
         ("/infill", Infill(engine, completions).create, body_of(InfillBody, *with_fields), streams(Filling, Filling)),
     ):

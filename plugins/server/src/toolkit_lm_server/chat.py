@@ -21,6 +21,7 @@ from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import tool_use
 
 if TYPE_CHECKING:
+    from toolkit_lm.prompts import Conversation
     from toolkit_lm_async_llm import AsyncLLM
 
 
@@ -31,10 +32,12 @@ class Chat:
         """`body`: with the fields of plugins. Raises ConfigError for a parser of the options that there is not, PluginError."""
         self._engine = engine
         self.body = body
-        self._parts = AnswerParts(engine, options or ServerOptions())
+        options = options or ServerOptions()
+        self._max_prompts = options.max_prompts
+        self._parts = AnswerParts(engine, options)
 
     async def create(self, body: ChatBody, request: Request) -> Response:
-        """Answers a conversation."""
+        """Answers a conversation, or several."""
         begin = self.begin(body, request_context(request))
         if body.stream:
             return await stream_of(begin, ChatAnswer.chunks)
@@ -66,6 +69,7 @@ class Chat:
         """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
+        conversations = body.conversations(self._max_prompts)
         plan, params, options = PLAIN, body.params(), body.request_options(context)
         if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:
             await self._parts.prepare()
@@ -73,21 +77,24 @@ class Chat:
             params = plan.applied(params)
         check_priority(self._engine, options)
         rendering = body.render_options() | ({"tools": plan.use.tools} if plan.use.tools else {})
-        outputs = self._engine.chat_many([body.messages], params, options=options, **rendering)
+        outputs = self._engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
-            generation = Generation(await anext(outputs), outputs, 1, params.n, names=body.return_tokens_as_token_ids)
+            first, many = await anext(outputs), len(conversations)
+            generation = Generation(first, outputs, many, params.n, names=body.return_tokens_as_token_ids)
             on_error.pop_all()
         await generation.check_first()
-        return ChatAnswer(self._engine, body, generation, plan)
+        return ChatAnswer(self._engine, body, conversations, generation, plan)
 
 
 class ChatAnswer:
-    """The answer to a conversation, as OpenAI's objects. Take its `chunks` where the body asks for a stream, else `completion`."""
+    """The answer to conversations, as OpenAI's objects. Take its `chunks` where the body asks for a stream, else `completion`."""
 
-    def __init__(self, engine: AsyncLLM, body: ChatBody, generation: Generation, plan: Plan) -> None:
+    def __init__(self, engine: AsyncLLM, body: ChatBody, conversations: Sequence[Conversation], generation: Generation, plan: Plan) -> None:
+        """`conversations`: those of the body. A stream is of one."""
         self._engine = engine
         self._body = body
+        self._echoes = [_echo(messages) if body.echo else "" for messages in conversations]
         self._generation = generation
         self._parts = Parts(plan, generation, engine)
 
@@ -112,8 +119,9 @@ class ChatAnswer:
         """As `completion`, whose choices are made when they are taken."""
         body, generation = self._body, self._generation
         self._parts.count(choices)
-        found = (_choice(choice, body, self._parts, self._echo) for choice in choices)
-        prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids if body.return_token_ids else None}
+        found = (_choice(choice, body, self._parts, self._echoes[choice.index // (body.n or 1)]) for choice in choices)
+        is_one = len(self._echoes) == 1
+        prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids if body.return_token_ids and is_one else None}
         of_prompt = prompt_logprobs(None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs)
         return {**self._head("chat.completion"), "choices": found, "usage": self.usage(), "prompt_logprobs": of_prompt, **prompt}
 
@@ -129,7 +137,7 @@ class ChatAnswer:
         first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(body.n or 1)]
         if body.return_token_ids:
             first[0]["prompt_token_ids"] = generation.first_prompt_token_ids
-        yield first + [chunk(index, {"content": self._echo}) for index in range(body.n or 1) if self._echo]
+        yield first + [chunk(index, {"content": echo}) for index in range(body.n or 1) for echo in self._echoes if echo]
         async for deltas in generation.pieces():
             chunks = []
             self._parts.count(deltas)
@@ -146,14 +154,6 @@ class ChatAnswer:
         if body.include_usage:
             yield [{**head, "choices": [], "usage": self.usage()}]
 
-    @property
-    def _echo(self) -> str:
-        """What the answer begins with."""
-        last = self._body.messages[-1]
-        content = last.get("content") if self._body.echo and last.get("role") == "assistant" else None
-        parts = content if isinstance(content, list) else [{"text": content}]
-        return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
-
     def _head(self, kind: str) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{self._generation.id}",
@@ -161,6 +161,14 @@ class ChatAnswer:
             "created": self._generation.created,
             "model": self._engine.served_model_name,
         }
+
+
+def _echo(messages: Conversation) -> str:
+    """What an answer begins with that goes on with the last message."""
+    last = messages[-1]
+    content = last.get("content") if last.get("role") == "assistant" else None
+    parts = content if isinstance(content, list) else [{"text": content}]
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
 
 
 def _choice(choice: Piece, body: ChatBody, reader: Parts, echo: str) -> dict[str, Any]:

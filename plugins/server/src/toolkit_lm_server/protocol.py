@@ -286,6 +286,10 @@ class ChatBody(SamplingBody, RenderBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    def conversations(self, most: int) -> list[list[dict[str, Any]]]:
+        """What is answered. `most`: how many there may be. Raises RequestError."""
+        return [self.messages]
+
     def template_kwargs(self) -> dict[str, Any] | None:
         """What the chat template gets beside messages and tools."""
         if self.reasoning_effort is None:
@@ -310,6 +314,24 @@ class ChatBody(SamplingBody, RenderBody):
         if max_tokens is None:
             max_tokens = self.defaults.get("max_tokens")
         return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class ChatBatchBody(ChatBody):
+    """POST /v1/chat/completions/batch: several conversations, each answered as a request of its own would be."""
+
+    model_config = examples({"messages": [[{"role": "user", "content": "Hi!"}], [{"role": "user", "content": "Bye!"}]], "max_tokens": 8})
+
+    messages: Items[Items[dict[str, Any]]]  # type: ignore[assignment]
+
+    def conversations(self, most: int) -> list[list[dict[str, Any]]]:
+        for name in ("stream", "prompt_logprobs"):
+            if getattr(self, name):
+                raise RequestError(f"{name} is not supported for several conversations: send each to /v1/chat/completions.", name)
+        if not 1 <= len(self.messages) <= most:
+            raise RequestError(f"messages has {len(self.messages):,} conversations: give 1 to {most:,}.", "messages")
+        if not all(self.messages):
+            raise RequestError(f"messages[{self.messages.index([])}] is a conversation without messages.", "messages")
+        return self.messages
 
 
 class CompletionBody(SamplingBody):
