@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.completions import Completions
-from toolkit_lm_server.event_stream import EventStream
+from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.protocol import CompletionBody, Items, SamplingBody, examples
 from toolkit_lm_server.route import request_context
@@ -68,9 +68,10 @@ class Infill:
     async def create(self, body: InfillBody, request: Request) -> Response:
         """Fills in what stands between a prefix and a suffix."""
         completion = body.completion(self._completions.body, self._engine.config.max_model_len)
-        generation = await self._completions.begin(completion, request_context(request), fills=True)
+        begin = self._completions.begin(completion, request_context(request), fills=True)
         if body.stream:
-            return EventStream(self._events(generation), generation)
+            return await stream_of(begin, self._events)
+        generation = await begin
         [choice, *_] = choices = await generation.choices()
         return await answer(lambda: self._last(generation, choice), is_large=are_large(choices))
 
