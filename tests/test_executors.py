@@ -105,6 +105,6 @@ def failing_at(length, execute):
 def test_in_process_is_refused_for_two_ranks(make_llama):
     folder, _ = make_llama("ranks")
     with pytest.raises(
-        UnsupportedError, match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. Supported: threads\."
+        UnsupportedError, match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. Supported: mp, threads\."
     ):
         threads(folder, 2, 1, executor="in_process")

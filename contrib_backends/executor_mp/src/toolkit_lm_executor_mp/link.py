@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,10 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="toolkit_lm-workers", daemon=True)
         self.processes: list[WorkerProcess] = []
         try:
+            num_threads = max(1, _engine_threads() // num_ranks)
             for rank in range(num_ranks):
                 self._commands[rank].connect(f"ipc://{self._folder}/{rank}")
-                self.processes.append(WorkerProcess(rank, num_ranks, self._folder, self._key))
+                self.processes.append(WorkerProcess(rank, num_threads, self._folder, self._key))
         except BaseException:
             self.end()
             raise
@@ -298,6 +300,13 @@ class Link:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             call.future.set_exception(error)
+
+
+def _engine_threads() -> int:
+    """How many threads an engine of one rank would compute in."""
+    with suppress(KeyError, ValueError):
+        return int(os.environ["OMP_NUM_THREADS"])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _lives(process: WorkerProcess) -> bool:

@@ -23,13 +23,11 @@ class WorkerProcess:
     worker reads the key of the launch from it, which stands neither in its arguments nor in its environment.
     """
 
-    def __init__(self, rank: int, num_ranks: int, folder: Path, key: bytes) -> None:
+    def __init__(self, rank: int, num_threads: int, folder: Path, key: bytes) -> None:
         """Starts it. Raises EngineDeadError where that fails."""
         self.rank = rank
         self._parent = os.getpid()
         self.lifeline, theirs = socket.socketpair()
-        # Workers on one machine share its cores.
-        threads = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
         # As multiprocessing does, so that it imports what this process would import.
         code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_mp.worker import main; main()"
         with theirs:
@@ -42,7 +40,7 @@ class WorkerProcess:
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    env={"OMP_NUM_THREADS": str(threads), **os.environ},
+                    env={**os.environ, "OMP_NUM_THREADS": str(num_threads)},
                 )
             except OSError as error:
                 self.lifeline.close()
