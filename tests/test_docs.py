@@ -231,7 +231,7 @@ def test_the_flags_in_the_guides_exist():
     )
     known |= {"--config", "--json", "--traceback", "--help", "--prompts", "--in", "--out", "--image", "--audio", "--message"}
     known |= {"--field", "--task", "--prompt-name", "--truncate-prompt-tokens", "--dimensions"}
-    known |= {"--resume", "--overwrite", "--install-completion", "--version", "--no-markdown", "--no-history", "--prompt"}
+    known |= {"--resume", "--overwrite", "--install-completion", "--version", "--no-markdown", "--no-reasoning", "--no-history", "--prompt"}
     # Those of `toolkit bench`, and of the scripts in benchmarks/.
     sections = (DatasetOptions, FigureOptions, LoadOptions, BenchSamplingOptions, TargetOptions)
     known |= {flag for section in sections for o in options_of(section) for flag in (o.flag, f"--no-{o.flag[2:]}")}
