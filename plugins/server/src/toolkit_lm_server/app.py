@@ -168,7 +168,7 @@ def create_router(
     route_kind = route_class(options, keys, readiness, metrics)
     router = APIRouter(route_class=route_kind)
     served, tokens = Served(engine), Tokens(engine, budgeted.hold_rendering)
-    with_fields = engine.plugins.logits_processors, engine.config.sampling_defaults
+    with_fields = engine.plugins.logits_processors, engine.config.sampling_defaults, options.force_include_usage
     chat = Chat(engine, body_of(ChatBody, *with_fields), options)
     completions = Completions(engine, options, body_of(CompletionBody, *with_fields))
     for path, handler, whole, success in (

@@ -16,7 +16,7 @@ from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
+from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority, settle_logprobs
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import tool_use
 
@@ -69,6 +69,7 @@ class Chat:
         """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
+        settle_logprobs(self._engine, body)
         conversations = body.conversations(self._max_prompts)
         plan, params, options = PLAIN, body.params(), body.request_options(context)
         if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:

@@ -59,6 +59,7 @@ class ServerOptions(Struct, frozen=True, kw_only=True):
     ui: Annotated[bool, option("Serve the page at /: a chat, and a live view of the engine.")] = True
     tokenizer_info: Annotated[bool, option("Serve GET /tokenizer_info: the tokenizer's config and chat template.")] = False
     admin_routes: Annotated[bool, option("Serve the routes for operators: POST /reset_prefix_cache.")] = False
+    force_include_usage: Annotated[bool, option("Tell usage in each event of streams, though no request asks for it.")] = False
     strict_fields: Annotated[bool, option("Refuse unknown fields of requests. Off: they are ignored, with a warning.")] = False
     allow_request_chat_template: Annotated[bool, option("Take chat templates of requests. They are rendered in a sandbox.")] = False
     allowed_origins: Annotated[

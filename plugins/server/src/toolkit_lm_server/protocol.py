@@ -166,6 +166,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     """Parameters of plugins' logits processors."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Sampling parameters where the body says nothing."""
+    forces_usage: ClassVar[bool] = False
+    """Streams tell usage in each event, whether they are asked to or not."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -205,19 +207,20 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.forces_usage or (self.stream_options is not None and self.stream_options.include_usage)
 
     def usage_so_far(self, usage: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """A field of a stream's events before the last. `usage` gives the token counts so far."""
-        if self.stream_options is None or not self.stream_options.include_usage:
+        if not self.include_usage:
             return {}
-        return {"usage": usage() if self.stream_options.continuous_usage_stats else None}
+        is_told = self.forces_usage or (self.stream_options is not None and self.stream_options.continuous_usage_stats)
+        return {"usage": usage() if is_told else None}
 
 
 BodyT = TypeVar("BodyT", bound=SamplingBody)
 
 
-def body_of(body: type[BodyT], processors: LogitsProcessorRegistry, defaults: Mapping[str, Any]) -> type[BodyT]:
+def body_of(body: type[BodyT], processors: LogitsProcessorRegistry, defaults: Mapping[str, Any], forces_usage: bool = False) -> type[BodyT]:
     """`body` with a field for each parameter of plugins' logits processors, and the sampling defaults of the model.
 
     Raises PluginError for a field that it has already.
@@ -227,6 +230,7 @@ def body_of(body: type[BodyT], processors: LogitsProcessorRegistry, defaults: Ma
             raise PluginError(f"{entry.owner}: logits processor {entry.key!r}: {taken[0]!r} is a field of HTTP requests already.")
     made: type[BodyT] = create_model(body.__name__, __base__=body, **_fields(processors.params))
     made.__doc__, made.plugin_fields, made.defaults = body.__doc__, tuple(processors.params), defaults
+    made.forces_usage = forces_usage
     return made
 
 
@@ -479,6 +483,13 @@ def check_generates(engine: AsyncLLM) -> None:
     """Raises RequestError for a model that only pools."""
     if "generate" not in engine.tasks:
         raise RequestError(f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task")
+
+
+def settle_logprobs(engine: AsyncLLM, body: SamplingBody) -> None:
+    """Where a body asks for -1 log probabilities, it wants them of the whole vocabulary. max_logprobs is what bounds it."""
+    for name in ("prompt_logprobs", "top_logprobs", "logprobs"):
+        if type(value := getattr(body, name, None)) is int and value == -1:
+            setattr(body, name, engine.config.vocab_size or engine.renderer.vocab_size)
 
 
 def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:

@@ -232,6 +232,7 @@ _SERVER: list[Name] = [
     *_renamed("uvicorn_log_level", "log_level", values.log_level, "trace: debug", of_server=True),
     *_renamed("disable_uvicorn_access_log", "access_log", values.when("access_log", False), is_switch=True, of_server=True),
     *_renamed("enable_tokenizer_info_endpoint", "tokenizer_info", is_switch=True, of_server=True),
+    *_renamed("enable_force_include_usage", "force_include_usage", is_switch=True, of_server=True),
     *_free("tools of a request are always read", "enable_auto_tool_choice", is_switch=True, of_server=True),
     *_free(
         "always so",
@@ -254,7 +255,6 @@ _SERVER: list[Name] = [
     *_free("answers have no system_fingerprint", "fingerprint_mode", "fingerprint_value", of_server=True),
     *_free("the reason of each error is in the log", "log_error_stack", is_switch=True, of_server=True),
     *_refused("prompts and answers are never logged.", "enable_log_outputs", is_switch=True, of_server=True),
-    *_refused("a request asks for it: stream_options.", "enable_force_include_usage", is_switch=True, of_server=True),
     *_refused("a request asks for it: return_tokens_as_token_ids.", "return_tokens_as_token_ids", is_switch=True, of_server=True),
     *_refused("a request's tools are in the prompt.", "exclude_tools_when_tool_choice_none", is_switch=True, of_server=True),
     *_refused("write a parser: the hook toolkit_register_parsers.", "tool_parser_plugin", of_server=True),
