@@ -27,6 +27,19 @@ Clients of other people's, unchanged but for the base URL, that were tried with 
 | --- | --- | --- |
 """
 _BENCHMARKS = """
+```python
+from openai import OpenAI
+
+client = OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="none")  # any word, where the server has no key
+```
+
+```python
+import litellm  # LITELLM_LOCAL_MODEL_COST_MAP=True keeps it from asking another host for prices
+
+litellm.completion(model="openai/MODEL", api_base="http://127.0.0.1:8000/v1", api_key="none", messages=messages)
+litellm.completion(model="ollama_chat/MODEL", api_base="http://127.0.0.1:8000", messages=messages)
+```
+
 ## Evaluation and benchmarks
 
 | client | version | what was tried |
