@@ -11,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from toolkit_lm import LLM, SamplingParams
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.plugin import Plugins, hookimpl
+from toolkit_lm.renderer import Rendered
 from toolkit_lm.sampling import ProcessorRow
 from toolkit_lm_parsers.marks import ReasoningReader, mark_texts
+from toolkit_lm_parsers.params import ThinkingParams
 from toolkit_lm_parsers.thinking_budget import SequenceBudget
 
 CHATS = [[{"role": "user", "content": text}] for text in ("Hello", "What is the sum of two and two?", "x y z " * 8)]
@@ -234,3 +237,26 @@ def test_marks_are_found_however_they_are_cut_into_tokens():
     assert read("b<", "/", "think", ">", prompt=["<think>"]) == (0, False)
     assert read("a", "<think>", "a") == (0, False)
     assert read("a", "a", prompt=["<think>", "a"]) == (0, False)
+
+
+def test_special_tokens_are_forced_where_text_is_text():
+    """Of a renderer that writes the names of special tokens with letters: those of Mistral's and gpt-oss's own tokenizers."""
+
+    class Renderer:
+        specials = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>"]
+        vocab_size = 128 + len(specials)
+        chat_template_source = "<|channel|><|message|>"
+        config = Plugins.load().configure(VllmConfig.default())
+
+        def token_texts(self, token_ids):
+            return [chr(token_id) if token_id < 128 else self.specials[token_id - 128] for token_id in token_ids]
+
+        def render_prompt(self, text, *, add_special_tokens):
+            return Rendered(list(text.encode()))
+
+        def decode(self, token_ids):
+            return "".join(self.token_texts(token_ids))
+
+    arguments = ThinkingParams(thinking_token_budget=3).prepare(Renderer())
+    assert arguments["forced"] == [129, 128, *b"assistant"]
+    assert arguments["forced_again"] == [129, 128, *b"assistant", 130, *b"final", 131]

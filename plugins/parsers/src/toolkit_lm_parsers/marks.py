@@ -50,17 +50,37 @@ def mark_texts(renderer: Renderer, marks: Marks) -> MarkTexts:
 
 
 def _part_of(marks: Marks) -> Callable[[str], bool]:
-    """Whether a token may be in a mark, have one, end in the beginning of one, or begin with the end of one; or is white space."""
+    """Whether a token may be in a mark, have one, end in the beginning of one, or begin with the end of one; or is white space.
+
+    So are those that what is forced may be written with.
+    """
     start, end = marks.start, marks.end
+    forced = "\0".join(filter(None, (start, end, marks.forced, marks.forced_again)))
     beginnings = tuple(mark[:at] for mark in (start, end) for at in range(1, len(mark)))
     ends = tuple(mark[at:] for mark in (start, end) for at in range(1, len(mark)))
 
     def counts(text: str) -> bool:
         if text.endswith(beginnings) or text.startswith(ends) or text.isspace():
             return True
-        return bool(text) and (text in start or text in end or start in text or end in text)
+        return bool(text) and (text in forced or start in text or end in text)
 
     return counts
+
+
+def shortest(text: str, texts: MarkTexts, written: Sequence[int]) -> list[int]:
+    """The tokens of a text: as a tokenizer has `written` it, or fewer, the longest first.
+
+    Some tokenizers take no text for special tokens.
+    """
+    by_text = {one: token_id for token_id, one in texts.items()}
+    found, at = [], 0
+    while at < len(text):
+        end = next((end for end in range(len(text), at, -1) if text[at:end] in by_text), None)
+        if end is None:
+            return list(written)
+        found.append(by_text[text[at:end]])
+        at = end
+    return found if len(found) < len(written) else list(written)
 
 
 class ReasoningReader(ReasoningCounter):

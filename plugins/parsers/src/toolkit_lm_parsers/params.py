@@ -27,7 +27,7 @@ class ThinkingParams(ProcessorParams):
         if self.thinking_token_budget in (None, -1):
             return None
         # Here, because most requests ask for no budget.
-        from toolkit_lm_parsers.marks import MarkedReasoning, mark_texts
+        from toolkit_lm_parsers.marks import MarkedReasoning, mark_texts, shortest
 
         parsers = Plugins.load(renderer.config.plugins).parsers
         try:
@@ -46,18 +46,17 @@ class ThinkingParams(ProcessorParams):
             raise RequestError(f"{_PARAM}: the answer format {name!r} states no mark that ends reasoning.", _PARAM)
         marks, texts = made.marks, mark_texts(renderer, made.marks)
         forced = marks.forced or marks.end
+
+        def token_ids(text: str) -> list[int]:
+            found = shortest(text, texts, renderer.render_prompt(text, add_special_tokens=False).token_ids)
+            if marks.end not in renderer.decode(found):
+                raise RequestError(f"{_PARAM}: the tokenizer of this model cannot write {marks.end!r}, which ends reasoning.", _PARAM)
+            return found
+
         return {
             "budget": self.thinking_token_budget,
             "marks": list(marks),
             "texts": dict(texts),
-            "forced": _token_ids(renderer, forced, marks.end),
-            "forced_again": _token_ids(renderer, marks.forced_again or forced, marks.end),
+            "forced": token_ids(forced),
+            "forced_again": token_ids(marks.forced_again or forced),
         }
-
-
-def _token_ids(renderer: Any, text: str, end: str) -> list[int]:
-    """The tokens of a text with the end mark. Raises RequestError where the tokenizer cannot write it."""
-    token_ids: list[int] = renderer.render_prompt(text, add_special_tokens=False).token_ids
-    if end not in renderer.decode(token_ids):
-        raise RequestError(f"{_PARAM}: the tokenizer of this model cannot write {end!r}, which ends reasoning.", _PARAM)
-    return token_ids
