@@ -88,7 +88,7 @@ def made(kind):
     config = VllmConfig.default(max_model_len=64)
     processor = Processor(config, kind(config), Plugins.load(PluginsConfig(plugins=[])))
     processor.set_limits(RequestLimits(config, KVCacheConfig([], [])))
-    return Preparation(processor), processor.renderer
+    return Preparation.of(processor), processor.renderer
 
 
 def ids(prepared):
@@ -98,12 +98,10 @@ def ids(prepared):
 def test_a_renderer_that_overrides_nothing_is_called_in_a_thread():
     async def main():
         preparation, renderer = made(Plain)
-        prompts = ["ab", {"prompt_token_ids": [7]}]
-        assert ids(await preparation.prepare_batch(["1", "2"], prompts, None, None)) == [[97, 98], [7]]
-        assert ids(await preparation.prepare_chat_batch(["3"], [CHAT], None, None)) == [[97, 98, 99]]
+        assert preparation is None
         assert await renderer.render_prompt_async("ab") == renderer.tokens("ab")
         assert await renderer.render_conversation_async(CHAT) == renderer.tokens("abc")
-        assert renderer.calls == [(what, False) for what in ("prompt", "prompt", "conversation", "prompt", "conversation")]
+        assert renderer.calls == [("prompt", False), ("conversation", False)]
 
     asyncio.run(main())
 

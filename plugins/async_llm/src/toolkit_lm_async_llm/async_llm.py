@@ -64,7 +64,7 @@ class AsyncLLM:
         self.served_model_name = self.engine.config.served_model_name
         """What clients call the model, as plugins left it."""
         self._ids = count()
-        self._preparation = Preparation(self.engine.processor)
+        self._preparation = Preparation.of(self.engine.processor)
         self._thread = EngineThread(self.engine)
         weakref.finalize(self, self._thread.stop)
         if wait:
@@ -136,7 +136,7 @@ class AsyncLLM:
         output, QueueFullError among them; EngineDeadError when the engine dies.
         """
         ids = [self._new_id() if request_id is None else request_id]
-        return self._single(ids, lambda: self._preparation.prepare_batch(ids, [prompt], sampling_params, options), sampling_params)
+        return self._single(ids, lambda: self._prepare(ids, [prompt], sampling_params, options), sampling_params)
 
     def chat(
         self,
@@ -151,7 +151,7 @@ class AsyncLLM:
         ids = [self._new_id() if request_id is None else request_id]
 
         def prepare() -> Awaitable[list[PreparedRequest]]:
-            return self._preparation.prepare_chat_batch(ids, [messages], sampling_params, options, **render_options)
+            return self._prepare_chats(ids, [messages], sampling_params, options, **render_options)
 
         return self._single(ids, prepare, sampling_params)
 
@@ -167,7 +167,7 @@ class AsyncLLM:
         ids = [self._new_id() for _ in conversations]
 
         def prepare() -> Awaitable[list[PreparedRequest]]:
-            return self._preparation.prepare_chat_batch(ids, conversations, sampling_params, options, **render_options)
+            return self._prepare_chats(ids, conversations, sampling_params, options, **render_options)
 
         return self._outputs(ids, prepare, sampling_params)
 
@@ -180,7 +180,7 @@ class AsyncLLM:
         is computed. Closing the iterator aborts them all.
         """
         ids = [self._new_id() for _ in prompts]
-        return self._outputs(ids, lambda: self._preparation.prepare_batch(ids, prompts, sampling_params, options), sampling_params)
+        return self._outputs(ids, lambda: self._prepare(ids, prompts, sampling_params, options), sampling_params)
 
     async def encode(
         self,
@@ -305,6 +305,26 @@ class AsyncLLM:
             yield listener
         finally:
             self._thread.forget(request_ids, listener)
+
+    async def _prepare(
+        self, ids: list[str], prompts: Sequence[Prompt], params: SamplingParams | None, options: RequestOptions | None
+    ) -> list[PreparedRequest]:
+        if self._preparation is not None:
+            return await self._preparation.prepare_batch(ids, prompts, params, options)
+        # Rendering and tokenizing may take long: not on the event loop.
+        return await asyncio.to_thread(self.processor.prepare_batch, ids, prompts, params, options)
+
+    async def _prepare_chats(
+        self,
+        ids: list[str],
+        conversations: Sequence[Conversation],
+        params: SamplingParams | None,
+        options: RequestOptions | None,
+        **render_options: Any,
+    ) -> list[PreparedRequest]:
+        if self._preparation is not None:
+            return await self._preparation.prepare_chat_batch(ids, conversations, params, options, **render_options)
+        return await asyncio.to_thread(self.processor.prepare_chat_batch, ids, conversations, params, options, **render_options)
 
     def _new_id(self) -> str:
         return f"async-{next(self._ids)}"

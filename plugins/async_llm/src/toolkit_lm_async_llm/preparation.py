@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.processing.processor import Processor, text_of
@@ -13,29 +13,30 @@ from toolkit_lm.processing.requests import PreparedRequest, RenderedPrompt, Requ
 from toolkit_lm.prompts import Conversation, Prompt
 from toolkit_lm.renderer import Rendered, Renderer
 
+Result = TypeVar("Result")
 Render = Callable[..., Rendered]
 RenderAsync = Callable[..., Awaitable[Rendered]]
 
 
 class Preparation:
-    """A Processor for event loops. Work is done in threads, and none of them waits for a renderer that can be awaited.
-
-    A renderer can be awaited that has async methods of its own. With another, all that a call asks is one piece of work.
-    """
+    """A Processor for event loops, of a renderer that can be awaited. Work is done in threads, and none of them waits for the renderer."""
 
     def __init__(self, processor: Processor) -> None:
         self._processor = processor
         self._renderer = processor.renderer
+
+    @classmethod
+    def of(cls, processor: Processor) -> Preparation | None:
+        """None where the renderer has no async methods of its own: then all the work is one piece, for one thread."""
         kind = type(processor.renderer)
         own = kind.render_prompt_async, kind.render_conversation_async
-        self._awaits = not processor.reads_pairs and own != (Renderer.render_prompt_async, Renderer.render_conversation_async)
+        usual = Renderer.render_prompt_async, Renderer.render_conversation_async
+        return None if processor.reads_pairs or own == usual else cls(processor)
 
     async def prepare_batch(
         self, request_ids: Sequence[str], prompts: Sequence[Prompt], params: SamplingParams | None, options: RequestOptions | None
     ) -> list[PreparedRequest]:
         """As the Processor's."""
-        if not self._awaits:
-            return await asyncio.to_thread(self._processor.prepare_batch, request_ids, prompts, params, options)
         salt, both = (options or {}).get("cache_salt"), (self._renderer.render_prompt_async, self._renderer.render_prompt)
         rendered = (self._rendered(*both, one, text_of(one), salt) for one in prompts)
         return await self._prepared(request_ids, rendered, params, options or {})
@@ -49,9 +50,6 @@ class Preparation:
         **render_options: Any,
     ) -> list[PreparedRequest]:
         """As the Processor's."""
-        if not self._awaits:
-            prepare = self._processor.prepare_chat_batch
-            return await asyncio.to_thread(prepare, request_ids, conversations, params, options, **render_options)
         salt, both = (options or {}).get("cache_salt"), (self._renderer.render_conversation_async, self._renderer.render_conversation)
         rendered = (self._rendered(*both, one, None, salt, **render_options) for one in conversations)
         return await self._prepared(request_ids, rendered, params, options or {})
@@ -77,12 +75,16 @@ class Preparation:
         params = copy(params or self._processor.default_params)
         # What is wrong with the parameters is told before anything is rendered.
         inputs = await asyncio.to_thread(self._processor.inputs, params)
-        tasks = [asyncio.ensure_future(one) for one in rendered]
-        try:
-            # Of several errors, that of the first prompt is told.
-            made = [await task for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        made = await side_by_side(rendered)
         return await asyncio.to_thread(self._processor.prepare_rendered, request_ids, made, params, inputs, options)
+
+
+async def side_by_side(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """What works give, in their order. Of several errors, that of the first is raised. Nothing of them is left at the end."""
+    tasks = [asyncio.ensure_future(one) for one in works]
+    try:
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
