@@ -20,6 +20,7 @@ from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_pooling_adapters.scoring import cosine, max_sim
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.pooled import packed
 
 pytestmark = pytest.mark.anyio
 
@@ -90,6 +91,15 @@ class Steps:
     def toolkit_event(self, event) -> None:
         if isinstance(event, StepEvent):
             self.num_tokens.append(event.num_tokens)
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -289,16 +299,56 @@ async def test_inputs_without_special_tokens(ask):
 
 
 @pytest.mark.parametrize("order", ["native", "little", "big"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 async def test_the_type_of_numbers_in_base64(ask, dtype, order):
     whole = (await ask("embedder", "/v1/embeddings", input="hi")).json()["data"][0]["embedding"]
     fields = {"encoding_format": "base64", "embed_dtype": dtype, "endianness": order}
     data = base64.b64decode((await ask("embedder", "/v1/embeddings", input="hi", **fields)).json()["data"][0]["embedding"])
-    assert len(data) == len(whole) * (4 if dtype == "float32" else 2)
-    kind = {"float32": "f4", "float16": "f2", "bfloat16": "i2"}[dtype]
-    values = np.frombuffer(data, (">" if order == "big" else "<") + kind).astype(kind)
-    found = torch.from_numpy(values).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(values)
-    assert torch.equal(found, torch.tensor(whole).to(getattr(torch, dtype)))
+    assert torch.equal(read(data, dtype, order), expected(whole, dtype))
+
+
+def read(data: bytes, dtype: str, order: str) -> torch.Tensor:
+    size = DTYPES[dtype].itemsize
+    values = np.frombuffer(data, (">" if order == "big" else "<") + f"i{size}").astype(f"i{size}")
+    return torch.from_numpy(values).view(DTYPES[dtype]).float()
+
+
+def expected(whole: list[float], dtype: str) -> torch.Tensor:
+    """As torch rounds."""
+    exact = torch.tensor(whole)
+    return (exact.half() if dtype == "fp8_e5m2" else exact).to(DTYPES[dtype]).float()
+
+
+def test_numbers_of_eight_bits_are_torchs():
+    """Rounded to the nearest, of two the even one, and no larger than the largest."""
+    values = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+    codes = np.arange(127, dtype=np.uint8)
+    exact = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
+    halves = (exact[1:] + exact[:-1]) / 2
+    every = np.concatenate([values, values / 1000, exact, halves, -exact, -halves])
+    for dtype in ("fp8_e4m3", "fp8_e5m2"):
+        assert torch.equal(read(packed(every, dtype, "little"), dtype, "little"), expected(every.tolist(), dtype)), dtype
+    assert read(packed(np.array([1e6, -1e6]), "fp8_e4m3", "little"), "fp8_e4m3", "little").tolist() == [448, -448]
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+async def test_vectors_in_bytes(ask, path):
+    """The body is the numbers alone; a header tells where each vector is, unless it is not wanted."""
+    task = {"task": "embed"} if path == "/pooling" else {}
+    floats = (await ask("embedder", path, input=["a", "b c"], **task)).json()
+    wholes = [one["data" if task else "embedding"] for one in floats["data"]]
+    for dtype in DTYPES:
+        form = {"embed_dtype": dtype, "endianness": "big", **task}
+        reply = await ask("embedder", path, input=["a", "b c"], encoding_format="bytes", **form)
+        told = json.loads(reply.headers["metadata"])
+        assert reply.headers["content-type"] == "application/octet-stream" and told["usage"] == floats["usage"]
+        for whole, item in zip(wholes, told["data"], strict=True):
+            assert (item["embed_dtype"], item["endianness"], item["shape"]) == (dtype, "big", [len(whole)])
+            assert torch.equal(read(reply.content[item["start"] : item["end"]], dtype, "big"), expected(whole, dtype))
+        bare = await ask("embedder", path, input=["a", "b c"], encoding_format="bytes_only", **form)
+        assert "metadata" not in bare.headers and bare.content == reply.content
+    error = (await ask("embedder", path, input=["a"] * 300, encoding_format="bytes", **task)).json()["error"]
+    assert error["param"] == "encoding_format" and "bytes_only" in error["message"]
 
 
 async def test_token_ids_of_another_tokenizer(ask):

@@ -13,12 +13,11 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
-from toolkit_lm_async_llm import side_by_side
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.pooled import encoded, head, pool, quantized, usage
+from toolkit_lm_server.pooled import encoded, head, in_bytes, pool, quantized, usage
 from toolkit_lm_server.pooling_protocol import (
     AnyPoolingBody,
     ClassifyBody,
@@ -55,6 +54,8 @@ class Embeddings:
     async def embed(self, body: EmbeddingBody, request: Request) -> Response:
         """One vector of each input."""
         outputs = await self._pool(body, request, body.params())
+        if body.encoding_format in ("bytes", "bytes_only"):
+            return await asyncio.to_thread(in_bytes, outputs, body, head(self._engine, "embd"))
 
         def make() -> dict[str, Any]:
             data = ({"object": "embedding", "index": index, "embedding": _encoded(output, body)} for index, output in enumerate(outputs))
@@ -73,6 +74,8 @@ class Embeddings:
         if body.task not in POOLING_TASKS:
             raise RequestError(f"there is no task {body.task!r}. Supported: {', '.join(served) or 'generate'}.", "task")
         outputs = await self._pool(body, request, body.params())
+        if body.encoding_format in ("bytes", "bytes_only"):
+            return await asyncio.to_thread(in_bytes, outputs, body, head(self._engine, "pool"))
 
         def one(index: int, output: PoolingRequestOutput) -> dict[str, Any]:
             shape = {"shape": output.outputs.data.shape} if body.encoding_format == "base64" and output.outputs.data is not None else {}
@@ -172,11 +175,14 @@ class Embeddings:
         """Texts in tokens, without those that the tokenizer adds."""
         if body.prompt_name is not None:
             raise RequestError("add_special_tokens false is not supported with prompt_name.", "add_special_tokens")
-        render = self._engine.renderer.render_prompt_async
+        render = self._engine.renderer.render_prompt
         texts = [one for one in prompts if isinstance(one, str)]
+
+        def rendered() -> list[Prompt]:
+            return [TokensPrompt(prompt_token_ids=render(one, add_special_tokens=False).token_ids) for one in texts]
+
         with cast(BudgetedLLM, self._engine).hold_rendering(texts, {"context": request_context(request)}):
-            rendered = await side_by_side(render(one, add_special_tokens=False) for one in texts)
-        return [TokensPrompt(prompt_token_ids=one.token_ids) for one in rendered] if texts else prompts
+            return await asyncio.to_thread(rendered) if texts else prompts
 
     async def _rendered(self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request) -> TokensPrompt:
         """A conversation in tokens."""
@@ -188,4 +194,5 @@ class Embeddings:
 
 
 def _encoded(output: PoolingRequestOutput, body: EmbeddingBody) -> Any:
+    assert body.encoding_format in ("float", "base64"), "the others are no JSON"
     return encoded(output.outputs.data, body.encoding_format, body.embed_dtype, body.endianness)

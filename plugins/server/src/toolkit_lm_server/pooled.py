@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from fastapi import Request
+from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
@@ -18,12 +19,15 @@ from toolkit_lm.prompts import Prompt, TextPair
 
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.generation import model_failure
-from toolkit_lm_server.pooling_protocol import CohereType, EmbedDtype, EncodingFormat
+from toolkit_lm_server.pooling_protocol import CohereType, EmbeddingBody, EmbedDtype, EncodingFormat
 from toolkit_lm_server.protocol import EngineBody, check_priority
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm_async_llm import AsyncLLM
+
+_MOST_TOLD = 256
+"""Results that a header tells of: clients read lines of up to 64 KiB."""
 
 
 async def pool(
@@ -79,16 +83,64 @@ def usage(outputs: Sequence[PoolingRequestOutput]) -> dict[str, int]:
 def encoded(data: np.ndarray | None, form: EncodingFormat, dtype: EmbedDtype = "float32", order: str = "little") -> Any:
     """An array as nested lists, or as base64 of its values in C order, of this type and byte order."""
     assert data is not None, "`pool` gives results with data"
-    if form == "float":
-        return data.tolist()
-    values = _bfloat16(data) if dtype == "bfloat16" else data.astype(dtype, copy=False)
-    return base64.b64encode(values.astype(values.dtype.newbyteorder(">" if order == "big" else "<"), copy=False).tobytes()).decode()
+    return data.tolist() if form == "float" else base64.b64encode(packed(data, dtype, order)).decode()
 
 
-def _bfloat16(data: np.ndarray) -> np.ndarray:
-    """The upper halves of float32 values, rounded to the nearest, of two the even one."""
-    bits = data.astype(np.float32, copy=False).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+def in_bytes(outputs: Sequence[PoolingRequestOutput], body: EmbeddingBody, start: dict[str, Any]) -> Response:
+    """The values of all results, one after the other; as vLLM, with a header that tells where each is. `start`: `head`.
+
+    Raises RequestError for more results than a header has room for.
+    """
+    assert body.encoding_format in ("bytes", "bytes_only")
+    if body.encoding_format == "bytes" and len(outputs) > _MOST_TOLD:
+        message = f"encoding_format bytes is for up to {_MOST_TOLD} inputs, not {len(outputs):,}: a header tells of each. Use bytes_only."
+        raise RequestError(message, "encoding_format")
+    parts, items, end = [], [], 0
+    for index, output in enumerate(outputs):
+        assert output.outputs.data is not None, "`pool` gives results with data"
+        parts.append(packed(output.outputs.data, body.embed_dtype, body.endianness))
+        begin, end = end, end + len(parts[-1])
+        what = {"embed_dtype": body.embed_dtype, "endianness": body.endianness, "shape": output.outputs.data.shape}
+        items.append({"index": index, "start": begin, "end": end, **what})
+    told = {**start, "data": items, "usage": usage(outputs)}
+    headers = {"metadata": json.dumps(told, separators=(",", ":"))} if body.encoding_format == "bytes" else {}
+    return Response(b"".join(parts), media_type="application/octet-stream", headers=headers)
+
+
+def packed(data: np.ndarray, dtype: EmbedDtype, order: str) -> bytes:
+    """The values of an array in C order, of this type and byte order: little unless it is big."""
+    match dtype:
+        case "bfloat16":
+            values = _upper_half(data.astype(np.float32, copy=False), np.uint32, np.uint16)
+        case "fp8_e5m2":
+            values = _upper_half(data.astype(np.float16), np.uint16, np.uint8)
+        case "fp8_e4m3":
+            values = _e4m3(data)
+        case _:
+            values = data.astype(dtype, copy=False)
+    return values.astype(values.dtype.newbyteorder(">" if order == "big" else "<"), copy=False).tobytes()
+
+
+def _upper_half(data: np.ndarray, whole: type[np.unsignedinteger[Any]], half: type[np.unsignedinteger[Any]]) -> np.ndarray:
+    """The upper halves of the bits of values, rounded to the nearest, of two the even one. bfloat16 is that of float32, e5m2 of float16."""
+    bits, size = data.view(whole).astype(np.uint64), 8 * np.dtype(half).itemsize
+    halves: np.ndarray = ((bits + (1 << size - 1) - 1 + ((bits >> size) & 1)) >> size).astype(half)
+    return halves
+
+
+_STEPS = np.arange(8) / 8
+_E4M3 = np.concatenate([_STEPS / 64, *((1 + _STEPS) * 2.0**exponent for exponent in range(-6, 9))])[:127]
+"""The values of e4m3 from 0, by their codes: there is no infinity, and the last code is no number."""
+
+
+def _e4m3(data: np.ndarray) -> np.ndarray:
+    """Codes of the nearest values, of two the even one; what is larger than all becomes the largest."""
+    size = np.minimum(np.abs(data), _E4M3[-1])
+    above = np.clip(np.searchsorted(_E4M3, size), 1, len(_E4M3) - 1)
+    low, high = size - _E4M3[above - 1], _E4M3[above] - size
+    codes = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
+    signed: np.ndarray = (codes + 128 * np.signbit(data)).astype(np.uint8)
+    return signed
 
 
 def quantized(data: np.ndarray | None, form: CohereType) -> Any:

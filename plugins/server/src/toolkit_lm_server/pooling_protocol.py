@@ -16,7 +16,9 @@ from toolkit_lm_server.errors import missing
 from toolkit_lm_server.protocol import EngineBody, Items, RenderBody, examples
 
 EncodingFormat = Literal["float", "base64"]
-EmbedDtype = Literal["float32", "float16", "bfloat16"]
+BytesFormat = Literal["bytes", "bytes_only"]
+"""What is no JSON: bytes has a header that tells what the body is made of."""
+EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 CohereType = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
 AnyInput = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
 """Checked by `read_inputs`, which names what is wrong."""
@@ -64,11 +66,11 @@ class EmbeddingBody(InputBody):
 
     model_config = examples({"input": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
 
-    encoding_format: EncodingFormat = "float"
+    encoding_format: EncodingFormat | BytesFormat = "float"
     embed_dtype: EmbedDtype = "float32"
-    """Of numbers in base64."""
+    """Of numbers in base64 and in bytes."""
     endianness: Literal["native", "little", "big"] = "native"
-    """Byte order of numbers in base64. native: little."""
+    """Byte order of numbers in base64 and in bytes. native: little."""
     dimensions: int | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
