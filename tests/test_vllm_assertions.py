@@ -20,6 +20,7 @@ import numpy as np
 import openai
 import pytest
 import toolkit_lm_tiny
+import torch
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -37,29 +38,15 @@ NOT_HELD = {
     f"{CHAT}/test_chat.py::test_single_chat_session": (
         "`usage` equal to one without `prompt_tokens_details`: they are always there, as OpenAI gives them; vLLM needs a flag for them."
     ),
-    f"{CHAT}/test_chat_echo.py::test_prompt_logprobs, test_top_logprobs": (
-        "-1 for the log probabilities of the whole vocabulary is refused: `--max-logprobs` bounds how many there are."
-    ),
-    f"{CHAT}/test_enable_force_include_usage.py::test_chat_with_enable_force_include_usage": (
-        "A flag that has streams tell usage that nobody asked for: a request asks for it here."
-    ),
+    f"{CHAT}/test_chat_echo.py::test_top_logprobs": '`"logprobs": "true"`, a text, is refused: with `true` it holds.',
     f"{CHAT}/test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids": "`logprob_token_ids` is not there.",
     f"{CHAT}/test_batched_chat_completions.py::test_batched_chat_completions_logprob_token_ids": "`logprob_token_ids` is not there.",
-    f"{COMPLETION}/test_completion.py::test_completion_truncation_side_controls_prompt_truncation": (
-        "`truncation_side` right is refused: prompts that generate are cut at their beginning."
-    ),
     f"{RESPONSES}/test_simple.py::test_enable_response_messages": "The texts and tokens that were read and drawn do not come along.",
     f"{RESPONSES}/test_sampling_params.py::test_seed_bounds_validation": "Seeds below 0 are refused.",
     f"{RESPONSES}/test_stateful.py::test_background, test_background_cancel": "No response is made in the background.",
     "pooling/classify/test_online.py::test_score, test_rerank": (
         "`{'detail': 'Not Found'}` where the model does not score: our routes are there for each model, and say what it serves (400)."
     ),
-    "pooling/embed/test_online.py::test_bytes_embed_dtype_and_endianness, test_bytes_only_embed_dtype_and_endianness; "
-    "pooling/pooling/test_online.py::test_bytes_embed_dtype_and_endianness, test_bytes_only_embed_dtype_and_endianness": (
-        "`encoding_format` bytes and bytes_only: vectors come as floats or base64."
-    ),
-    "pooling/embed/test_online.py::test_base64_embed_dtype_and_endianness; "
-    "pooling/pooling/test_online.py::test_base64_embed_dtype_and_endianness": "fp8 types: there are float32, float16 and bfloat16.",
     "pooling/embed/test_online_dimensions.py::test_matryoshka": (
         "`dimensions` of a model that is not known to be made for it is refused by vLLM, and cuts and normalizes here."
     ),
@@ -172,6 +159,7 @@ GAUGES = (
     *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason", "kv_cache_usage_perc", "cache_config_info"),
     *("prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total", "iteration_tokens_total_bucket"),
 )
+FP8 = (("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2))
 PROMPT, IDS = "Once upon a time there was", [5, 6, 7, 8, 9]
 
 
@@ -250,15 +238,18 @@ def served(tmp_path_factory) -> Iterator[Callable[[str], Asked]]:
 
     def get(name: str) -> Asked:
         if name not in made:
-            options: dict[str, Any] = {"model": "tiny"}
-            if name != "tiny":
+            options: dict[str, Any] = {"model": "tiny", "served_model_name": name}
+            if name == "roomy":
+                options |= {"max_logprobs": vocabulary_size()}
+            elif name != "tiny":
                 folder = tmp_path_factory.mktemp(name)
                 write_checkpoint(folder, CONFIGS[name])
                 options = {"model": str(folder), "load_format": "dummy", "chat_template": TEMPLATE, "served_model_name": name}
                 options |= {"convert": "embed"} if name == "embedder" else {}
             metrics = Metrics(names="vllm")
             engine = AsyncLLM(VllmConfig.make(**SMALL, **options), plugins=[metrics])
-            http = TestClient(create_app(engine, ServerOptions(tokenizer_info=True, max_stored_responses=100), metrics=metrics))
+            wanted = ServerOptions(tokenizer_info=True, max_stored_responses=100, force_include_usage=name == "roomy")
+            http = TestClient(create_app(engine, wanted, metrics=metrics))
             http.__enter__()
             made[name] = Asked(http, name), engine
         return made[name][0]
@@ -312,6 +303,19 @@ def single_completion(tiny: Asked) -> None:
     assert usage.prompt_tokens_details.cached_tokens == 0
     reply = tiny.complete()
     assert len(reply.choices[0].text) >= 1 and reply.choices[0].prompt_logprobs is None
+
+
+@check("openai/completion/test_completion.py::test_completion_truncation_side_controls_prompt_truncation")
+def truncation_sides(tiny: Asked) -> None:
+    ids, wanted = list(range(5, 13)), {"return_token_ids": True, "truncate_prompt_tokens": 4}
+    for side, kept in (("right", ids[:4]), ("left", ids[-4:]), (None, ids[-4:])):
+        [choice] = tiny.complete(prompt=ids, max_tokens=1, extra_body={**wanted, "truncation_side": side}).choices
+        assert choice.prompt_token_ids == kept
+    [choice] = tiny.complete(prompt=PROMPT, max_tokens=1, extra_body={**wanted, "truncation_side": "right"}).choices
+    assert choice.prompt_token_ids == tiny.ok("/tokenize", prompt=PROMPT)["tokens"][:4]
+    assert "plain completions" in tiny.refused("/v1/chat/completions", messages=TALK, truncate_prompt_tokens=4, truncation_side="right")
+    for more in ({"suffix": "a"}, {"truncate_prompt_tokens": -1}):
+        tiny.refused("/v1/completions", **{"prompt": PROMPT, "truncate_prompt_tokens": 4, "truncation_side": "right", **more})
 
 
 @check("openai/completion/test_completion.py::test_no_logprobs")
@@ -474,6 +478,25 @@ def token_ids_as_tokens(tiny: Asked) -> None:
 
 
 # Chats
+
+
+@check("openai/chat_completion/test_chat_echo.py::test_prompt_logprobs")
+def logprobs_of_the_whole_vocabulary(roomy: Asked) -> None:
+    """With `--max-logprobs` of the vocabulary's size."""
+    size = vocabulary_size()
+    found = roomy.chat(max_completion_tokens=1, extra_body={"prompt_logprobs": -1}).prompt_logprobs
+    assert len(found) > 1 and {len(table) for table in found[1:]} == {size}
+    [entry] = roomy.chat(max_completion_tokens=1, logprobs=True, top_logprobs=-1).choices[0].logprobs.content
+    assert len(entry.top_logprobs) == size
+    assert sum(np.exp(one.logprob) for one in entry.top_logprobs) == pytest.approx(1, abs=1e-3)
+
+
+@check("openai/chat_completion/test_enable_force_include_usage.py::test_chat_with_enable_force_include_usage")
+def usage_that_nobody_asked_for(roomy: Asked) -> None:
+    """With `--force-include-usage`."""
+    for stream in (roomy.chat(stream=True, max_completion_tokens=4), roomy.complete(stream=True, max_tokens=4)):
+        counts = [chunk.usage.completion_tokens for chunk in stream]
+        assert counts == sorted(counts) and counts[-1] == 4
 
 
 @check("openai/chat_completion/test_chat.py::test_no_logprobs_chat, test_zero_logprobs_chat, test_some_logprobs_chat")
@@ -1088,6 +1111,34 @@ def base64_embeddings(embedder: Asked) -> None:
             data = base64.b64decode(embedder.ok("/v1/embeddings", input="hi", **options)["data"][0]["embedding"])
             assert np.allclose(np.frombuffer(data, mark + kind), expected, atol=1e-3)
     assert "embed_dtype" in embedder.refused("/v1/embeddings", input="hi", encoding_format="base64", embed_dtype="bad")
+
+
+@check(
+    "pooling/embed/test_online.py::test_base64_embed_dtype_and_endianness, test_bytes_embed_dtype_and_endianness, "
+    "test_bytes_only_embed_dtype_and_endianness",
+    "pooling/pooling/test_online.py::test_base64_embed_dtype_and_endianness, test_bytes_embed_dtype_and_endianness, "
+    "test_bytes_only_embed_dtype_and_endianness",
+)
+def packed_embeddings(embedder: Asked) -> None:
+    for path, more, name in (("/v1/embeddings", {}, "embedding"), ("/pooling", {"task": "embed"}, "data")):
+        body = {"input": ["some text"] * 3, **more}
+        floats = np.array([one[name] for one in embedder.ok(path, encoding_format="float", **body)["data"]])
+        for dtype, kind in (("float32", torch.float32), ("float16", torch.float16), ("bfloat16", torch.bfloat16), *FP8):
+            for order in ("native", "little", "big"):
+                options = {"embed_dtype": dtype, "endianness": order, **body}
+
+                def vector(data: bytes, order: str = order, kind: torch.dtype = kind) -> np.ndarray:
+                    numbers = np.frombuffer(data, (">" if order == "big" else "<") + f"i{kind.itemsize}").astype(f"i{kind.itemsize}")
+                    found: np.ndarray = torch.from_numpy(numbers).view(kind).float().numpy()
+                    return found
+
+                coded = embedder.ok(path, encoding_format="base64", **options)["data"]
+                assert np.allclose([vector(base64.b64decode(one[name])) for one in coded], floats, rtol=0.13, atol=0.01)
+                whole, bare = [embedder.post(path, encoding_format=form, **options) for form in ("bytes", "bytes_only")]
+                items = json.loads(whole.headers["metadata"])["data"]
+                assert np.allclose([vector(whole.content[one["start"] : one["end"]]) for one in items], floats, rtol=0.13, atol=0.01)
+                assert [(one["embed_dtype"], one["endianness"]) for one in items] == [(dtype, order)] * 3
+                assert "metadata" not in bare.headers and bare.content == whole.content
 
 
 @check("pooling/embed/test_online.py::test_use_activation")

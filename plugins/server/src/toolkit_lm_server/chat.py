@@ -14,9 +14,9 @@ from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
-from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs
+from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_logprobs
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority, settle_logprobs
+from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import tool_use
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit_lm.outputs import Logprob
+
+if TYPE_CHECKING:
+    from toolkit_lm_async_llm import AsyncLLM
+
+    from toolkit_lm_server.protocol import SamplingBody
 
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
@@ -69,3 +74,10 @@ def _text(one: Logprob) -> str:
 
 def _value(one: Logprob) -> float:
     return max(one.logprob, _LEAST)
+
+
+def settle_logprobs(engine: AsyncLLM, body: SamplingBody) -> None:
+    """Where a body asks for -1 log probabilities, it wants them of the whole vocabulary. max_logprobs is what bounds it."""
+    for name in ("prompt_logprobs", "top_logprobs", "logprobs"):
+        if type(value := getattr(body, name, None)) is int and value == -1:
+            setattr(body, name, engine.config.vocab_size or engine.renderer.vocab_size)

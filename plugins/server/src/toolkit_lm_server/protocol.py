@@ -166,6 +166,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     """Parameters of plugins' logits processors."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Sampling parameters where the body says nothing."""
+    may_cut_ends: ClassVar[bool] = False
+    """Prompts may be cut at their end."""
     forces_usage: ClassVar[bool] = False
     """Streams tell usage in each event, whether they are asked to or not."""
 
@@ -175,11 +177,15 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     """The answer has the token ids of prompts and outputs, too."""
     return_tokens_as_token_ids: bool = False
     """Log probabilities name each token "token_id:7": texts of tokens may be alike."""
-    truncation_side: Literal["left"] | None = None
-    """Prompts are cut at their beginning."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Where prompts are cut: at their beginning, unless it is right, for plain completions."""
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
+        if self.truncation_side == "right" and not self.may_cut_ends:
+            raise RequestError(
+                "truncation_side right is for plain completions: other prompts are cut at their beginning.", "truncation_side"
+            )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -320,30 +326,14 @@ class ChatBody(SamplingBody, RenderBody):
         return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
-class ChatBatchBody(ChatBody):
-    """POST /v1/chat/completions/batch: several conversations, each answered as a request of its own would be."""
-
-    model_config = examples({"messages": [[{"role": "user", "content": "Hi!"}], [{"role": "user", "content": "Bye!"}]], "max_tokens": 8})
-
-    messages: Items[Items[dict[str, Any]]]  # type: ignore[assignment]
-
-    def conversations(self, most: int) -> list[list[dict[str, Any]]]:
-        for name in ("stream", "prompt_logprobs"):
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported for several conversations: send each to /v1/chat/completions.", name)
-        if not 1 <= len(self.messages) <= most:
-            raise RequestError(f"messages has {len(self.messages):,} conversations: give 1 to {most:,}.", "messages")
-        if not all(self.messages):
-            raise RequestError(f"messages[{self.messages.index([])}] is a conversation without messages.", "messages")
-        return self.messages
-
-
 class CompletionBody(SamplingBody):
     """POST /v1/completions."""
 
     model_config = examples(
         {"prompt": "Once upon a time", "max_tokens": 8}, {"prompt": ["Once upon", "The cat"], "logprobs": 2, "stream": True}
     )
+
+    may_cut_ends = True
 
     prompt: str | Items[str] | Items[int] | Items[Items[int]] | None = None
     encoder_prompt: str | Items[int] | None = None
@@ -483,13 +473,6 @@ def check_generates(engine: AsyncLLM) -> None:
     """Raises RequestError for a model that only pools."""
     if "generate" not in engine.tasks:
         raise RequestError(f"this model generates no text. Supported: {', '.join(engine.tasks)}.", "task")
-
-
-def settle_logprobs(engine: AsyncLLM, body: SamplingBody) -> None:
-    """Where a body asks for -1 log probabilities, it wants them of the whole vocabulary. max_logprobs is what bounds it."""
-    for name in ("prompt_logprobs", "top_logprobs", "logprobs"):
-        if type(value := getattr(body, name, None)) is int and value == -1:
-            setattr(body, name, engine.config.vocab_size or engine.renderer.vocab_size)
 
 
 def check_priority(engine: AsyncLLM, options: RequestOptions) -> None:
