@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
 from toolkit_lm.prompts import Prompt, SingletonPrompt
+from toolkit_lm_async_llm import side_by_side
 
 from toolkit_lm_server.answers import answer, encoded
 from toolkit_lm_server.cost import BudgetedLLM
@@ -57,7 +58,7 @@ class Completions:
         check_priority(self._engine, options)
         if body.suffix or fills or not body.add_special_tokens:
             with cast(BudgetedLLM, self._engine).hold_rendering(prompts, options):
-                prompts = await asyncio.to_thread(self._rendered, body, prompts, fills)
+                prompts = await self._rendered(body, prompts, fills)
         if body.truncation_side == "right" and params.truncate_prompt_tokens is not None:
             with cast(BudgetedLLM, self._engine).hold_rendering(prompts, options):
                 prompts = await self._beginnings(body, prompts, params.truncate_prompt_tokens)
@@ -69,22 +70,23 @@ class Completions:
         await generation.check_first()
         return generation
 
-    def _rendered(self, body: CompletionBody, prompts: Sequence[Prompt], fills: bool) -> list[Prompt]:
+    async def _rendered(self, body: CompletionBody, prompts: Sequence[Prompt], fills: bool) -> list[Prompt]:
         """Prompts that are not tokenized as texts usually are."""
         if body.suffix and body.echo:
             raise RequestError("suffix is not supported with echo.", "suffix")
-        made: list[Prompt] = []
-        for prompt in prompts:
-            if not isinstance(prompt, str):
-                if body.suffix:
-                    raise RequestError("suffix is allowed only for prompts that are texts.", "suffix")
-                made.append(prompt)
-            elif body.suffix or fills:
-                made.append(self._fim.prompt(prompt, body.suffix or ""))
-            else:
-                token_ids = self._engine.renderer.render_prompt(prompt, add_special_tokens=False).token_ids
-                made.append({"prompt_token_ids": token_ids, "prompt": prompt})
-        return made
+        if body.suffix and not all(isinstance(prompt, str) for prompt in prompts):
+            raise RequestError("suffix is allowed only for prompts that are texts.", "suffix")
+        if body.suffix or fills:
+            suffix = body.suffix or ""
+            return await asyncio.to_thread(lambda: [self._fim.prompt(one, suffix) if isinstance(one, str) else one for one in prompts])
+        return await side_by_side(self._bare(prompt) for prompt in prompts)
+
+    async def _bare(self, prompt: Prompt) -> Prompt:
+        """A text without the tokens that the tokenizer adds."""
+        if not isinstance(prompt, str):
+            return prompt
+        rendered = await self._engine.renderer.render_prompt_async(prompt, add_special_tokens=False)
+        return {"prompt_token_ids": rendered.token_ids, "prompt": prompt}
 
     async def _beginnings(self, body: CompletionBody, prompts: Sequence[Prompt], most: int) -> list[Prompt]:
         """The first tokens of each."""

@@ -13,6 +13,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.prompts import Prompt, TokensPrompt
+from toolkit_lm_async_llm import side_by_side
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
@@ -175,14 +176,11 @@ class Embeddings:
         """Texts in tokens, without those that the tokenizer adds."""
         if body.prompt_name is not None:
             raise RequestError("add_special_tokens false is not supported with prompt_name.", "add_special_tokens")
-        render = self._engine.renderer.render_prompt
+        render = self._engine.renderer.render_prompt_async
         texts = [one for one in prompts if isinstance(one, str)]
-
-        def rendered() -> list[Prompt]:
-            return [TokensPrompt(prompt_token_ids=render(one, add_special_tokens=False).token_ids) for one in texts]
-
         with cast(BudgetedLLM, self._engine).hold_rendering(texts, {"context": request_context(request)}):
-            return await asyncio.to_thread(rendered) if texts else prompts
+            rendered = await side_by_side(render(one, add_special_tokens=False) for one in texts)
+        return [TokensPrompt(prompt_token_ids=one.token_ids) for one in rendered] if texts else prompts
 
     async def _rendered(self, messages: Sequence[dict[str, Any]], options: dict[str, Any], request: Request) -> TokensPrompt:
         """A conversation in tokens."""
