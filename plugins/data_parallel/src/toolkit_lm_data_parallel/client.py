@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import socket
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-import zmq
 from msgspec.structs import replace
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import EngineClient, EngineInfo, EngineState
@@ -23,12 +21,11 @@ from toolkit_lm.scheduler.prefix import PrefixHashes
 
 from toolkit_lm_data_parallel.engine import Engine
 from toolkit_lm_data_parallel.in_flight import InFlight
+from toolkit_lm_data_parallel.polling import Polling
 from toolkit_lm_data_parallel.routing import choose
 
 logger = logging.getLogger(__name__)
 
-_LOOK = 1.0
-"""Seconds between two looks at engines that say nothing."""
 _MOST_HASHED = 512
 """Blocks of a prompt by which an engine is chosen."""
 
@@ -55,11 +52,7 @@ class DataParallelClient(EngineClient):
         self._death: ToolkitError | None = None
         self._closed = False
         self._news = EngineOutputs(time=time.monotonic())
-        self._wake_send, self._wake_recv = socket.socketpair()
-        self._wake_send.setblocking(False)
-        self._wake_recv.setblocking(False)
-        self._poller = zmq.Poller()
-        self._sources: dict[object, Engine] = {}
+        self._polling = Polling()
         self._engines = [Engine(number) for number in range(config.parallel.data_parallel_size)]
         self.phase = "importing"
         try:
@@ -71,7 +64,7 @@ class DataParallelClient(EngineClient):
         except BaseException:
             self.shutdown()
             raise
-        self._watch_engines()
+        self._polling.watch(self._engines)
 
     @property
     def engines(self) -> Sequence[EngineState]:  # type: ignore[override]
@@ -91,7 +84,7 @@ class DataParallelClient(EngineClient):
             if self._info is not None or self._death is not None:
                 continue
             left = end - time.monotonic()
-            if left <= 0 or self._wait(left) is None:
+            if left <= 0 or self._polling.wait(left) is None:
                 return None
         return self._info
 
@@ -170,7 +163,7 @@ class DataParallelClient(EngineClient):
     def step(self, timeout: float | None = None) -> EngineOutputs:
         if not _has_any(self._news):
             self._check()
-            self._take_from(self._wait(timeout) or ())
+            self._take_from(self._polling.wait(math.inf if timeout is None else timeout) or ())
         return self._take_news()
 
     def poll_outputs(self) -> EngineOutputs:
@@ -180,9 +173,7 @@ class DataParallelClient(EngineClient):
         return self._take_news()
 
     def wake(self) -> None:
-        # A full pipe wakes as well, and a closed one has nobody to wake.
-        with suppress(OSError):
-            self._wake_send.send(b"\0")
+        self._polling.wake()
 
     def dump_stacks(self) -> None:
         for engine in self._engines:
@@ -199,8 +190,7 @@ class DataParallelClient(EngineClient):
                 engine.client.process.lifeline.close()
         for engine in self._engines:
             engine.end(engine.error)
-        self._wake_send.close()
-        self._wake_recv.close()
+        self._polling.close()
         self._held.leave(0)
 
     def _check(self) -> None:
@@ -208,28 +198,6 @@ class DataParallelClient(EngineClient):
             raise self._death
         if self._closed:
             raise EngineDeadError("the engines have been shut down.")
-
-    def _watch_engines(self) -> None:
-        """Has the poller watch the processes that there are."""
-        self._poller, self._sources = zmq.Poller(), {}
-        self._poller.register(self._wake_recv, zmq.POLLIN)
-        for engine in self._engines:
-            for source in () if engine.client is None else engine.client.sources:
-                self._poller.register(source, zmq.POLLIN)
-                self._sources[source if isinstance(source, zmq.Socket) else source.fileno()] = engine
-
-    def _wait(self, timeout: float | None) -> Collection[Engine] | None:
-        """Waits until engines have something to say. Returns those, and all of them after a while; None: a `wake` came."""
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        ready = [source for source, _ in self._poller.poll(math.ceil(1000 * max(min(end - time.monotonic(), _LOOK), 0)))]
-        if self._wake_recv.fileno() in ready:
-            self._wake_recv.recv(4096)
-            return None
-        if not ready:
-            return self._engines
-        # Those that start have a time limit.
-        found = [*(self._sources[source] for source in ready), *(one for one in self._engines if one.info is None)]
-        return {one.number: one for one in found}.values()
 
     def _take_news(self) -> EngineOutputs:
         news, self._news = self._news, EngineOutputs(time=self._news.time)
@@ -325,7 +293,7 @@ class DataParallelClient(EngineClient):
                 engine.start(self._config, self._plugins)
             except ToolkitError as another:
                 engine.error = self._named(engine, another)
-        self._watch_engines()
+        self._polling.watch(self._engines)
         then = "is started anew" if engine.client is not None else "is not started anew (restart_engine)"
         logger.error("an engine has died, and %s; others go on with its %d requests: %s", then, len(left), error)
         if self._plugins.has_event_listeners:

@@ -74,7 +74,7 @@ class Engine:
         """From any thread."""
         client, info, error = self.client, self.info, self.error
         status = "ready" if info is not None else "dead" if client is None else "restarting" if self.num_restarts else "starting"
-        reason = "" if info is not None else str(error) if client is None else client.phase
+        reason = "" if info is not None else str(error or "") if client is None else client.phase
         pid = None if client is None else client.process.pid
         return EngineState(status, reason, pid, len(self.requests), self.num_tokens, self.num_restarts)  # type: ignore[arg-type]
 
