@@ -17,10 +17,6 @@ from vision_families import random_model
 
 DECODERS = [(architecture, next(iter(variants))) for architecture, variants in decoder_families.VARIANTS.items()]
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
-]
 
 
 def one_token_types(num_tokens):

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from toolkit_lm_compile.capture import capture, module_files
 from toolkit_lm_compile.key import ingredients, key_of, source_digest
 from toolkit_lm_compile.options import options_of, sizes_of
-from toolkit_lm_compile.parts import check_patches, compile_part, is_kept, load_part, symbols_of
+from toolkit_lm_compile.parts import check_patches, compile_part, instructions_here, is_kept, load_part, symbols_of
 from toolkit_lm_compile.program import Program
 from toolkit_lm_compile.split import Plan, Split, split
 from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
@@ -125,7 +125,7 @@ class InductorCompiler(ModelCompiler):
                 return False
         parts: dict[tuple[str, int | None], Callable[..., Any]] = {}
         for folder in sorted((entry.folder / "parts").glob("*/*")):
-            parts[folder.parent.name, None if folder.name == "any" else int(folder.name)] = load_part(folder)
+            parts[folder.parent.name, None if folder.name == "any" else int(folder.name)] = load_part(folder, manifest.instructions)
         missing = {part for plan in manifest.plans for part in plan.parts} - {key for key, size in parts if size is None}
         if missing:
             raise DamagedError(f"it lacks the parts {sorted(missing)}")
@@ -170,7 +170,14 @@ class InductorCompiler(ModelCompiler):
             return None
         sources = {name: source_digest(name) or "" for name in module_files(sorted(files)) if name.partition(".")[0] != "torch"}
         what = f"{config.checkpoint.architecture if config.checkpoint else ''} {config.model.dtype} -O{self._level}"
-        return Manifest(model=what, ingredients=found, sources=sources, plans=[one.plan for one in splits], sizes=self._sizes)
+        return Manifest(
+            model=what,
+            ingredients=found,
+            sources=sources,
+            plans=[one.plan for one in splits],
+            sizes=self._sizes,
+            instructions=instructions_here(),
+        )
 
     def _add(self, plan: Plan, parts: Mapping[tuple[str, int | None], Callable[..., Any]]) -> None:
         form = tuple((name, str(dtype), int(ndim)) for name, (dtype, ndim) in plan.arguments.items())

@@ -92,10 +92,10 @@ def _core() -> str:
 
 
 def _plugins(model: Model, plugins: Plugins) -> list[tuple[str, str | None, str]]:
-    """Name, version and content of the plugins that the model is made of, that change configs, and of this one."""
+    """Name, version and content of the plugins that the model is made of, and of this one. What others make of the config is in it."""
     objects = [*model.modules(), *(getattr(module, "method", None) for module in model.modules()), model.kernels]
     packages = {cls.__module__.partition(".")[0] for one in objects for cls in type(one).__mro__} | {__package__}
-    used = {info.name for info in plugins.infos if packages & {*info.packages} or "toolkit_configure" in info.hooks}
+    used = {info.name for info in plugins.infos if packages & {*info.packages}}
     return [(one.name, one.version, one.content) for one in plugins.fingerprint().plugins if one.name in used and one.name != "core"]
 
 

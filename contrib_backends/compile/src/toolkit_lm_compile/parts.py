@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from toolkit_lm.errors import ConfigError
 from torch import fx
-from torch._inductor import standalone_compile
-from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor import cpu_vec_isa, standalone_compile
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch._inductor.standalone_compile import CacheCompiledArtifact
 from torch._subclasses import FakeTensorMode
@@ -25,6 +26,8 @@ SETTINGS: dict[str, Any] = {
     # Generated code must not depend on the number of threads at the time.
     "cpp.dynamic_threads": True,
     "compile_threads": 1,
+    # Each process would run g++ to see whether a header has changed.
+    "cpp_cache_precompile_headers": False,
     "fx_graph_cache": True,
     "fx_graph_remote_cache": False,
 }
@@ -40,8 +43,8 @@ def compile_part(graph: fx.GraphModule, folder: Path, size: int | None, patches:
         with mode:
             examples = [_of_size(example, size) for example in examples]
         options = {"dynamic_shapes": "from_example_inputs", "fake_mode": mode}
-    # Which instructions there are is tried out in the user's own folder, once.
-    pick_vec_isa()
+    # They are tried out before the folder is another one.
+    instructions_here()
     with _settings(folder), torch.inference_mode(False), torch.no_grad():
         compiled: Compiled = standalone_compile(graph, examples, options={"config_patches": patches}, **options)
     return compiled
@@ -53,18 +56,28 @@ def is_kept(folder: Path) -> bool:
     return found.is_dir() and len(list(found.iterdir())) == 1
 
 
-def load_part(folder: Path) -> Compiled:
-    """What `compile_part` left in a folder. Neither Dynamo nor Inductor runs. Raises anything where it is damaged."""
-    # The key says which instructions there are.
-    with _settings(folder), inductor_config.patch({"cpp.vec_isa_ok": True}):
+def load_part(folder: Path, instructions: list[str]) -> Compiled:
+    """What `compile_part` left in a folder. No compiler runs. Raises anything where it is damaged.
+
+    `instructions` are those of the process that compiled; the key says that they are here, too. Each process would try them out by g++.
+    """
+    known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in instructions]
+    with _settings(folder), patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: known):
         loaded: Compiled = CacheCompiledArtifact.load(path=str(folder), format="unpacked")
     return loaded
+
+
+def instructions_here() -> list[str]:
+    """Names of the sets of vector instructions that Inductor may use. They are tried out in the user's own folder, once."""
+    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
 @contextmanager
 def _settings(folder: Path) -> Iterator[None]:
     patched = inductor_config.patch(SETTINGS), functorch_config.patch({"enable_autograd_cache": True})
-    with patched[0], patched[1], temporary_cache_dir(str(folder)):
+    with patched[0], patched[1], temporary_cache_dir(str(folder)), warnings.catch_warnings():
+        # Those of torch about itself.
+        warnings.simplefilter("ignore", DeprecationWarning)
         yield
 
 

@@ -37,6 +37,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     """SHA-256 of each module that was traced."""
     plans: list[Plan]
     sizes: list[int] = field(default_factory=list)
+    instructions: list[str] = field(default_factory=list)
+    """Names of the sets of vector instructions that were there."""
     files: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each file, by its path in the folder."""
 

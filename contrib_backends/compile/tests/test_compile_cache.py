@@ -1,0 +1,278 @@
+"""The compile cache: what hits and what misses, and what becomes of damage, of deaths and of two starts at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from compile_harness import PLUGINS, compiled
+from toolkit_lm.errors import ConfigError
+from toolkit_lm_compile import compiler as compiler_module, key as key_module
+from toolkit_lm_compile.key import ingredients, key_of
+from toolkit_lm_compile.options import options_of
+from toolkit_lm_compile.store import MANIFEST, Entry, Manifest, open_root
+from toolkit_lm_devkit import load_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SHAPE = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(folder)
+    return load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Parts are not compiled, but kept as files: the number of those that were compiled, and a function to wait in."""
+    made = []
+
+    def compile_part(graph, folder, size, patches):
+        made.append(size)
+        (folder / "aotautograd").mkdir()
+        (folder / "aotautograd" / "code").write_text("x" * 1000)
+        return graph.forward
+
+    monkeypatch.setattr(compiler_module, "compile_part", compile_part)
+    monkeypatch.setattr(compiler_module, "instructions_here", list)
+    monkeypatch.setattr(compiler_module, "load_part", lambda folder, instructions: (folder / "aotautograd" / "code").read_text)
+    return made
+
+
+def start(model, cache, **options):
+    return compiled(model, backend="inductor", details={"cache_dir": str(cache), **options.pop("details", {})}, **options)
+
+
+def entry_of(cache):
+    [folder] = cache.glob("*/rank_0_0")
+    return folder
+
+
+def test_a_second_start_compiles_nothing(model, compilations, tmp_path):
+    first, second = start(model, tmp_path / "c"), start(model, tmp_path / "c")
+    assert (first.was_cached, first.num_compiled, second.was_cached, second.num_compiled) == (False, 3, True, 0)
+    assert len(compilations) == 3
+    names = {path.name for path in entry_of(tmp_path / "c").iterdir()}
+    assert names == {MANIFEST, "graph_0.py", "parts"}
+    assert "torch.ops.toolkit_lm.attention" in (entry_of(tmp_path / "c") / "graph_0.py").read_text()
+
+
+def test_a_copy_hits(model, compilations, tmp_path):
+    start(model, tmp_path / "c")
+    shutil.copytree(tmp_path / "c", tmp_path / "elsewhere")
+    assert start(model, tmp_path / "elsewhere").was_cached
+    manifest = (entry_of(tmp_path / "c") / MANIFEST).read_text()
+    assert str(tmp_path) not in manifest and str(Path(compiler_module.__file__).parents[3]) not in manifest
+
+
+def key(compiled_model, /, plugins=PLUGINS, **options):
+    config = compiled_model.vllm_config.replace(optimization_level=2).replace(**options)
+    return key_of(ingredients(compiled_model, config, options_of(config), plugins))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_seqs": 3, "seed": 4, "kv_cache_memory": "1GiB", "served_model_name": ["other"], "start_timeout": 3.0, "max_logprobs": 3},
+        {"model": "/another/folder", "tokenizer": "/another/folder", "compilation_config": '{"cache_dir": "/another/place"}'},
+    ],
+)
+def test_what_has_no_effect_hits(model, options):
+    assert key(model) == key(model, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"max_model_len": 64},
+        {"optimization_level": 1},
+        {"compilation_config": '{"compile_sizes": [4]}'},
+        {"compilation_config": '{"inductor_compile_config": {"cpp.simdlen": 8}}'},
+        {"kernels": "torch"},
+        {"attention_backend": "sdpa"},
+    ],
+)
+def test_what_has_an_effect_misses(model, options):
+    assert key(model) != key(model, **options)
+
+
+def test_another_checkout_hits_and_another_text_misses(model, monkeypatch, tmp_path):
+    before, file = key(model), Path(sys.modules["toolkit_lm_decoder.llama"].__file__)
+    copy = tmp_path / "llama.py"
+    shutil.copy(file, copy)
+    monkeypatch.setattr(sys.modules["toolkit_lm_decoder.llama"], "__file__", str(copy))
+    assert key(model) == before
+    copy.write_text(copy.read_text() + "# changed\n")
+    assert key(model) != before
+
+
+def test_a_torch_option_misses(model):
+    before = key(model)
+    with torch._inductor.config.patch({"epilogue_fusion": False}):
+        assert key(model) != before
+    assert key(model) == before
+
+
+def test_another_version_of_a_plugin_that_the_model_is_made_of_misses(model, monkeypatch):
+    before, whole = key(model), PLUGINS.fingerprint()
+
+    def changed(name):
+        plugins = tuple(msgspec.structs.replace(one, version="9") if one.name == name else one for one in whole.plugins)
+        monkeypatch.setattr(PLUGINS, "fingerprint", lambda: msgspec.structs.replace(whole, plugins=plugins))
+        return key(model)
+
+    assert changed("decoder") != before
+    assert changed("compile") != before
+    assert changed("server") == before
+
+
+def test_the_source_of_core_counts(model, monkeypatch):
+    before = key(model)
+    monkeypatch.setattr(key_module, "_core", lambda: "another")
+    assert key(model) != before
+
+
+def test_a_changed_source_that_the_key_does_not_see_misses(model, compilations, tmp_path, monkeypatch):
+    start(model, tmp_path / "c")
+    monkeypatch.setattr(compiler_module, "source_digest", lambda module: "another")
+    assert not start(model, tmp_path / "c").was_cached
+
+
+def damage_manifest(folder):
+    (folder / MANIFEST).write_text("{")
+
+
+def damage_part(folder):
+    part = next(folder.glob("parts/*/any/aotautograd/code"))
+    part.write_text(part.read_text()[:500])
+
+
+def lose_part(folder):
+    shutil.rmtree(next(folder.glob("parts/*")))
+
+
+def empty(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("damage", [damage_manifest, damage_part, lose_part, empty])
+def test_damage_is_mended_with_a_warning(model, compilations, tmp_path, caplog, damage):
+    start(model, tmp_path / "c")
+    damage(entry_of(tmp_path / "c"))
+    with caplog.at_level(logging.WARNING, "toolkit_lm_compile"):
+        assert not start(model, tmp_path / "c").was_cached
+    assert "is damaged" in caplog.text
+    assert start(model, tmp_path / "c").was_cached
+
+
+def test_code_that_cannot_be_loaded_is_made_anew(model, compilations, tmp_path, monkeypatch, caplog):
+    start(model, tmp_path / "c")
+
+    def fail(folder, instructions):
+        raise RuntimeError("poisoned")
+
+    monkeypatch.setattr(compiler_module, "load_part", fail)
+    assert start(model, tmp_path / "c").num_compiled == 3
+    assert "poisoned" in caplog.text
+
+
+def test_two_starts_at_once_compile_once(model, compilations, tmp_path):
+    """The second waits for the first, and finds what it has made: as do two processes, whose locks are of open files, too."""
+    root = open_root(tmp_path / "c")
+    config = model.vllm_config.replace(optimization_level=1, compilation_config=json.dumps({"cache_dir": str(root)}))
+    entry = Entry(root, key_of(ingredients(model, config, options_of(config), PLUGINS)), "rank_0_0")
+    made = []
+    with entry.locked():
+        thread = threading.Thread(target=lambda: made.append(start(model, root)))
+        thread.start()
+        time.sleep(0.3)
+        assert not made
+        with entry.staged() as folder:
+            manifest = Manifest(model="", ingredients={}, sources={}, plans=[])
+            entry.publish(folder, manifest)
+    thread.join()
+    assert made[0].was_cached and not compilations
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from toolkit_lm_compile.store import Entry, open_root
+entry = Entry(open_root(Path(sys.argv[1])), "key", "rank_0_0")
+with entry.locked(), entry.staged() as folder:
+    (folder / "half").write_text("half")
+    print("writing", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_start_that_is_killed_while_it_writes_leaves_nothing_in_the_way(tmp_path):
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "writing\n"
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+    entry = Entry(open_root(tmp_path / "c"), "key", "rank_0_0")
+    assert entry.read() is None and len(list(entry.parent.glob(".staged-*"))) == 1
+    with entry.locked(), entry.staged() as folder:
+        entry.publish(folder, Manifest(model="m", ingredients={}, sources={}, plans=[]))
+    assert entry.read().model == "m" and not list(entry.parent.glob(".staged-*"))
+
+
+def test_the_folder_is_its_users_alone(tmp_path):
+    root = open_root(tmp_path / "c")
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o770)
+    with pytest.raises(ConfigError, match=r"can be written by others.*--no-compile-cache"):
+        open_root(root)
+    root.chmod(0o700)
+    (root / "key").mkdir()
+    (root / "key").chmod(0o777)
+    with pytest.raises(ConfigError, match="can be written by others"):
+        open_root(root)
+
+
+def test_without_a_cache_nothing_is_kept(model, compilations, tmp_path):
+    start(model, tmp_path / "c", compile_cache=False)
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "compilation_config"),
+        ('{"sizes": [1]}', "unknown field `sizes`.*Keys: backend"),
+        ('{"compile_sizes": [0]}', "compile_sizes"),
+        (json.dumps({"compile_sizes": list(range(1, 80))}), "compile_sizes"),
+        ('{"splitting_ops": ["toolkit_lm::nothing"]}', "there is no op 'toolkit_lm::nothing'"),
+        ('{"inductor_compile_config": {"nothing": 1}}', "no option 'nothing'"),
+    ],
+)
+def test_wrong_details_are_named(model, text, reason):
+    with pytest.raises(ConfigError, match=reason):
+        compiler_module.InductorCompiler(model, model.vllm_config.replace(optimization_level=1, compilation_config=text), PLUGINS)

@@ -1,0 +1,130 @@
+"""An engine with compiled passes, by Inductor: the same tokens, no compilation after the start, and a second start without compilers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from compile_harness import PLUGINS, Stage, check, compiled
+from toolkit_lm import LLM, SamplingParams
+from toolkit_lm_compile import compiler as compiler_module
+from toolkit_lm_devkit import hidden_states, load_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+PROMPTS = [[5, 6, 7], [9], list(range(3, 30))]
+# One prompt at a time makes steps of one token, all at once steps of three.
+PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def options_of(folder, cache, **details):
+    return {
+        "model": str(folder),
+        "renderer": "tokens",
+        "dtype": "float32",
+        "num_kv_blocks": 64,
+        "optimization_level": 2,
+        "compilation_config": json.dumps({"cache_dir": str(cache), "compile_sizes": [3], **details}),
+    }
+
+
+def tokens_of(llm):
+    together = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+    alone = [llm.generate([{"prompt_token_ids": prompt}], PARAMS)[0] for prompt in PROMPTS]
+    return [list(out.outputs[0].token_ids) for out in [*together, *alone]]
+
+
+def compiler_of(llm):
+    return llm.llm_engine.client.core.executor.runner.compiler
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**shape, vocab_size=101, max_position_embeddings=128, initializer_range=0.3, dtype="float32")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(folder, tmp_path_factory):
+    llm = LLM(**options_of(folder, tmp_path_factory.mktemp("none")) | {"optimization_level": 0})
+    assert compiler_of(llm) is None
+    return tokens_of(llm)
+
+
+def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path):
+    llm = LLM(**options_of(folder, tmp_path, backend="eager"))
+    assert tokens_of(llm) == expected
+    compiler = compiler_of(llm)
+    assert (compiler.num_eager_steps, compiler.num_compiled, compiler.compiled_when_sealed) == (0, 0, 0)
+
+
+def test_a_pass_that_was_not_foreseen_is_not_compiled(folder, tmp_path, caplog):
+    model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
+    compiler = compiled(model)
+    compiler.seal()
+    before = compiler.num_compiled
+    check(compiler, batches=[[4]])
+    embeds = model.embed(torch.tensor([5, 6]))
+    [ours] = hidden_states([Stage(compiler)], [torch.tensor([5, 6])], inputs_embeds=embeds.clone())
+    [expected] = hidden_states([model], [torch.tensor([5, 6])], inputs_embeds=embeds.clone())
+    assert torch.equal(ours, expected)
+    assert (compiler.num_eager_steps, compiler.num_compiled) == (1, before)
+    assert "inputs_embeds are not compiled" in caplog.text
+
+
+WARM = """
+import logging
+logging.basicConfig(level=logging.INFO)
+import json, sys
+import torch
+
+def refuse(*args, **kwargs):
+    raise AssertionError("a compiler runs")
+
+import torch._inductor.compile_fx
+torch.compile = torch._inductor.compile_fx.compile_fx = torch._inductor.compile_fx.compile_fx_inner = refuse
+import torch._inductor.cpp_builder
+torch._inductor.cpp_builder.CppBuilder.build = refuse
+sys.path.insert(0, sys.argv[1])
+from test_compile_engine import LLM, compiler_of, options_of, tokens_of
+llm = LLM(**options_of(sys.argv[2], sys.argv[3]))
+compiler = compiler_of(llm)
+print(json.dumps([tokens_of(llm), compiler.was_cached, compiler.num_compiled, compiler.num_eager_steps]))
+"""
+
+
+@pytest.mark.slow
+def test_no_request_compiles_and_a_second_start_runs_no_compiler(folder, expected, tmp_path, monkeypatch, request):
+    llm = LLM(**options_of(folder, tmp_path / "cache"))
+    compiler = compiler_of(llm)
+    assert (compiler.was_cached, compiler.num_compiled) == (False, 6), "three parts, each for any number of tokens and for three"
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a request compiles")
+
+    monkeypatch.setattr(compiler_module, "compile_part", refuse)
+    monkeypatch.setattr(torch, "compile", refuse)
+    assert tokens_of(llm) == expected
+    assert compiler.num_compiled == compiler.compiled_when_sealed == 6 and compiler.num_eager_steps == 0
+    # Elsewhere, in another process.
+    (tmp_path / "cache").rename(tmp_path / "moved")
+    script = [sys.executable, "-c", WARM, str(request.path.parent), str(folder), str(tmp_path / "moved")]
+    warm = subprocess.run(script, capture_output=True, text=True, timeout=250)
+    assert warm.returncode == 0, warm.stderr
+    assert json.loads(warm.stdout.splitlines()[-1]) == [expected, True, 0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_inductor_gives_what_the_model_gives(folder, tmp_path, monkeypatch, kernels):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder, kernels=kernels)
+    compiler = compiled(model, level=2, backend="inductor", details={"compile_sizes": [24]}, kernels=kernels)
+    check(compiler)
+    assert compiled(model, level=2, backend="inductor", details={"compile_sizes": [24]}, kernels=kernels).was_cached
