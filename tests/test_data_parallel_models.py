@@ -105,6 +105,24 @@ def test_media_that_comes_again(vision, memory):
     assert not client._held._data
 
 
+def test_media_that_an_engine_has_lost_is_sent_again(vision, monkeypatch):
+    options, prompts = vision
+    # One item at a time: with two prompts on their way, an item could be lost twice.
+    with LLMEngine(VllmConfig.make(**OPTIONS, **options)) as lone:
+        expected = [run(lone, [one], PARAMS) for one in prompts]
+    with LLMEngine(VllmConfig.make(**OPTIONS, **options, data_parallel_size=2)) as engine:
+        assert [run(engine, [one], PARAMS) for one in prompts] == expected
+        first, second = (one.client for one in engine.client._engines)
+        assert first.features.held_keys(9) != second.features.held_keys(9)
+        # The second engine is thought to hold what the first does, and gets the requests.
+        first.features, second.features = second.features, first.features
+        engine.client._engines[0].num_tokens += 10**6
+        again, send_again = [], engine.client._send_again
+        monkeypatch.setattr(engine.client, "_send_again", lambda *its: (again.append(its), send_again(*its)))
+        assert [run(engine, [one], PARAMS) for one in prompts] == expected
+        assert again
+
+
 def test_what_is_pooled():
     options = {**OPTIONS, "model": "tiny", "runner": "pooling"}
     prompts = [f"A text of some length{', and more' * (i % 4)} {i}" for i in range(24)]
