@@ -699,7 +699,18 @@ async def test_openapi_describes_the_answers(engine, key, limit, tmp_path):
         ready = set() if path in ("/version", "/metrics") else {"503", *(["429"] if limit else [])}
         model = (
             {"404"}
-            if path in (*POSTED, "/v1/models/{model}", "/infill", "/invocations", "/v1/responses", "/v1/score", "/rerank", "/v1/rerank")
+            if path
+            in (
+                *POSTED,
+                f"{CHAT}/batch",
+                "/v1/models/{model}",
+                "/infill",
+                "/invocations",
+                "/v1/responses",
+                "/v1/score",
+                "/rerank",
+                "/v1/rerank",
+            )
             else set()
         )
         work = {"429", "504"} if model and "token" not in path and "models" not in path else set()
