@@ -50,9 +50,10 @@ def capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str,
 
     for name, dimension in dynamic.items():
         dynamo.mark_dynamic(arguments[name], dimension)
+    settings: Any = symbolic_config
     try:
         # Without the patch, code for one token would be code of its own.
-        with torch.inference_mode(), symbolic_config.patch(backed_size_oblivious=True):
+        with torch.inference_mode(), settings.patch(backed_size_oblivious=True):
             out = torch.compile(_fresh(model, names), fullgraph=True, backend=take)(*arguments.values())
     except UnsupportedError:
         raise

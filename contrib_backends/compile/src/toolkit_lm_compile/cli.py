@@ -7,7 +7,7 @@ import shutil
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -37,10 +37,8 @@ def compile_model(config: VllmConfig, plugins: Plugins) -> None:
         config = config.replace(optimization_level=1)
     if not config.compilation.compile_cache:
         raise ConfigError("toolkit compile fills the cache: --no-compile-cache leaves nothing to do.")
-    options = {one.name: value for one in VllmConfig.options() if (value := _value(config, one.name)) != one.default}
-    llm = LLM(**options | {"engine_process": False})
+    LLM(config=config.replace(engine_process=False), plugins=plugins)
     typer.echo(f"compiled: {config.model.model} at level {config.compilation.optimization_level}")
-    del llm
 
 
 @engine_command(PluginsConfig)
@@ -122,14 +120,6 @@ def import_(archive: Annotated[Path, typer.Argument(help="Archive of an entry.")
     typer.echo(f"taken: {', '.join(folder.parent.name for folder in folders)}")
 
 
-def _value(config: VllmConfig, name: str) -> object:
-    return next(getattr(section, name) for section in _sections(config) if hasattr(section, name))
-
-
-def _sections(config: VllmConfig) -> list[object]:
-    return [getattr(config, field) for field in config.__struct_fields__ if field != "checkpoint"]
-
-
 def _folders(cache_dir: Path | None) -> list[Path]:
     root = cache_dir or default_root()
     return sorted(one for one in root.glob("*/rank_*") if one.is_dir()) if root.is_dir() else []
@@ -152,7 +142,7 @@ def _manifest(folder: Path) -> Manifest | None:
         return None
 
 
-def _row(folder: Path) -> dict[str, object]:
+def _row(folder: Path) -> dict[str, Any]:
     manifest = _manifest(folder)
     return {
         "key": folder.parent.name,
