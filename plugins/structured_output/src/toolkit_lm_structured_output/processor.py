@@ -68,6 +68,8 @@ class _Sequence:
     def read(self, row: ProcessorRow) -> Matcher:
         """Goes on to the output so far. Raises RequestError, from then on, where that does not follow the grammar, or takes too much."""
         if self._error is None:
+            if self._matcher is not None and len(row.token_ids) == row.num_prompt_tokens + self._num_read:
+                return self._matcher
             begun, num_read = thread_time(), self._num_read
             try:
                 return self._read(row)
