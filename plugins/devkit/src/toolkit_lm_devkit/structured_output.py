@@ -155,7 +155,7 @@ class StructuredOutputConformance(Conformance):
         assert done.returncode == 0, done.stderr or f"{self.reader.__module__} imports torch"
 
     def test_a_token_is_allowed_where_it_can_be_consumed(self, compiler: GrammarCompiler, matcher: Matcher) -> None:
-        generator = Random(3)
+        generator = Random(3)  # nosec B311
         for _ in range(6):
             allowed = allowed_tokens(matcher, compiler.size)
             assert allowed, "nothing may follow"
@@ -178,7 +178,7 @@ class StructuredOutputConformance(Conformance):
         return True
 
     def test_what_is_forced_is_all_that_is_allowed(self, compiler: GrammarCompiler, matcher: Matcher) -> None:
-        generator = Random(4)
+        generator = Random(4)  # nosec B311
         for _ in range(12):
             for token in [] if matcher.is_stopped else matcher.forced():
                 assert allowed_tokens(matcher, compiler.size) == [token], f"{token} is forced, and others are allowed"
@@ -189,7 +189,7 @@ class StructuredOutputConformance(Conformance):
             matcher.consume(generator.choice(inner))
 
     def test_masks_of_several_are_those_of_each(self, compiler: GrammarCompiler, matcher: Matcher) -> None:
-        generator, several = Random(5), [matcher.copy() for _ in range(4)]
+        generator, several = Random(5), [matcher.copy() for _ in range(4)]  # nosec B311
         for one in several[1:]:
             inner = [token for token in allowed_tokens(one, compiler.size) if token not in compiler.source.eos_token_ids]
             one.consume(generator.choice(inner))
