@@ -69,7 +69,8 @@ class Chat:
         """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""
         check_model(self._engine, body.model)
         check_generates(self._engine)
-        settle_logprobs(self._engine, body)
+        if -1 in (body.top_logprobs, body.prompt_logprobs):
+            settle_logprobs(self._engine, body)
         conversations = body.conversations(self._max_prompts)
         plan, params, options = PLAIN, body.params(), body.request_options(context)
         if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:
