@@ -144,6 +144,30 @@ def test_prompts_are_rendered_side_by_side_and_all_of_them_are_left():
     asyncio.run(main())
 
 
+@pytest.mark.filterwarnings("error")
+def test_of_a_large_batch_sixteen_are_rendered_at_a_time():
+    async def main():
+        preparation, renderer = made(Own)
+        names = [str(number) for number in range(40)]
+        for is_cancelled in (True, False):
+            renderer.waiting = renderer.left = 0
+            asked = asyncio.ensure_future(preparation.prepare_batch(names, ["a"] * 40, None, None))
+            while not renderer.waiting:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            assert renderer.waiting == 16
+            if is_cancelled:
+                asked.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asked
+                # The first that left has made place for another.
+                assert renderer.left == renderer.waiting <= 17
+        renderer.let.set()
+        assert ids(await asked) == [[97]] * 40
+
+    asyncio.run(main())
+
+
 def test_the_first_bad_prompt_is_told():
     async def main():
         preparation, renderer = made(Own)

@@ -16,6 +16,8 @@ from toolkit_lm.renderer import Rendered, Renderer
 Result = TypeVar("Result")
 Render = Callable[..., Rendered]
 RenderAsync = Callable[..., Awaitable[Rendered]]
+_SIDE_BY_SIDE = 16
+"""Of the works of a batch, how many have begun and are not over. Each may hold a body of its prompt's size."""
 
 
 class Preparation:
@@ -80,11 +82,23 @@ class Preparation:
 
 
 async def side_by_side(works: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """What works give, in their order. Of several errors, that of the first is raised. Nothing of them is left at the end."""
-    tasks = [asyncio.ensure_future(one) for one in works]
+    """What works give, in their order. Of several errors, that of the first is raised. Nothing of them is left at the end.
+
+    At most 16 go on at a time.
+    """
+    places, works = asyncio.Semaphore(_SIDE_BY_SIDE), list(works)
+
+    async def placed(work: Coroutine[Any, Any, Result]) -> Result:
+        async with places:
+            return await work
+
+    tasks = [asyncio.ensure_future(placed(one)) for one in works]
     try:
         return [await task for task in tasks]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for one in works:
+            # Those that have not begun.
+            one.close()
