@@ -202,6 +202,17 @@ def test_a_budget_that_cannot_be_held_to_is_refused(checkpoint, checkpoint_with,
             answers(llm, params(wrong))
 
 
+def test_plugins_are_loaded_once_for_a_renderer(folders, monkeypatch):
+    with engine(folders["letters"]) as llm:
+        answers(llm, params())
+
+        def load(*arguments):
+            raise AssertionError("for each request")
+
+        monkeypatch.setattr(Plugins, "load", load)
+        answers(llm, params())
+
+
 def test_a_tokenizer_without_the_mark_is_refused(checkpoint_with):
     folder = checkpoint_with(BEGUN.replace("A:<think>\n", "A:"))
     told = json.loads((folder / "tokenizer.json").read_text())

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from threading import Lock
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.param_spec import ProcessorParams, param
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import ParserRegistry, Plugins
 
 _PARAM = "thinking_token_budget"
+_KNOWN: WeakKeyDictionary[Any, ParserRegistry] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
+def _parsers(renderer: Any) -> ParserRegistry:
+    """Those of the plugins that the renderer's config names. They are loaded once."""
+    with _LOCK:
+        if renderer not in _KNOWN:
+            _KNOWN[renderer] = Plugins.load(renderer.config.plugins).parsers
+        return _KNOWN[renderer]
 
 
 class ThinkingParams(ProcessorParams):
@@ -29,7 +41,7 @@ class ThinkingParams(ProcessorParams):
         # Here, because most requests ask for no budget.
         from toolkit_lm_parsers.marks import MarkedReasoning, mark_texts, shortest
 
-        parsers = Plugins.load(renderer.config.plugins).parsers
+        parsers = _parsers(renderer)
         try:
             name = parsers.find_format("reasoning", renderer.chat_template_source, self.thinking_format or "auto")
         except ConfigError as error:
