@@ -136,6 +136,23 @@ def test_a_torch_option_misses(model):
     assert key(model) == before
 
 
+def test_another_cpu_misses(model, monkeypatch, tmp_path):
+    """Two of the same vector instructions, too: the code may hold others (here VAES)."""
+    file = tmp_path / "cpuinfo"
+    monkeypatch.setattr(key_module, "_CPUINFO", file, raising=False)
+    file.write_text("processor\t: 0\nflags\t\t: fpu avx2 vaes\n\nprocessor\t: 1\nflags\t\t: fpu avx2 vaes\n")
+    first = key(model)
+    file.write_text("cpu MHz\t\t: 2596.152\nflags\t\t: vaes fpu avx2\n")
+    assert key(model) == first
+    file.write_text("flags\t\t: fpu avx2\n")
+    assert key(model) != first
+    file.unlink()
+    monkeypatch.setattr(key_module.platform, "processor", lambda: "one")
+    elsewhere = key(model)
+    monkeypatch.setattr(key_module.platform, "processor", lambda: "another")
+    assert key(model) != elsewhere
+
+
 def test_another_version_of_a_plugin_that_the_model_is_made_of_misses(model, monkeypatch):
     before, whole = key(model), PLUGINS.fingerprint()
 

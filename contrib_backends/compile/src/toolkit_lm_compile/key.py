@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import re
 import sys
 from functools import cache
 from importlib.util import find_spec
@@ -38,6 +39,7 @@ _NO_EFFECT: dict[str, tuple[str, ...]] = {
 }
 """Options without an effect on the forward pass, by section. Whatever is not named here counts."""
 _NO_EFFECT_SECTIONS = ("engine", "renderer", "limits", "pooler", "compilation")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def ingredients(model: Model, config: VllmConfig, options: CompilationOptions, plugins: Plugins) -> dict[str, str]:
@@ -46,7 +48,13 @@ def ingredients(model: Model, config: VllmConfig, options: CompilationOptions, p
         "config": effective_config(config),
         "compilation": effective(options, config.compilation.optimization_level),
         "torch": [torch.__version__, _portable(inductor_config), _portable(dynamo_config), _portable(functorch_config)],
-        "machine": [platform.machine(), sys.version_info[:2], torch.backends.cpu.get_cpu_capability(), _device(config.device.device)],
+        "machine": [
+            platform.machine(),
+            sys.version_info[:2],
+            torch.backends.cpu.get_cpu_capability(),
+            _cpu_flags(),
+            _device(config.device.device),
+        ],
         "core": _core(),
         "plugins": _plugins(model, plugins),
         "model source": _sources(model),
@@ -103,6 +111,13 @@ def _sources(model: Model) -> dict[str, str | None]:
     """The sources of the classes that the model is made of; those of torch are of its version."""
     modules = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     return {name: source_digest(name) for name in sorted(modules) if name.partition(".")[0] not in ("torch", "builtins", "toolkit_lm")}
+
+
+def _cpu_flags() -> str | list[str]:
+    """What instructions the CPU has: generated C++ is compiled for this CPU (-march=native), not for a set of vector instructions alone."""
+    text = _CPUINFO.read_text(encoding="utf-8", errors="replace") if _CPUINFO.is_file() else ""
+    found = re.search(r"^(?:flags|Features)[ \t]*:(.*)$", text, re.MULTILINE)
+    return sorted(found[1].split()) if found is not None else platform.processor()
 
 
 def _device(device: str) -> str:
