@@ -12,6 +12,8 @@ ORDERS = json.loads(os.environ.get("SABOTAGE", "{}"))
 def strike() -> None:
     if ORDERS["how"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif ORDERS["how"] == "unnamed":
+        os.kill(os.getpid(), signal.SIGRTMIN + 3)
     elif ORDERS["how"] == "abort":
         os.abort()
     elif ORDERS["how"] == "hang":

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, UnsupportedError
+from toolkit_lm.errors import ConfigError, EngineDeadError, PluginError, ToolkitError, UnsupportedError
 from toolkit_lm.executor import make_executor
 from toolkit_lm.plugin import Plugins, hookimpl
 from toolkit_lm.resolution import resolve
@@ -133,6 +133,70 @@ def test_a_worker_that_hangs_after_another_has_failed(folder, sabotage, nothing_
         with pytest.raises(EngineDeadError, match="rank 0 had not answered 1 s after another had failed, in step 1") as caught:
             core.executor.execute(plan).result(30)
     assert "on rank 1: Traceback" in caught.value.__notes__[0]
+
+
+def step(llm):
+    """What a step gives that has a prompt of thirteen tokens, within 20 s."""
+    from toolkit_lm.messages import StepPlan
+    from toolkit_lm_devkit.executor import new, row
+
+    return llm.engine.client.core.executor.execute(StepPlan(new=[new(0, [5] * 13)], scheduled=[row(0, 13)])).result(20)
+
+
+def test_a_failed_step_leaves_no_thread_that_spins(folder, sabotage, nothing_is_left, monkeypatch):
+    monkeypatch.setattr(link, "PATIENCE", 0.5)
+    sabotage(1, "step", "raise")
+    with ranks(folder, (2, 1)) as llm:
+        with pytest.raises(ToolkitError, match="no prompt of thirteen tokens"):
+            step(llm)
+        time.sleep(0.6)
+        start = time.process_time()
+        time.sleep(1)
+        assert time.process_time() - start < 0.3
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="no real-time signals here")
+def test_a_worker_that_a_signal_without_a_name_ends(folder, sabotage, nothing_is_left):
+    sabotage(1, "step", "unnamed")
+    with ranks(folder, (2, 1)) as llm, pytest.raises(EngineDeadError, match=f"it was killed by signal {int(signal.SIGRTMIN) + 3}"):
+        step(llm)
+
+
+def test_reports_that_cannot_be_read_end_the_workers(folder, nothing_is_left, monkeypatch):
+    def broken(report):
+        raise ValueError("no report")
+
+    with ranks(folder, (2, 1)) as llm:
+        monkeypatch.setattr(wire, "decode_report", broken)
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=r"the workers are ended: .*ValueError\('no report'\)"):
+                step(llm)
+
+
+def test_garbage_may_be_collected_in_the_thread_that_takes_reports(folder, nothing_is_left):
+    with ranks(folder, (2, 1)) as llm:
+        held = llm.engine.client.core.executor.link
+        held.call(wire.Describe(), "in a test").future.add_done_callback(lambda _: held.end())
+        held._thread.join(20)
+        assert not held._thread.is_alive()
+        assert [process.is_alive for process in held.processes] == [False, False]
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_an_engine_that_is_killed_while_it_connects_anew_leaves_no_folder(folder, sabotage, nothing_is_left, is_told):
+    sabotage(1, "step", "raise")
+    code = (
+        "import os; from toolkit_lm import LLM; from toolkit_lm_executor_mp import link, wire; call = link.Link.call\n"
+        "def killed(self, command, *rest):\n"
+        "    last = isinstance(command, wire.Connect) and self._num_calls > 1\n"
+        f"    result = call(self, command, *rest) if {is_told} or not last else None\n"
+        "    if last: os.kill(os.getpid(), 9)\n"
+        "    return result\n"
+        "link.Link.call = killed\n"
+        f"LLM({str(folder)!r}, tensor_parallel_size=2, **{OPTIONS!r}).generate([{prompt(13)!r}, {prompt(5)!r}], use_tqdm=False)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=100).returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("sizes", SIZES)

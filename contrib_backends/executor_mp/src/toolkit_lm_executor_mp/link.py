@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,8 @@ class Link:
         """When the other ranks must have answered."""
         self._death: ToolkitError | None = None
         self._ended = False
+        self._thread_ends = False
+        """What `end` leaves to the thread."""
         self._thread = threading.Thread(target=self._run, name="toolkit_lm-workers", daemon=True)
         self.processes: list[WorkerProcess] = []
         try:
@@ -109,10 +111,10 @@ class Link:
             raise
 
     @staticmethod
-    def _make_folder() -> Path:
+    def _make_folder(prefix: str = "toolkit_lm-") -> Path:
         """That only this user may enter."""
         try:
-            folder = Path(tempfile.mkdtemp(prefix="toolkit_lm-"))
+            folder = Path(tempfile.mkdtemp(prefix=prefix))
         except OSError as error:
             raise EngineDeadError(f"the folder of the workers' sockets cannot be made: {error}. Set TMPDIR to another.") from error
         if len(os.fsencode(folder / "reports")) > _MOST_BYTES:
@@ -143,7 +145,8 @@ class Link:
     def connect(self) -> Call:
         """Gives the ranks new groups, where nothing of a failed step waits."""
         with self._lock:
-            folder = self._folder if self._num_calls == 1 else self._make_folder()
+            # Workers know a later one by the first one's name, should the engine die before it has told them.
+            folder = self._folder if self._num_calls == 1 else self._make_folder(f"{self._folder.name}-")
             self.has_failed, self._culprit, self._deadline = False, None, None
             self._oldest_call = self._num_calls
             call = self.call(wire.Connect(str(folder)), "while connecting the ranks")
@@ -177,14 +180,21 @@ class Link:
         return call
 
     def end(self) -> None:
-        """Ends the workers. Safe to call twice."""
+        """Ends the workers. Safe to call twice, and from the thread itself, where garbage may be collected."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
+            self._thread_ends = threading.current_thread() is self._thread
         self._wake_send.close()
+        if self._thread_ends:
+            # Its sockets may be in use further up the stack.
+            return
         if self._thread.ident is not None:
             self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
         with self._lock:
             self._fail_all(_shut_down())
         for process in self.processes:
@@ -219,8 +229,18 @@ class Link:
                 raise _late([rank for rank in range(self.num_ranks) if rank not in proven], "while importing")
 
     def _run(self) -> None:
+        try:
+            self._listen()
+        except Exception as error:
+            with self._lock:
+                self._die(f"their reports cannot be read any more: {error!r}", error)
+        if self._thread_ends:
+            self._close()
+
+    def _listen(self) -> None:
         while self._death is None:
-            self._wait(min(time.monotonic() + _LOOK, self._deadline or math.inf))
+            # A deadline of calls that are over wakes nobody.
+            self._wait(min(time.monotonic() + _LOOK, (self._deadline if self._calls else None) or math.inf))
             if self._ended:
                 return
             with self._lock:
@@ -263,8 +283,8 @@ class Link:
         for number, call in list(self._calls.items()):
             blamed = self._culprit or (call.failure if is_late else None)
             if not call.missing and call.failure is None:
-                del self._calls[number]
                 call.finish()
+                del self._calls[number]
             elif blamed is not None and (call.failure is not None or len(call.ranks) == self.num_ranks):
                 # A call that all answer is over with the first failure; of a step, one rank knows whether it has come through.
                 del self._calls[number]
@@ -288,8 +308,9 @@ class Link:
         self._death = deaths[0][0]
         self._fail_all(self._death)
 
-    def _die(self, why: str) -> None:
+    def _die(self, why: str, cause: Exception | None = None) -> None:
         self._death = EngineDeadError(f"the workers are ended: {why}.")
+        self._death.__cause__ = cause
         if self._culprit is not None:
             self._death.add_note(f"on rank {self._culprit.rank}: {self._culprit.failure.traceback}")
         for process in self.processes:
@@ -299,7 +320,8 @@ class Link:
     def _fail_all(self, error: ToolkitError) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():
-            call.future.set_exception(error)
+            with suppress(InvalidStateError):
+                call.future.set_exception(error)
 
 
 def _engine_threads() -> int:

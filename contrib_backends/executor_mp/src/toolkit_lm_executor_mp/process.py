@@ -85,7 +85,7 @@ class WorkerProcess:
         """Ends it. Returns an error that says how it died, with the last that it wrote. `doing`: such as "in step 7"."""
         self.end()
         code, stderr = self.exit_code, self._stderr.text
-        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        how = f"ended with exit code {code}" if code >= 0 else f"was killed by {_name(-code)}"
         message = f"the worker of rank {self.rank} (process {self.pid}) has died {doing}: it {how}"
         words = "" if -code == signal.SIGKILL else last_words(stderr)
         if -code == signal.SIGKILL:
@@ -94,3 +94,11 @@ class WorkerProcess:
         error = EngineDeadError(f"{message}. The last that it wrote to stderr: {words}" if words else f"{message}.")
         error.add_note(f"The end of its stderr:\n{stderr}" if stderr else "It wrote nothing to stderr.")
         return error
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        # Of the real-time signals, two have names.
+        return f"signal {number}"

@@ -30,10 +30,10 @@ _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
 
 
-def serve(rank: int, folder: str, key: bytes, connected: Callable[[], None]) -> None:
+def serve(rank: int, folder: str, key: bytes, die_with_engine: Callable[[bool], None]) -> None:
     """Meets the engine in `folder`, and does what it says until it dies.
 
-    `connected` is called when all ranks are, and the folder is of no more use.
+    `die_with_engine` is called with whether the end of the engine may kill the process at once: not while it may leave a folder.
     """
     context = zmq.Context()
     commands, reports = wire.make_socket(context, zmq.PULL), wire.make_socket(context, zmq.PUSH)
@@ -59,16 +59,24 @@ def serve(rank: int, folder: str, key: bytes, connected: Callable[[], None]) -> 
 
         setproctitle(f"toolkit-lm worker {rank} {start.config.served_model_name}")
     reports.send(wire.encode(wire.Done(rank, 0)))
+    meeting, dies = "", False
     for call in itertools.count(1):
         # Large arrays among a plan are views of the message.
         command = wire.decode_command(commands.recv(copy=False).buffer)
+        if isinstance(command, wire.Connect):
+            meeting = command.folder
+            die_with_engine(dies := False)
+        elif meeting and not dies and not os.path.exists(meeting):
+            die_with_engine(dies := True)
         if (report := worker.handle(call, command)) is not None:
+            if isinstance(report, wire.Failed):
+                # The engine makes a new folder when it hears that.
+                meeting = ""
+                die_with_engine(dies := False)
             reports.send(wire.encode(report), copy=False)
         if isinstance(report, wire.Failed):
             # Now that the engine can know who was the first, the others may fail as well.
             worker.leave()
-        elif isinstance(command, wire.Connect):
-            connected()
 
 
 def _make_worker(start: wire.Start, rank: int) -> Worker:

@@ -14,9 +14,14 @@ import shutil
 import signal
 import sys
 import threading
+import time
+from contextlib import suppress
+from functools import partial
 
 _LOOK = 1000
 """Milliseconds between two looks at whether the engine lives, should a fork of it hold the lifeline open."""
+_MOST_LOOKS = 100
+"""At folders that the engine has left."""
 
 
 def main() -> None:
@@ -39,8 +44,7 @@ def _run(rank: int, folder: str, lifeline: int, parent: int) -> None:
     faulthandler.register(signal.SIGUSR1)
     # 32 bytes, which the engine writes in one piece.
     key = os.read(lifeline, 64)
-    is_connected = threading.Event()
-    threading.Thread(target=_watch, args=(folder, is_connected, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(folder, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
     from toolkit_lm_executor_mp.serve import serve
@@ -48,26 +52,39 @@ def _run(rank: int, folder: str, lifeline: int, parent: int) -> None:
     gc.freeze()
     gc.enable()
 
-    def connected() -> None:
-        is_connected.set()
-        _die_with(lifeline)
-
-    serve(rank, folder, key, connected)
+    serve(rank, folder, key, partial(_die_with, lifeline))
 
 
-def _watch(folder: str, is_connected: threading.Event, lifeline: int, parent: int) -> None:
+def _watch(folder: str, lifeline: int, parent: int) -> None:
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     while not poll.poll(_LOOK) and os.getppid() == parent:
         pass
-    while not is_connected.is_set() and os.path.exists(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        _remove(folder)
     os._exit(0)
 
 
-def _die_with(lifeline: int) -> None:
-    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code that holds the interpreter lock."""
+def _remove(folder: str) -> None:
+    """Where the ranks meet, and where they have met anew."""
+    parent_folder, name = os.path.split(folder)
+    # Until the others have ended as well, they may write there.
+    for _ in range(_MOST_LOOKS):
+        left = [one for one in os.listdir(parent_folder) if one == name or one.startswith(f"{name}-")]
+        if not left:
+            return
+        for one in left:
+            shutil.rmtree(os.path.join(parent_folder, one), ignore_errors=True)
+        time.sleep(0.01)
+
+
+def _die_with(lifeline: int, dies: bool) -> None:
+    """Has the kernel kill the process at the lifeline's end: the watching thread must wait for code that holds the interpreter lock.
+
+    `dies`: False undoes it, so that the thread can remove what the engine has left.
+    """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+        flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, flags | os.O_ASYNC if dies else flags & ~os.O_ASYNC)
