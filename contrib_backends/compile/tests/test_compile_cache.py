@@ -274,6 +274,15 @@ def test_the_folder_is_its_users_alone(tmp_path):
         open_root(root)
 
 
+def test_the_folder_cannot_be_replaced_by_others(tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"lies in '.*shared', where everybody may put another"):
+        open_root(tmp_path / "shared" / "c")
+    (tmp_path / "shared").chmod(0o1777)
+    open_root(tmp_path / "shared" / "c")
+
+
 def test_without_a_cache_nothing_is_kept(model, compilations, tmp_path):
     start(model, tmp_path / "c", compile_cache=False)
     assert not (tmp_path / "c").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tarfile
 import tempfile
 from pathlib import Path
@@ -74,11 +73,9 @@ def prune(
     folders = _folders(cache_dir) if key is None else _found(cache_dir, key)
     for folder in folders:
         entry = Entry(folder.parent.parent, folder.parent.name, folder.name)
+        # The key's folder stays: the lock lies in it, and an engine may wait for that.
         with entry.locked():
             entry.discard()
-    for parent in {folder.parent for folder in folders}:
-        if not any(one.is_dir() for one in parent.iterdir()):
-            shutil.rmtree(parent, ignore_errors=True)
     typer.echo(f"deleted: {len(folders)}")
 
 

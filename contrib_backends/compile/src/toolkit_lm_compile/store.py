@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _STAGED = ".staged-"
+_WAYS_OUT = "Name another folder in compilation_config (cache_dir), or use --no-compile-cache."
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -53,14 +54,27 @@ def default_root() -> Path:
 
 
 def open_root(root: Path) -> Path:
-    """Makes the folder for its user alone. Raises ConfigError where others could put code into it."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Makes the folder for its user alone. Raises ConfigError where it cannot, and where others may write it."""
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        is_writable = os.access(root, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise ConfigError(f"the compile cache {str(root)!r} cannot be made: {error.strerror}. {_WAYS_OUT}") from error
+    if not is_writable:
+        raise ConfigError(f"the compile cache {str(root)!r} cannot be written. {_WAYS_OUT}")
     for folder in (root, *_parents_within(root)):
         status = folder.stat()
         if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise ConfigError(
                 f"the compile cache {str(folder)!r} can be written by others, and what it holds is run as code. "
-                "Make it yours alone (chmod 700), name another folder in compilation_config (cache_dir), or use --no-compile-cache."
+                f"Make it yours alone (chmod 700). {_WAYS_OUT}"
+            )
+    for folder in root.resolve().parents:
+        mode = folder.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise ConfigError(
+                f"the compile cache {str(root)!r} lies in {str(folder)!r}, where everybody may put another in its place, and what it holds "
+                f"is run as code. {_WAYS_OUT}"
             )
     return root
 
