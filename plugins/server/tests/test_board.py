@@ -97,7 +97,9 @@ def test_what_is_grouped_by_is_a_label(board):
 def test_all_that_vllm_has_is_shown(board):
     shown = {name for expression in expressions(board) for names, _ in selectors(expression) for name in names}
     missing = [name for name in VLLM_NAMES if not any(one.startswith(f"toolkit_lm_{name}") for one in shown)]
-    assert missing == ["request_inference_time_seconds"]
+    # Of single requests, or of what does not change.
+    of_requests = ["request_sequences", "request_max_tokens", "request_preemptions"]
+    assert missing == ["request_inference_time_seconds", *of_requests, "kv_cache_info"]
 
 
 def test_the_board_is_well_formed(board):
