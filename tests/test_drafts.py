@@ -137,7 +137,7 @@ def test_windows_keep_what_a_rejected_draft_needs(make_windowed):
 def test_ranks_and_stages_draft_too(make_llama, tensor, pipeline):
     folder, _ = make_llama("drafts")
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, detokenize=False)
-    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+    sizes = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline, "executor": "threads"}
     outputs, steps = run(folder, params, "ngram", [THREADS], num_kv_blocks=128, **sizes)
     expected, others = run(folder, params, None, [THREADS], num_kv_blocks=128, **sizes)
     same(outputs, expected)

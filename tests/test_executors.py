@@ -33,7 +33,7 @@ class TestThreads(WorkersConformance):
 
 
 def threads(folder, tensor: int, pipeline: int, **options) -> LLM:
-    options = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 64} | options
+    options = {"num_kv_blocks": 64, "block_size": 4, "max_model_len": 64, "executor": "threads"} | options
     return LLM(str(folder), plugins=[THREADS], tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, **options)
 
 

@@ -218,6 +218,7 @@ async def test_every_way_into_the_engine_is_held_to_the_budget(anyio_backend):
         "close",
         "config",
         "engine",
+        "engines",
         "error",
         "from_engine_args",
         "health",

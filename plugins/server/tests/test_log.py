@@ -207,7 +207,7 @@ def test_throughput(caplog):
     one = Throughput(metrics, seconds=0)
     one.tend()
     assert not caplog.records
-    metrics.load = LOAD
+    metrics.loads[0] = LOAD
     metrics.totals.prompt, metrics.totals.cached, metrics.totals.output = 100, 25, 50
     one.tend()
     [line] = caplog.records
@@ -217,7 +217,7 @@ def test_throughput(caplog):
         line.getMessage(),
     )
     assert (line.fields["num_running"], line.fields["prefix_cache_hit_rate"]) == (3, 0.25)
-    metrics.load = LoadEvent(time=0, num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=4)
+    metrics.loads[0] = LoadEvent(time=0, num_running=0, num_waiting=0, num_used_blocks=0, num_total_blocks=4)
     one.tend()
     assert len(caplog.records) == 1
     Throughput(metrics).tend()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from time import thread_time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,13 +70,13 @@ class _Sequence:
         if self._error is None:
             if self._matcher is not None and len(row.token_ids) == row.num_prompt_tokens + self._num_read:
                 return self._matcher
-            begun, num_read = thread_time(), self._num_read
+            begun, num_read = time.thread_time(), self._num_read
             try:
                 return self._read(row)
             except ValueError as error:
                 self._error = too_complex(str(error))
             finally:
-                self.spend(thread_time() - begun, self._num_read - num_read)
+                self.spend(time.thread_time() - begun, self._num_read - num_read)
         raise self._error
 
     def spend(self, seconds: float, num_tokens: int = 0) -> None:
@@ -172,7 +172,7 @@ class StructuredOutput(LogitsProcessor):
             if sequence.mask is None:
                 lacking.setdefault((sequence.compiler, sequence if sequence.is_slow else None), []).append((sequence, matcher))
         for (compiler, alone), some in lacking.items():
-            begun = thread_time()
+            begun = time.thread_time()
             masks = np.zeros((len(some), -(-compiler.size // 32)), np.int32)
             try:
                 compiler.fill([matcher for _, matcher in some], masks)
@@ -180,7 +180,7 @@ class StructuredOutput(LogitsProcessor):
                 raise too_complex(str(error)) from None
             finally:
                 if alone is not None:
-                    alone.spend(thread_time() - begun)
+                    alone.spend(time.thread_time() - begun)
             for (sequence, _), mask in zip(some, masks, strict=True):
                 sequence.mask = mask
 
