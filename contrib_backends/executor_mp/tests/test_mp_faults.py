@@ -63,10 +63,20 @@ def nothing_is_left(monkeypatch):
         monkeypatch.setattr(tempfile, "tempdir", None)
 
 
+OTHERS: set[int] = set()
+"""Processes that other tests of this process have left to live, such as those that compile grammars."""
+
+
+@pytest.fixture(autouse=True)
+def others():
+    OTHERS.clear()
+    OTHERS.update(workers())
+
+
 def workers() -> set[int]:
     """Processes of this one, and of its engine process, that live."""
     found = psutil.Process().children(recursive=True)
-    return {process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE}
+    return {process.pid for process in found if process.status() != psutil.STATUS_ZOMBIE} - OTHERS
 
 
 def prompt(length: int) -> dict[str, list[int]]:

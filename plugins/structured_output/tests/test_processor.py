@@ -60,7 +60,7 @@ def made(monkeypatch):
     module = ModuleType("any_compiler")
     module.AnyCompiler = AnyCompiler
     monkeypatch.setitem(sys.modules, "any_compiler", module)
-    monkeypatch.setattr(processor, "thread_time", lambda: Anything.clock)
+    monkeypatch.setattr(processor.time, "thread_time", lambda: Anything.clock)
     Anything.filled.clear()
     return StructuredOutput(VllmConfig.default(), torch.device("cpu"))
 
