@@ -34,10 +34,8 @@ def fields(value: object) -> list[str]:
     """The class attributes and fields that a class states itself."""
     if not isinstance(value, type):
         return []
-    # A typed dictionary has those of its bases, too: they are on the pages of the bases' distribution.
-    distribution = value.__module__.partition(".")[0]
-    others = [one for one in getattr(value, "__orig_bases__", ()) if getattr(one, "__module__", "").partition(".")[0] != distribution]
-    inherited = {name for one in others for name in getattr(one, "__annotations__", ())}
+    # A typed dictionary has those of its bases, too: they are on the bases' pages.
+    inherited = {name for one in getattr(value, "__orig_bases__", ()) for name in getattr(one, "__annotations__", ())}
     return [name for name in vars(value).get("__annotations__", ()) if name[:1] != "_" and name not in inherited]
 
 
