@@ -599,10 +599,10 @@ async def test_a_sequence_that_fails(client, engine):
 
 
 def test_where_the_files_of_plugins_lie_goes_to_the_log_only(caplog):
-    error = model_failure("this request", "plugin 'p' (toolkit-lm-p 0.1.0, /home/me/src/p.py:13) failed in a step: ValueError: no\nline")
+    error = model_failure("this request", "plugin 'p' (toolkit-lm-p 0.1.0, /plugins/src/p.py:13) failed in a step: ValueError: no\nline")
     assert str(error) == "The model failed on this request: plugin 'p' (toolkit-lm-p 0.1.0) failed in a step: ValueError: no\nline."
     [line] = caplog.messages
-    assert "/home/me/src/p.py:13" in line and "\n" not in line
+    assert "/plugins/src/p.py:13" in line and "\n" not in line
 
 
 async def call(app, path: str, body: dict, leave_when) -> list:
