@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import is_typeddict
 
 import pytest
 
@@ -34,8 +38,11 @@ def fields(value: object) -> list[str]:
     """The class attributes and fields that a class states itself."""
     if not isinstance(value, type):
         return []
-    # A typed dictionary has those of its bases, too: they are on the bases' pages.
-    inherited = {name for one in getattr(value, "__orig_bases__", ()) for name in getattr(one, "__annotations__", ())}
+    # A typed dictionary forgets its bases and has their fields, too: what it states itself is in its source alone.
+    inherited: set[str] = set()
+    if is_typeddict(value):
+        body = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0].body
+        inherited = {*value.__annotations__} - {one.target.id for one in body if isinstance(one, ast.AnnAssign)}
     return [name for name in vars(value).get("__annotations__", ()) if name[:1] != "_" and name not in inherited]
 
 
