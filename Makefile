@@ -9,8 +9,9 @@ CLIENTS := $(VENV)-clients
 BENCHMARKS := $(VENV)-benchmarks
 # Two files of tests at a time, each in one thread; the kernels' tests have all threads to themselves.
 JOBS ?= 2
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --ignore=contrib_backends/cpu
-PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu
+TESTS := $(filter-out contrib_backends/cpu/tests,$(wildcard core/tests plugins/*/tests contrib_*/*/tests tests))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(TESTS)
+PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
