@@ -21,7 +21,7 @@ from toolkit_lm.errors import ConfigError
 from toolkit_lm_compile import compiler as compiler_module, key as key_module
 from toolkit_lm_compile.key import ingredients, key_of
 from toolkit_lm_compile.options import options_of
-from toolkit_lm_compile.store import MANIFEST, Entry, Manifest, open_root
+from toolkit_lm_compile.store import MANIFEST, Entry, FileRecord, Manifest, open_root
 from toolkit_lm_devkit import load_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -187,6 +187,27 @@ def damage_part(folder):
     part.write_text(part.read_text()[:500])
 
 
+def alter_part(folder):
+    """As many bytes as before."""
+    part = next(folder.glob("parts/*/any/aotautograd/code"))
+    part.write_text("y" + part.read_text()[1:])
+
+
+def lose_file(folder):
+    next(folder.glob("parts/*/any/aotautograd/code")).unlink()
+
+
+def link_file(folder):
+    part = next(folder.glob("parts/*/any/aotautograd/code"))
+    part.rename(folder / "elsewhere")
+    part.symlink_to(folder / "elsewhere")
+
+
+def make_older(folder):
+    manifest = folder / MANIFEST
+    manifest.write_text(manifest.read_text().replace("compile cache 2", "compile cache 1"))
+
+
 def lose_part(folder):
     shutil.rmtree(next(folder.glob("parts/*")))
 
@@ -196,7 +217,7 @@ def empty(folder):
     folder.mkdir()
 
 
-@pytest.mark.parametrize("damage", [damage_manifest, damage_part, lose_part, empty])
+@pytest.mark.parametrize("damage", [damage_manifest, damage_part, alter_part, lose_file, link_file, lose_part, make_older, empty])
 def test_damage_is_mended_with_a_warning(model, compilations, tmp_path, caplog, damage):
     start(model, tmp_path / "c")
     damage(entry_of(tmp_path / "c"))
@@ -204,6 +225,26 @@ def test_damage_is_mended_with_a_warning(model, compilations, tmp_path, caplog, 
         assert not start(model, tmp_path / "c").was_cached
     assert "is damaged" in caplog.text
     assert start(model, tmp_path / "c").was_cached
+
+
+def test_a_wrong_size_is_seen_without_reading(tmp_path):
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 10)
+    record = FileRecord.of(file)
+    assert record.differs(file) is None
+    file.write_bytes(b"x" * 9)
+    assert record.differs(file) == "it has 9 bytes, not 10"
+    file.write_bytes(b"x" * 9 + b"y")
+    assert record.differs(file) == "its content has changed"
+
+
+def test_what_the_manifest_does_not_name_is_not_loaded(model, compilations, tmp_path, monkeypatch):
+    start(model, tmp_path / "c")
+    loaded = []
+    monkeypatch.setattr(compiler_module, "load_part", lambda folder, instructions: loaded.append(folder.parent.name) or str)
+    shutil.copytree(next(entry_of(tmp_path / "c").glob("parts/*")), entry_of(tmp_path / "c") / "parts" / "planted")
+    assert start(model, tmp_path / "c").was_cached
+    assert len(loaded) == 3 and "planted" not in loaded
 
 
 def test_code_that_cannot_be_loaded_is_made_anew(model, compilations, tmp_path, monkeypatch, caplog):

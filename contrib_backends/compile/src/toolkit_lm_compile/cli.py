@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +15,9 @@ from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_cli import engine_command
 
-from toolkit_lm_compile.store import MANIFEST, DamagedError, Entry, Manifest, default_root, open_root
+from toolkit_lm_compile.archive import read_archive, write_archive
+from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
 
-MOST_BYTES = 2**32
-"""Of an archive's files together."""
-_DEPTH = 12
 CacheDir = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the cache. Default: the user's.")]
 Key = Annotated[str, typer.Argument(help="Key of the entry, or how it begins.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -57,12 +53,15 @@ def list_entries(cache_dir: CacheDir = None, json_output: AsJson = False) -> Non
 def show(key: Key, cache_dir: CacheDir = None) -> None:
     """Show what an entry was made of: a digest of each ingredient of its key, and its files."""
     for folder in _found(cache_dir, key):
-        manifest = _manifest(folder)
         typer.echo(f"{folder}")
-        if manifest is not None:
-            shown = msgspec.to_builtins(manifest)
-            shown["plans"] = [plan.parts for plan in manifest.plans]
-            typer.echo(json.dumps(shown, indent=2))
+        try:
+            manifest = _entry(folder).read()
+        except DamagedError as error:
+            typer.echo(f"damaged: {error}")
+            continue
+        shown = msgspec.to_builtins(manifest)
+        shown["plans"] = [plan.parts for plan in manifest.plans] if manifest is not None else []
+        typer.echo(json.dumps(shown, indent=2))
 
 
 @engine_command(PluginsConfig)
@@ -72,7 +71,7 @@ def prune(
     """Delete entries. A running engine keeps what it has loaded."""
     folders = _folders(cache_dir) if key is None else _found(cache_dir, key)
     for folder in folders:
-        entry = Entry(folder.parent.parent, folder.parent.name, folder.name)
+        entry = _entry(folder)
         # The key's folder stays: the lock lies in it, and an engine may wait for that.
         with entry.locked():
             entry.discard()
@@ -82,39 +81,21 @@ def prune(
 @engine_command(PluginsConfig)
 def export(key: Key, archive: Annotated[Path, typer.Argument(help="Archive to write (.tar.gz).")], cache_dir: CacheDir = None) -> None:
     """Write an entry to an archive, which `toolkit cache import` takes on another machine of the kind."""
-    with tarfile.open(archive, "w:gz") as tar:
-        for folder in _found(cache_dir, key):
-            tar.add(folder, f"{folder.parent.name}/{folder.name}")
+    folders = _found(cache_dir, key)
+    try:
+        write_archive(archive, folders)
+    except DamagedError as error:
+        raise ConfigError(f"the entry {folders[0].parent.name} is damaged: {error}. The next start makes it anew.") from error
+    except OSError as error:
+        raise ConfigError(f"{archive} cannot be written: {error}") from error
     typer.echo(f"written: {archive}")
 
 
 @engine_command(PluginsConfig)
 def import_(archive: Annotated[Path, typer.Argument(help="Archive of an entry.")], cache_dir: CacheDir = None) -> None:
     """Take an archive into the cache. What it holds is run as code: take those alone that you have made."""
-    root = open_root(cache_dir or default_root())
-    with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as scratch:
-        try:
-            with tarfile.open(archive) as tar:
-                members = tar.getmembers()
-                if sum(one.size for one in members) > MOST_BYTES or any(one.name.count("/") > _DEPTH for one in members):
-                    raise ConfigError(f"{archive} holds more than an entry of the compile cache does.")
-                tar.extractall(scratch, filter="data")
-        except (tarfile.TarError, OSError) as error:
-            raise ConfigError(f"{archive} cannot be read: {error}") from error
-        folders = [one.parent for one in Path(scratch).glob(f"*/*/{MANIFEST}")]
-        if not folders:
-            raise ConfigError(f"{archive} holds no entry of the compile cache.")
-        for folder in folders:
-            try:
-                Entry(Path(scratch), folder.parent.name, folder.name).read()
-            except DamagedError as error:
-                raise ConfigError(f"{archive} is damaged: {error}") from error
-        for folder in folders:
-            entry = Entry(root, folder.parent.name, folder.name)
-            with entry.locked():
-                entry.discard()
-                folder.rename(entry.folder)
-    typer.echo(f"taken: {', '.join(folder.parent.name for folder in folders)}")
+    keys = read_archive(archive, open_root(cache_dir or default_root()))
+    typer.echo(f"taken: {', '.join(keys)}")
 
 
 def _folders(cache_dir: Path | None) -> list[Path]:
@@ -132,9 +113,13 @@ def _found(cache_dir: Path | None, key: str) -> list[Path]:
     return found
 
 
+def _entry(folder: Path) -> Entry:
+    return Entry(folder.parent.parent, folder.parent.name, folder.name)
+
+
 def _manifest(folder: Path) -> Manifest | None:
     try:
-        return Entry(folder.parent.parent, folder.parent.name, folder.name).read()
+        return _entry(folder).read()
     except DamagedError:
         return None
 

@@ -124,8 +124,9 @@ class InductorCompiler(ModelCompiler):
                 logger.debug("compile cache: a miss, the source of %s has changed", module)
                 return False
         parts: dict[tuple[str, int | None], Callable[..., Any]] = {}
-        for folder in sorted((entry.folder / "parts").glob("*/*")):
-            parts[folder.parent.name, None if folder.name == "any" else int(folder.name)] = load_part(folder, manifest.instructions)
+        # What the manifest does not name is not loaded.
+        for key, place in manifest.parts:
+            parts[key, None if place == "any" else int(place)] = load_part(entry.folder / "parts" / key / place, manifest.instructions)
         missing = {part for plan in manifest.plans for part in plan.parts} - {key for key, size in parts if size is None}
         if missing:
             raise DamagedError(f"it lacks the parts {sorted(missing)}")

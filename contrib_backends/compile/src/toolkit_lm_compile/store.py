@@ -23,8 +23,33 @@ from toolkit_lm_compile.split import Plan
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+FORMAT = "toolkit_lm compile cache 2"
+"""In each manifest. An entry of another format is not read."""
 _STAGED = ".staged-"
 _WAYS_OUT = "Name another folder in compilation_config (cache_dir), or use --no-compile-cache."
+
+
+class FileRecord(Struct, frozen=True, array_like=True):
+    """What a file was when it was written."""
+
+    size: int
+    """Bytes."""
+    digest: str
+    """SHA-256."""
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Of a file as it is."""
+        with path.open("rb") as file:
+            return cls(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+    def differs(self, path: Path) -> str | None:
+        """Why a file is not the one that was written; None when it is. A size that is wrong is seen without reading."""
+        if path.is_symlink() or not path.is_file():
+            return "it is no file"
+        if (size := path.stat().st_size) != self.size:
+            return f"it has {size} bytes, not {self.size}"
+        return None if FileRecord.of(path) == self else "its content has changed"
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -40,8 +65,15 @@ class Manifest(Struct, frozen=True, kw_only=True):
     sizes: list[int] = field(default_factory=list)
     instructions: list[str] = field(default_factory=list)
     """Names of the sets of vector instructions that were there."""
-    files: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each file, by its path in the folder."""
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    """By the path in the folder."""
+    format: str = ""
+
+    @property
+    def parts(self) -> list[tuple[str, str]]:
+        """Key and place, "any" or a number of tokens, of each compiled part among the files."""
+        paths = [Path(name).parts for name in self.files]
+        return sorted({(path[1], path[2]) for path in paths if len(path) > 3 and path[0] == "parts"})
 
 
 class DamagedError(Exception):
@@ -108,17 +140,20 @@ class Entry:
             yield
 
     def read(self) -> Manifest | None:
-        """None: there is none. Raises DamagedError."""
+        """Compares each file with the manifest. None: there is no entry. Raises DamagedError."""
         if not self.folder.is_dir():
             return None
         try:
             manifest = msgspec.json.decode((self.folder / MANIFEST).read_bytes(), type=Manifest)
         except (OSError, msgspec.MsgspecError) as error:
             raise DamagedError(f"its manifest: {error}") from error
-        for name, digest in manifest.files.items():
-            path = self.folder / name
-            if not path.is_file() or file_digest(path) != digest:
-                raise DamagedError(f"its file {name}")
+        if manifest.format != FORMAT:
+            raise DamagedError(f"its format {manifest.format!r} is not {FORMAT!r}")
+        for name, record in manifest.files.items():
+            if name.startswith("/") or ".." in name.split("/"):
+                raise DamagedError(f"its file {name} lies elsewhere")
+            if (reason := record.differs(self.folder / name)) is not None:
+                raise DamagedError(f"its file {name}: {reason}")
         return manifest
 
     @contextlib.contextmanager
@@ -134,8 +169,10 @@ class Entry:
 
     def publish(self, staged: Path, manifest: Manifest) -> None:
         """Makes what was written the entry, all at once."""
-        files = {path.relative_to(staged).as_posix(): file_digest(path) for path in sorted(staged.rglob("*")) if path.is_file()}
-        (staged / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, files=files))))
+        files = {path.relative_to(staged).as_posix(): FileRecord.of(path) for path in sorted(staged.rglob("*")) if path.is_file()}
+        (staged / MANIFEST).write_bytes(
+            msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, files=files, format=FORMAT)))
+        )
         for path in (*staged.rglob("*"), staged):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
@@ -149,9 +186,3 @@ class Entry:
             aside = Path(tempfile.mkdtemp(prefix=_STAGED, dir=self.parent))
             self.folder.rename(aside / "old")
             shutil.rmtree(aside, ignore_errors=True)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
