@@ -8,6 +8,7 @@ import torch
 from fake_model import new, row
 from toolkit_lm.attention import BatchLimits, FullSpec
 from toolkit_lm.messages import BlockMove, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
+from toolkit_lm.model import GraphShape
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.runner import PersistentBatch, StepBuffers
 
@@ -138,3 +139,26 @@ def test_a_step_s_inputs_are_where_those_of_the_step_before_were(batch):
         assert getattr(first, name).ctypes.data == getattr(second, name).ctypes.data
     for name in ("seq_lens", "slots", "table"):
         assert getattr(first.groups[0], name).ctypes.data == getattr(second.groups[0], name).ctypes.data
+
+
+@pytest.mark.parametrize(
+    ("shape", "query_start"),
+    [(GraphShape(4, 8, 2), [0, 2, 4, 6, 8]), (GraphShape(4, 9, 9), [0, 2, 4, 9, 9])],
+    ids=["rows alike", "rows of any length"],
+)
+def test_a_padded_step_has_rows_without_keys_and_tokens_without_slots(shape, query_start):
+    batch = make_batch(4, [4])
+    # What a larger step has left there does not count.
+    run(batch, StepPlan(new=[new(i, [1, 2, 3], [i]) for i in range(4)], scheduled=[row(i, 3) for i in range(4)]))
+    inputs = run(batch, StepPlan(dropped=[0, 1, 2, 3], new=[new(i, [4, 5], [i]) for i in (5, 6)], scheduled=[row(5, 2), row(6, 2)]))
+    slots = inputs.groups[0].slots.tolist()
+    [plain] = batch.buffers.views(inputs, None, None)
+    assert (plain.num_rows, plain.num_tokens, plain.is_fixed, plain.has_padding) == (2, 4, False, False)
+    [view] = batch.buffers.views(inputs, None, shape)
+    assert view.query_start.tolist() == view.query_start_device.tolist() == query_start
+    assert view.seq_lens.tolist() == view.seq_lens_device.tolist() == [2, 2, 0, 0]
+    assert view.slot_mapping.tolist() == slots + [-1] * (shape.num_tokens - 4)
+    assert view.starts.tolist() == [0] * 4 and view.has_padding and view.is_fixed
+    assert view.block_table.shape == (4, batch.buffers.groups[0].table.host.shape[1]), "tables do not change their shape"
+    assert (view.max_query_len, view.max_seq_len) == (shape.max_query_len, batch.buffers.limits.max_model_len)
+    assert view.slot_mapping.data_ptr() == plain.slot_mapping.data_ptr() and view.block_table.data_ptr() == plain.block_table.data_ptr()

@@ -19,6 +19,7 @@ class Runner:
 
     selections = {}
     kv_cache = None
+    compiler = None
 
     def __init__(self, model, device, **options):
         self.config = VllmConfig.make(model="any", max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4, **options)
@@ -44,8 +45,9 @@ def profile(monkeypatch):
     monkeypatch.setattr(warm_up, "_drop", lambda plan: None)
     monkeypatch.setattr(warm_up, "_resident", {"VmRSS": 10 * MIB, "VmHWM": 13 * MIB}.get)
 
-    def profile(model, device, **options):
+    def profile(model, device, compiler=None, **options):
         runner = Runner(model, device, **options)
+        runner.compiler = compiler
         return warm_up.profile(runner), runner.num_steps
 
     return profile
@@ -65,3 +67,9 @@ def test_a_fraction_of_a_host_leaves_room_for_the_step_too(profile):
 @pytest.mark.parametrize("options", [{"kv_cache_memory": "64MiB"}, {"num_kv_blocks": 4}], ids=["bytes", "blocks"])
 def test_a_cache_of_a_stated_size_is_what_it_is(profile, options):
     assert profile(MultiModalModel, "cuda", **options) == (0, 0)
+
+
+def test_graphs_are_counted_before_the_cache_gets_its_share(profile):
+    compiler = SimpleNamespace(estimate=lambda step: 5 * MIB)
+    assert profile(Model, "cuda", compiler) == (5 * MIB, 2)
+    assert profile(Model, "cuda", compiler, num_kv_blocks=8) == (0, 0), "whoever states blocks gets them"

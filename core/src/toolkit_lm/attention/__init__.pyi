@@ -4,6 +4,7 @@ from .backend import (
     BatchLimits as BatchLimits,
     BatchView as BatchView,
     CacheBackend as CacheBackend,
+    GraphSupport as GraphSupport,
     GroupSetup as GroupSetup,
     LayerParams as LayerParams,
     OffsetBias as OffsetBias,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -78,6 +79,9 @@ class BatchView:
     max_seq_len: int
     has_padding: bool = False
     """Some rows are padding: their slots are -1, nothing of theirs is stored, and what they give is not read."""
+    is_fixed: bool = False
+    """The step is part of a CUDA graph, as `GraphSupport` says. Its last rows may be padding. Tensors lie where they lie in each step of as
+    many rows and tokens, tables have their full width, and `max_query_len` and `max_seq_len` are bounds for all these steps."""
     spans: np.ndarray | None = None
     """[T, 2] int32, on the host: [start, end) of each token's span, as indices in its sequence; [its index, its index + 1] of a token in
     none. Where a layer has `spans`, a token sees the keys before its span's end, its window's. A span may begin before the step, and ends
@@ -123,8 +127,25 @@ class PageTensor(NamedTuple):
     dtype: str
 
 
+class GraphSupport(IntEnum):
+    """The steps in which a CUDA graph may hold what a backend does: kernels are recorded once, and replayed in later steps.
+
+    What a backend launches then follows from the view's shapes and bounds alone, in memory that `build` fills anew at the same addresses.
+    Neither `write_kv` nor `forward` may wait for the device, or read what the host knows of the step.
+    """
+
+    NEVER = 0
+    DECODE = 1
+    """Steps of one token for each row."""
+    UNIFORM = 2
+    """Steps of equally many tokens for each row, too."""
+    ALWAYS = 3
+
+
 class CacheBackend(ABC):
     """How layers use the KV cache. One instance serves all layers of one KV group."""
+
+    graph_support: GraphSupport = GraphSupport.NEVER
 
     def __init__(self, setup: GroupSetup) -> None:
         self.setup = setup

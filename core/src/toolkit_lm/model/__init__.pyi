@@ -1,6 +1,6 @@
 from .activation import gate as gate, get_activation as get_activation
 from .checkpoint_loader import CheckpointLoader as CheckpointLoader
-from .compiler import ModelCompiler as ModelCompiler, make_compiler as make_compiler
+from .compiler import GraphShape as GraphShape, ModelCompiler as ModelCompiler, make_compiler as make_compiler
 from .contract import (
     EncoderDecoderModel as EncoderDecoderModel,
     EncoderSequences as EncoderSequences,
@@ -9,6 +9,7 @@ from .contract import (
     Model as Model,
     MultiModalModel as MultiModalModel,
     check_constructor as check_constructor,
+    logits_of as logits_of,
 )
 from .embedding import ParallelLMHead as ParallelLMHead, VocabParallelEmbedding as VocabParallelEmbedding
 from .fused import FusibleLayer as FusibleLayer, LayerParts as LayerParts

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
+from toolkit_lm.attention import BatchLimits, GraphSupport
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model.contract import IntermediateTensors, Model
 from toolkit_lm.plugin import Plugins
+
+
+class GraphShape(NamedTuple):
+    """The batch that a CUDA graph of a whole forward pass is for. Smaller ones are padded to it."""
+
+    num_rows: int
+    num_tokens: int
+    max_query_len: int
+    """Tokens of a row."""
 
 
 class ModelCompiler(ABC):
@@ -19,6 +31,11 @@ class ModelCompiler(ABC):
         """Why it cannot compile a model, on the device and by the ranks that the config names; None when it can."""
         return None
 
+    @classmethod
+    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport]) -> list[str]:
+        """What `toolkit explain` tells of it. `supports`: of the model's attention backends, by name. Must not compile."""
+        return []
+
     @abstractmethod
     def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
         """Compiles. `vllm_config` is resolved. Raises ConfigError, or UnsupportedError for a forward pass that it cannot compile."""
@@ -26,6 +43,23 @@ class ModelCompiler(ABC):
     @abstractmethod
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
         """The model's `forward`."""
+
+    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport]) -> None:  # noqa: B027
+        """The layers have a KV cache, another one than before. `supports`: of the backends, by name."""
+
+    def estimate(self, step: Callable[[], object]) -> int:
+        """Bytes on the device that `capture` will take. `step` computes one token, with a small KV cache that is soon replaced."""
+        return 0
+
+    def capture(self, step: Callable[[], object]) -> None:  # noqa: B027
+        """Captures CUDA graphs. `step` computes one token. It is called again after a failed step, when there is nothing to do."""
+
+    def begin_step(self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool) -> GraphShape | None:
+        """A forward pass of this batch comes next. A shape: its batch views are padded to it, its arguments are not.
+
+        `whole`: a graph may hold all of it, attention included.
+        """
+        return None
 
     def seal(self) -> None:  # noqa: B027 - there need be nothing to do
         """The warm-up is over. From now on it compiles nothing: a step waits for no compiler."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+
 import torch
 from torch import nn
 
-from toolkit_lm.attention import Attention, AttentionType, CacheLayer, Selection
+from toolkit_lm.attention import Attention, AttentionType, CacheLayer, GraphSupport, Selection
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import EncoderDecoderModel, Model, MultiModalModel
@@ -41,6 +43,15 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
         wanted = config.attention.attention_backend
         selections[layer.prefix] = layer.select(device, registry, wanted, cached=has_cache(config))
     return selections
+
+
+def graph_supports(selections: Mapping[str, Selection], cached: Container[str], feeds_uncached: bool) -> dict[str, GraphSupport]:
+    """By backend. `selections` and `cached` are of layers. `feeds_uncached`: the forward pass runs layers that cache nothing, too."""
+    supports: dict[str, GraphSupport] = {}
+    for layer, (name, backend, *_) in selections.items():
+        if layer in cached or feeds_uncached:
+            supports[name] = min(supports.get(name, GraphSupport.ALWAYS), backend.graph_support if layer in cached else GraphSupport.NEVER)
+    return supports
 
 
 def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit_lm.attention import BatchLimits, KVCacheSpec
+from toolkit_lm.attention import BatchLimits, BatchView, KVCacheSpec
 from toolkit_lm.messages import NewEncoder, NewSequence, StepPlan
+from toolkit_lm.model.compiler import GraphShape
 from toolkit_lm.model.state import EncoderBatch, GroupInputs, StepInputs
 from toolkit_lm.sampling import ProcessorTable, SamplingBatch, TokenHistory
 
@@ -52,6 +53,7 @@ class StepBuffers:
 
     def __init__(self, limits: BatchLimits, table_widths: Sequence[int], device: torch.device) -> None:
         """`table_widths`: most entries of a block table, per KV group."""
+        self.limits = limits
         self.input_ids = Buffer((limits.num_tokens,), torch.int64, device)
         self.positions = Buffer((limits.num_tokens,), torch.int64, device)
         self.query_start = Buffer((limits.num_rows + 1,), torch.int32, device)
@@ -67,6 +69,40 @@ class StepBuffers:
         np.take(table, index, out=found, mode="clip")
         index[:] = found
         return index
+
+    def views(self, inputs: StepInputs, spans: np.ndarray | None, shape: GraphShape | None) -> list[BatchView]:
+        """The step as each group sees it, on the device; padded to a shape."""
+        num_rows, num_tokens, most_queries = shape or (len(inputs.rows), len(inputs.token_index), int(inputs.num_tokens.max()))
+        if shape is not None:
+            self._pad(len(inputs.rows), len(inputs.token_index), shape)
+        query_start, views = self.query_start.upload(num_rows + 1), []
+        for group, buffer in zip(inputs.groups, self.groups, strict=True):
+            is_cached, width = len(group.table) > 0, group.table.shape[1] if shape is None else buffer.table.host.shape[1]
+            view = BatchView(
+                query_start=self.query_start.host[: num_rows + 1],
+                seq_lens=buffer.seq_lens.host[:num_rows],
+                starts=self.columns[1, :num_rows],
+                query_start_device=query_start,
+                seq_lens_device=buffer.seq_lens.upload(num_rows),
+                block_table=buffer.table.upload(num_rows, width) if is_cached else None,
+                slot_mapping=buffer.slots.upload(len(group.slots) if shape is None else num_tokens) if is_cached else None,
+                max_query_len=most_queries,
+                max_seq_len=int(group.seq_lens.max()) if shape is None else self.limits.max_model_len,
+                has_padding=shape is not None,
+                is_fixed=shape is not None,
+                spans=spans,
+            )
+            views.append(view)
+        return views
+
+    def _pad(self, num_rows: int, num_tokens: int, shape: GraphShape) -> None:
+        """The rows that are added have no keys, and their tokens no slots. Each has as many tokens as a row may, while there are any."""
+        more = shape.max_query_len * np.arange(1, shape.num_rows - num_rows + 1)
+        self.query_start.host[num_rows + 1 : shape.num_rows + 1] = np.minimum(num_tokens + more, shape.num_tokens)
+        self.columns[1, num_rows : shape.num_rows] = 0
+        for buffer in self.groups:
+            buffer.seq_lens.host[num_rows : shape.num_rows] = 0
+            buffer.slots.host[num_tokens : shape.num_tokens] = -1
 
 
 _NO_TOKENS = np.zeros(0, np.int64)

@@ -44,7 +44,7 @@ from toolkit_lm.model import (
 )
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
-from toolkit_lm.runner.backends import cache_layers, has_cache, load_model_class, select_backends
+from toolkit_lm.runner.backends import cache_layers, graph_supports, has_cache, load_model_class, select_backends
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.features import MediaState
@@ -157,6 +157,8 @@ class ModelRunner:
         self._buffers = StepBuffers(limits, widths, self.device)
         self._processors = ProcessorTable(self.plugins.logits_processors, self.config, self.device)
         self._batch = PersistentBatch(self._buffers, specs, max_len, self._processors)
+        if self.compiler is not None:
+            self.compiler.bind(limits, graph_supports(self.selections, self.kv_cache_specs(), self._feeds_uncached))
 
     def _bind(self, selection: Selection, layers: list[str], spec: KVCacheSpec | None, limits: BatchLimits, caches: Any) -> None:
         asked = [self._layers[layer].attention_spec(self.device, cached=spec is not None) for layer in layers]
@@ -222,25 +224,13 @@ class ModelRunner:
             state.groups(inputs)
             arguments |= state.inputs(inputs)
         spans = self._media.spans(inputs) if self._media is not None and self._has_spans else None
-        buffers, num_rows, num_tokens = self._buffers, len(inputs.rows), len(inputs.token_index)
-        query_start, most_queries = buffers.query_start.upload(num_rows + 1), int(inputs.num_tokens.max())
+        buffers, num_tokens, shape = self._buffers, len(inputs.token_index), None
+        if self.compiler is not None:
+            shape = self.compiler.begin_step(len(inputs.rows), num_tokens, int(inputs.num_tokens.max()), whole=spans is None)
         metadata = []
-        for backend, group, buffer in zip(self._backends, inputs.groups, buffers.groups, strict=True):
-            cached = len(group.table) > 0
-            view = BatchView(
-                query_start=inputs.query_start,
-                seq_lens=group.seq_lens,
-                starts=inputs.starts,
-                query_start_device=query_start,
-                seq_lens_device=buffer.seq_lens.upload(num_rows),
-                block_table=buffer.table.upload(*group.table.shape) if cached else None,
-                slot_mapping=buffer.slots.upload(len(group.slots)) if cached else None,
-                max_query_len=most_queries,
-                max_seq_len=int(group.seq_lens.max()),
-                spans=spans,
-            )
+        for backend, view in zip(self._backends, buffers.views(inputs, spans, shape), strict=True):
             # Beside layers with a cache, those without are of an encoder.
-            metadata.append(None if backend is None or not (cached or self._feeds_uncached) else backend.build(view))
+            metadata.append(None if backend is None or not (view.block_table is not None or self._feeds_uncached) else backend.build(view))
         arguments.setdefault("positions", buffers.positions.upload(num_tokens))
         pipeline = pipeline_parallel_group(self.config.parallel) if self.config.parallel.pipeline_parallel_size > 1 else None
         if pipeline is not None and pipeline.rank > 0:

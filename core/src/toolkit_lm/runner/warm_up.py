@@ -43,7 +43,17 @@ def warm_up(runner: ModelRunner) -> None:
         runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
     runner.execute(_drop(plan))
     if runner.compiler is not None:
+        runner.compiler.capture(lambda: _compute_one_token(runner))
         runner.compiler.seal()
+
+
+def _compute_one_token(runner: ModelRunner) -> None:
+    """As the first of a prompt, and where text is generated as the second."""
+    plan = _made_up(runner, 1, 1)
+    runner.execute(plan)
+    if runner.config.model.runner != "pooling":
+        runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 1, 1, [[] for _ in runner.kv_cache.groups], True, [0])]))
+    runner.execute(_drop(plan))
 
 
 def _cause(runner: ModelRunner) -> str:
@@ -58,7 +68,7 @@ def _cause(runner: ModelRunner) -> str:
 
 
 def profile(runner: ModelRunner) -> int:
-    """Bytes that the largest step and the encoder cache take beside weights and KV cache, where that gets a share of the memory; else 0.
+    """Bytes that the largest step, CUDA graphs and the encoder cache take, where the KV cache gets a share of the memory; else 0.
 
     All ranks of an engine run it at the same time, before the cache is made. The allocator of a GPU keeps what the step took, so that it
     is no longer free there, and does not count. Where the system does not tell a process' peak, nothing is known of the step.
@@ -73,6 +83,7 @@ def profile(runner: ModelRunner) -> int:
     kv_cache = plan_groups(runner.kv_cache_specs(), {layer: selection.name for layer, selection in runner.selections.items()})
     least = kv_cache.max_blocks(length + 1, length + 1, runner.config.max_encoder_len)
     runner.init_kv_cache(kv_cache.sized(least, [0] * len(kv_cache.pools)))
+    graphs = 0 if runner.compiler is None else runner.compiler.estimate(lambda: _compute_one_token(runner))
     # All of them write into the same blocks.
     plan = _made_up(runner, scheduler.max_num_seqs, length)
     with contextlib.suppress(OSError):
@@ -83,7 +94,7 @@ def profile(runner: ModelRunner) -> int:
     peak = _resident("VmHWM")
     runner.execute(_drop(plan))
     encoded = int(parse_memory(cache.encoder_cache_memory)) if isinstance(runner.model, MultiModalModel) else 0
-    return encoded + (0 if on_gpu else max(0, peak - before))
+    return encoded + graphs + (0 if on_gpu else max(0, peak - before))
 
 
 def _resident(name: str) -> int:
