@@ -1,0 +1,134 @@
+"""Dispatch: which CUDA graph a step replays, and how far it is padded. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from toolkit_lm.attention import BatchLimits, GraphSupport
+
+_MOST_DEFAULT = 512
+"""The largest of the default sizes: beyond, a step is long enough to hide what it takes to launch it."""
+
+
+class Mode(StrEnum):
+    """What the option `cudagraph_mode` asks for."""
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    """The parts between attention, in all steps."""
+    FULL = "full"
+    """The whole pass, attention included, in all steps."""
+    FULL_DECODE_ONLY = "full_decode_only"
+    """The whole pass in decode steps; other steps have no graph."""
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+    """The whole pass in decode steps, the parts in others."""
+
+
+class Kind(StrEnum):
+    """How one step runs."""
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+
+
+class Run(NamedTuple):
+    """How one step runs; with a graph, it is the graph's key."""
+
+    kind: Kind
+    num_tokens: int
+    """What the step is padded to."""
+    num_rows: int = 0
+    """Of a whole pass, what the step is padded to."""
+    max_query_len: int = 0
+    """Of a whole pass, most tokens of a row."""
+
+
+NO_GRAPH = Run(Kind.NONE, 0)
+
+
+def default_sizes(limits: BatchLimits) -> list[int]:
+    """1, 2, 4, then each eighth to 256, then each sixteenth to 512, as far as twice the rows of a step go."""
+    most = min(2 * limits.num_rows, limits.num_tokens, _MOST_DEFAULT)
+    return sorted(size for size in {1, 2, 4, *range(8, 257, 8), *range(272, _MOST_DEFAULT + 1, 16), most} if size <= most)
+
+
+def settle(asked: Mode, supports: Mapping[str, GraphSupport]) -> tuple[Mode, str | None]:
+    """The mode that these attention backends allow, and why it is not the one that was asked for; None: it is."""
+    backend, support = min(supports.items(), key=lambda one: one[1], default=("none", GraphSupport.NEVER))
+    if asked in (Mode.NONE, Mode.PIECEWISE) or support is GraphSupport.ALWAYS:
+        return asked, None
+    if support is GraphSupport.NEVER:
+        return Mode.PIECEWISE, f"graphs of the attention backend {backend!r} are not possible, so attention stays outside"
+    if asked is Mode.FULL:
+        return Mode.FULL_AND_PIECEWISE, f"the attention backend {backend!r} can be in graphs of decode steps only"
+    return asked, None
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """Chooses a graph for each step. `mode` is one that `support` allows, as `settle` gives it."""
+
+    mode: Mode
+    support: GraphSupport
+    """The least of the model's attention backends."""
+    sizes: Sequence[int]
+    """Numbers of tokens, ascending, none twice and none larger than a step."""
+    limits: BatchLimits
+    query_len: int = 1
+    """Tokens of a row in decode steps with drafts. 1: there are none."""
+
+    def dispatch(self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool = True) -> Run:
+        """`max_query_len`: of the row with most tokens. `whole`: a graph may hold attention, too."""
+        if whole and self.mode not in (Mode.NONE, Mode.PIECEWISE):
+            if num_rows * max_query_len == num_tokens and max_query_len in self._uniform_lengths():
+                size = self._fit(num_tokens, self.uniform_sizes(max_query_len))
+                if size is not None:
+                    return Run(Kind.FULL, size, size // max_query_len, max_query_len)
+            size = self._fit(num_tokens, self.sizes) if self._has_mixed() else None
+            # Tokens of padding need a row of padding.
+            if size is not None and (size == num_tokens or num_rows < self.limits.num_rows):
+                return Run(Kind.FULL, size, self.limits.num_rows, size)
+        size = self._fit(num_tokens, self.sizes) if self._has_parts() else None
+        return NO_GRAPH if size is None else Run(Kind.PIECEWISE, size)
+
+    def graphs(self) -> list[Run]:
+        """All that `dispatch` can give, the largest first: what is allocated for one does for the smaller ones."""
+        return sorted(set(self._graphs()), key=lambda run: run[1:], reverse=True)
+
+    def uniform_sizes(self, query_len: int) -> list[int]:
+        """The sizes, each with room for whole rows of `query_len` tokens, as far as a step has so many."""
+        rows = sorted({-(-size // query_len) for size in self.sizes})
+        most = min(self.limits.num_rows, self.limits.num_tokens // query_len)
+        return [count * query_len for count in rows if count <= most]
+
+    def _graphs(self) -> Iterator[Run]:
+        if self.mode not in (Mode.NONE, Mode.PIECEWISE):
+            for length in self._uniform_lengths():
+                yield from (Run(Kind.FULL, size, size // length, length) for size in self.uniform_sizes(length))
+        if self._has_mixed():
+            yield from (Run(Kind.FULL, size, self.limits.num_rows, size) for size in self.sizes)
+        if self._has_parts():
+            yield from (Run(Kind.PIECEWISE, size) for size in self.sizes)
+
+    def _uniform_lengths(self) -> set[int]:
+        """Tokens of each row of the steps whose whole pass may be a graph."""
+        if self.support is GraphSupport.NEVER:
+            return set()
+        return {1} if self.support is GraphSupport.DECODE else {1, self.query_len}
+
+    def _has_mixed(self) -> bool:
+        return self.mode is Mode.FULL and self.support is GraphSupport.ALWAYS
+
+    def _has_parts(self) -> bool:
+        return self.mode in (Mode.PIECEWISE, Mode.FULL_AND_PIECEWISE)
+
+    @staticmethod
+    def _fit(num_tokens: int, sizes: Sequence[int]) -> int | None:
+        """The smallest size that is large enough."""
+        place = bisect_left(sizes, num_tokens)
+        return sizes[place] if place < len(sizes) else None
