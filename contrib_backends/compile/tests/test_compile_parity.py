@@ -12,6 +12,7 @@ from compile_harness import PLUGINS, Stage, check, compiled
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm_devkit import load_checkpoint, randomize
 from toolkit_lm_devkit.forward import encoder_decoder_logits
+from toolkit_lm_moe.experts import RoutedExperts
 from transformers import LlamaConfig, LlamaForCausalLM
 from vision_families import random_model
 
@@ -38,14 +39,65 @@ def test_decoders(tmp_path, architecture, variant, backend):
     assert len(program.plan.parts) == 4 and len(set(program.plan.parts)) == 3
 
 
-@pytest.mark.parametrize("family", moe_families.FAMILIES)
-def test_a_loop_over_data_is_refused_with_its_line(tmp_path, family):
-    """On a CPU, experts are computed one by one: how many rows each has is known at run time alone."""
-    theirs = moe_families.make(family, next(iter(moe_families.FAMILIES[family][1])))
+def mixture(family, folder, variant=None, **options):
+    theirs = moe_families.make(family, variant or next(iter(moe_families.FAMILIES[family][1])))
     randomize(theirs)
-    theirs.save_pretrained(tmp_path)
+    theirs.save_pretrained(folder)
+    return load_checkpoint(moe_families.FAMILIES[family][0], folder, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("family", "variant"), moe_families.CASES)
+def test_mixtures_of_experts(tmp_path, family, variant, backend):
+    """On a CPU, experts are computed one by one, in an op of their own."""
+    model = mixture(family, tmp_path, variant)
+    compiler = compiled(model, backend=backend)
+    check(compiler)
+    [program] = compiler._programs.values()
+    ops = [step.name for step in program.plan.steps if step.kind == "op"]
+    routed = sum(isinstance(module, RoutedExperts) for module in model.modules())
+    assert ops.count("toolkit_lm::experts") == routed > 0 and ops.count("toolkit_lm::attention") == len(model.model.layers)
+
+
+def test_the_parts_of_a_mixture_do_not_grow_with_its_depth(tmp_path):
+    keys = []
+    for depth in (2, 4):
+        theirs = moe_families.make_mixtral(num_hidden_layers=depth)
+        theirs.save_pretrained(tmp_path / str(depth))
+        [program] = compiled(load_checkpoint(moe_families.FAMILIES["mixtral"][0], tmp_path / str(depth)))._programs.values()
+        assert len(program.plan.parts) == 2 * depth + 1
+        keys.append(set(program.plan.parts))
+    assert keys[0] == keys[1] and len(keys[0]) == 4
+
+
+def test_experts_in_one_product(tmp_path, monkeypatch):
+    """As on a GPU."""
+    stacked = []
+
+    class Stacked(RoutedExperts):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.stacked = self.stack()
+            stacked.append(self.stacked is not None)
+
+    monkeypatch.setattr("toolkit_lm_moe.routed.RoutedExperts", Stacked)
+    check(compiled(mixture("mixtral", tmp_path, kernels="torch"), kernels="torch"))
+    assert stacked == [True, True]
+
+
+def test_a_loop_over_data_is_refused_with_its_line(tmp_path, monkeypatch):
+    def forward(self, x, experts, weights):
+        return self.compute(x, experts, weights)
+
+    monkeypatch.setattr(RoutedExperts, "forward", forward)
     with pytest.raises(UnsupportedError, match=r"is not one graph: .* At .*experts\.py:\d+\."):
-        compiled(load_checkpoint(moe_families.FAMILIES[family][0], tmp_path))
+        compiled(mixture("mixtral", tmp_path))
+
+
+def test_an_op_outside_of_a_compiled_pass_names_its_layer():
+    x = torch.zeros(1, 4)
+    with pytest.raises(AssertionError, match=r"layer 'a\.experts' is computed as an op outside"):
+        torch.ops.toolkit_lm.experts(x, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), x.clone(), "a.experts")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

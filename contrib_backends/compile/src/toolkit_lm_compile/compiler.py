@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import EncoderDecoderModel, IntermediateTensors, Model, ModelCompiler, MultiModalModel, torch_dtype
+from toolkit_lm.model import (
+    EncoderDecoderModel,
+    IntermediateTensors,
+    Model,
+    ModelCompiler,
+    MultiModalModel,
+    named_layers,
+    op_layers,
+    torch_dtype,
+)
 from toolkit_lm.plugin import Plugins
 from torch import Tensor, fx
 
@@ -56,6 +65,7 @@ class InductorCompiler(ModelCompiler):
         self._patches = dict(self._options.inductor_compile_config)
         if self._level >= 3:
             self._patches = {"max_autotune": True, **self._patches}
+        self._layers = named_layers(model)
         self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {}
         check_patches(self._patches)
         with _lock:
@@ -66,7 +76,8 @@ class InductorCompiler(ModelCompiler):
         program = self._programs.get(_form(given))
         if program is None:
             return self._eager(given)
-        return program(len(input_ids), given)
+        with op_layers(self._layers):
+            return program(len(input_ids), given)
 
     def seal(self) -> None:
         self.compiled_when_sealed = self.num_compiled

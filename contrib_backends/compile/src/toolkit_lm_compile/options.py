@@ -10,6 +10,8 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 
 MOST_SIZES = 64
+OPAQUE_OPS = ("toolkit_lm::attention", "toolkit_lm::experts")
+"""Ops that name their layer. Inside a part, a name would make equal parts different."""
 
 
 class CompilationOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,7 +19,7 @@ class CompilationOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     backend: Literal["inductor", "eager"] = "inductor"
     """What computes a part: compiled code, or its graph as it was traced."""
-    splitting_ops: tuple[str, ...] = ("toolkit_lm::attention",)
+    splitting_ops: tuple[str, ...] = OPAQUE_OPS
     """Ops between which the graph is split. They run as they are."""
     compile_sizes: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=MOST_SIZES)] = ()
     """Numbers of tokens that get code of their own, from level 2."""

@@ -15,6 +15,7 @@ from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from toolkit_lm_compile.capture import Capture
+from toolkit_lm_compile.options import OPAQUE_OPS
 
 _getitem = operator.getitem
 
@@ -63,7 +64,7 @@ class Split:
 
 def split(captured: Capture, arguments: dict[str, list[Any]], splitting_ops: Sequence[str]) -> Split:
     """Cuts before and after each of `splitting_ops`. Raises ConfigError for a name that is no op's."""
-    ops = {_op(name): name for name in splitting_ops}
+    ops = {op: name for name in splitting_ops if (op := _op(name)) is not None}
     whole = captured.graph
     places: dict[fx.Node, int] = {}
     place = 0
@@ -190,13 +191,15 @@ def _target(node: fx.Node) -> str:
 
 
 def _op(name: str) -> Any:
+    """None: it is of models of another kind."""
     try:
         space, op = name.split("::")
         return getattr(getattr(torch.ops, space), op)
     except (ValueError, AttributeError):
-        raise ConfigError(
-            f"option 'compilation_config': splitting_ops: there is no op {name!r}. Ops are 'toolkit_lm::attention'."
-        ) from None
+        if name in OPAQUE_OPS:
+            return None
+        ops = ", ".join(map(repr, OPAQUE_OPS))
+        raise ConfigError(f"option 'compilation_config': splitting_ops: there is no op {name!r}. Ops are {ops}.") from None
 
 
 def _packet(target: Any) -> Any:

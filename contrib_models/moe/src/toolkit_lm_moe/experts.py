@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import LinearBase, LinearSpec, Part, UnquantizedMethod, gate, get_activation, join, torch_dtype
+from toolkit_lm.model import LinearBase, LinearSpec, Part, UnquantizedMethod, gate, get_activation, join, op_layer, torch_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -113,13 +113,22 @@ class RoutedExperts(nn.Module):
 
     def forward(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Tokens x [T, H], the experts of each [T, K] (int64) and their weights [T, K] (float32) -> [T, H], summed over experts."""
+        if torch.compiler.is_compiling():
+            # One by one, a loop depends on data; the grouped product is traced in bfloat16 alone.
+            summed = torch.empty_like(x)
+            torch.ops.toolkit_lm.experts(x, experts, weights, summed, self.prefix)
+        else:
+            summed = self.compute(x, experts, weights)
+        return tensor_parallel_group(self.parallel).all_reduce(summed)
+
+    def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """As `forward`, of this rank's share of the inner dimensions."""
         chosen, order = experts.flatten().sort(stable=True)
         rows = x[order // experts.shape[1]]
         sorted_out = self._one_by_one(rows, chosen) if self.stacked is None else self._grouped(rows, chosen, *self.stacked)
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
-        summed = (out.view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-        return tensor_parallel_group(self.parallel).all_reduce(summed)
+        return (out.view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _grouped(self, rows: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows."""
@@ -136,3 +145,15 @@ class RoutedExperts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}"
+
+
+def _experts(x: Tensor, experts: Tensor, weights: Tensor, out: Tensor, layer: str) -> None:
+    """Writes what the `RoutedExperts` of that name computes to out [T, H]. The op `toolkit_lm::experts`."""
+    out.copy_(op_layer(layer).compute(x, experts, weights))
+
+
+# To a compiler routed experts are one opaque op, as attention is: the model's graph is whole.
+_library = torch.library.Library("toolkit_lm", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("experts(Tensor x, Tensor experts, Tensor weights, Tensor(a!) out, str layer) -> ()")  # type: ignore[no-untyped-call]
+_library.impl("experts", _experts, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("toolkit_lm::experts", lambda x, experts, weights, out, layer: None, lib=_library)

@@ -49,6 +49,7 @@ from .linear_method import (
 )
 from .loader import construct as construct, load_model as load_model, make_part as make_part, select_kernels as select_kernels
 from .norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm
+from .ops import named_layers as named_layers, op_layer as op_layer, op_layers as op_layers
 from .parameters import (
     Part as Part,
     ShardLoader as ShardLoader,
