@@ -15,6 +15,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import toolkit_lm
+import toolkit_lm_compile
+import toolkit_lm_decoder
 import torch
 from compile_harness import PLUGINS, compiled
 from toolkit_lm.errors import ConfigError
@@ -129,6 +132,31 @@ def test_another_checkout_hits_and_another_text_misses(model, monkeypatch, tmp_p
     assert key(model) != before
 
 
+ELSEWHERE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import toolkit_lm, toolkit_lm_compile, toolkit_lm_decoder.llama
+for module in (toolkit_lm, toolkit_lm_compile, toolkit_lm_decoder.llama):
+    assert Path(module.__file__).is_relative_to(sys.argv[3]), module.__file__
+from compile_harness import PLUGINS
+from test_compile_cache import key
+from toolkit_lm_devkit import load_checkpoint
+print(key(load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), Path(sys.argv[2]))))
+"""
+
+
+def test_another_checkout_has_the_same_key(model, tmp_path, request):
+    """Core, the model's plugin and this one, run from a copy of their sources by another process."""
+    for package in (toolkit_lm, toolkit_lm_compile, toolkit_lm_decoder):
+        folder = Path(package.__file__).parent
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("__pycache__"))
+    script = [sys.executable, "-c", ELSEWHERE, str(request.path.parent), model.vllm_config.checkpoint.path, str(tmp_path)]
+    found = subprocess.run(script, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.splitlines()[-1] == key(model)
+
+
 def test_a_torch_option_misses(model):
     before = key(model)
     with torch._inductor.config.patch({"epilogue_fusion": False}):
@@ -153,17 +181,22 @@ def test_another_cpu_misses(model, monkeypatch, tmp_path):
     assert key(model) != elsewhere
 
 
-def test_another_version_of_a_plugin_that_the_model_is_made_of_misses(model, monkeypatch):
+COUNTED = ("decoder", "compile")
+
+
+@pytest.mark.parametrize("changes", [{"version": "9"}, {"content": "another"}])
+def test_plugins_count_where_the_pass_is_made_of_them(model, monkeypatch, changes):
+    """And no others: to upgrade the server is no reason to compile."""
     before, whole = key(model), PLUGINS.fingerprint()
-
-    def changed(name):
-        plugins = tuple(msgspec.structs.replace(one, version="9") if one.name == name else one for one in whole.plugins)
-        monkeypatch.setattr(PLUGINS, "fingerprint", lambda: msgspec.structs.replace(whole, plugins=plugins))
-        return key(model)
-
-    assert changed("decoder") != before
-    assert changed("compile") != before
-    assert changed("server") == before
+    counted = set()
+    for one in whole.plugins:
+        plugins = tuple(msgspec.structs.replace(other, **changes) if other is one else other for other in whole.plugins)
+        monkeypatch.setattr(PLUGINS, "fingerprint", lambda plugins=plugins: msgspec.structs.replace(whole, plugins=plugins))
+        if key(model) != before:
+            counted.add(one.name)
+    # The kernels that were chosen count, too, and core by its rooms, below.
+    assert counted - {model.vllm_config.device.kernels, "cpu"} == {*COUNTED}
+    assert {"server", "cli", "sdpa", "renderer_hf"} <= {one.name for one in whole.plugins} - counted
 
 
 def test_the_source_of_core_counts(model, monkeypatch):
