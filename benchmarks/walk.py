@@ -44,7 +44,7 @@ STEPS = 16
 """Steps that are measured: as many as a block has tokens, so that one of them gets a new block."""
 
 _FORWARD = LlamaForCausalLM.forward.__code__
-_MODEL = (_FORWARD, LlamaForCausalLM.compute_logits.__code__)
+_MODEL = (_FORWARD, LlamaForCausalLM.compute_logits.__code__, LlamaForCausalLM.likeliest.__code__)
 _HANDED_OVER = EngineThread.submit.__code__
 
 

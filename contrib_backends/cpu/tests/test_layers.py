@@ -11,14 +11,17 @@ from toolkit_lm.model import (
     GatedColumnParallelLinear,
     Kernels,
     LinearSpec,
+    ParallelLMHead,
     Part,
     ReplicatedLinear,
     RMSNorm,
+    VocabParallelEmbedding,
     construction,
     gate,
     get_activation,
 )
 from toolkit_lm_cpu import library, panels
+from toolkit_lm_cpu.arena import Arena
 from toolkit_lm_cpu.layers import CpuKernels, OneDnnLinear
 from toolkit_lm_cpu.library import _kernels, refusal
 from toolkit_lm_cpu.panels import ACTIVATIONS, PanelLinear
@@ -238,6 +241,46 @@ def test_the_likeliest(dtype, size) -> None:
     assert best.dtype is dtype and torch.equal(best.nan_to_num(7), expected.nan_to_num(7))
     same = (scores == expected.unsqueeze(1)) | (scores.isnan() & expected.isnan().unsqueeze(1))
     assert found.tolist() == same.int().argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("outputs", [1, 100, 1003])
+def test_the_likeliest_output_is_that_of_the_product(dtype, outputs, number, threads) -> None:
+    # Of small numbers, whose sums are exact: many are equal.
+    weight, bias, x = (
+        torch.randint(-2, 3, (outputs, 64)).to(dtype),
+        torch.randn(outputs).to(dtype),
+        torch.randint(-2, 3, (130, 64)).to(dtype),
+    )
+    x[1], x[2], x[3, 5] = torch.nan, 0, torch.inf
+    type = library.product_type(dtype, 64)
+    packed = panels.pack(weight, type, Arena())
+    _kernels.set_threads(number)
+    for rows in (0, 1, 33, 130):
+        for added in (None, bias):
+            product = panels.linear(type, x[:rows], packed, outputs, added, 0, False, None)
+            best, found = panels.likeliest(type, x[:rows], packed, outputs, added)
+            expected = CpuKernels().likeliest(product)
+            assert best.dtype is dtype and torch.equal(best.nan_to_num(7), expected[0].nan_to_num(7))
+            assert found.tolist() == expected[1].tolist()
+            assert found.tolist() == [(row.isnan() if row.isnan().any() else row == row.max()).int().argmax() for row in product]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_finds_tokens_without_logits(dtype, tied, monkeypatch) -> None:
+    config = VllmConfig.default(dtype=str(dtype).removeprefix("torch."))
+    with construction(kernels=CpuKernels()):
+        embedding = VocabParallelEmbedding(1000, 64, vllm_config=config, prefix="embed")
+        head = ParallelLMHead(1000, 64, tied_to=embedding if tied else None, vllm_config=config, prefix="head")
+    torch.nn.init.normal_(head.method.weight)
+    head.method.process(head)
+    x = torch.randn(40, 64).to(dtype)
+    best, found = CpuKernels().likeliest(head(x))
+    monkeypatch.setattr(type(head.method), "multiply", None)
+    monkeypatch.setattr(type(head.method), "apply", None)
+    assert all(map(torch.equal, head.likeliest(x), (best, found)))
+    for row in range(40):
+        assert all(map(torch.equal, head.likeliest(x[row : row + 1]), (best[row : row + 1], found[row : row + 1])))
 
 
 def test_norm_layers_use_the_kernels_that_they_are_made_with(monkeypatch) -> None:

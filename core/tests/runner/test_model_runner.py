@@ -8,9 +8,10 @@ import pytest
 import torch
 from fake_model import BLOCK_SIZE, NAN, VOCAB, SumBackend, SumModel, continuation, make_runner, new, next_token, row
 from toolkit_lm.messages import BlockCopy, BlockMove, ScheduledSequence, SequenceInputs, StepPlan
-from toolkit_lm.model import ModelState
+from toolkit_lm.model import ModelState, logits_of
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.runner import model_runner
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -217,6 +218,118 @@ def test_a_failure_after_a_draft_is_the_row_s(runner):
     assert (result.token_ids, result.errors) == ([expected[1:]], {}), "a draft that is not drawn has no say"
 
 
+class Headed(nn.Module):
+    """A head that counts the rows whose likeliest token it was asked for, and those whose logits."""
+
+    def __init__(self, compute_logits):
+        super().__init__()
+        self.compute_logits, self.asked, self.computed = compute_logits, 0, 0
+
+    def forward(self, hidden_states):
+        self.computed += len(hidden_states)
+        return self.compute_logits(hidden_states)
+
+    def likeliest(self, hidden_states):
+        self.asked += len(hidden_states)
+        return self.compute_logits(hidden_states).max(-1)
+
+
+class HeadedModel(SumModel):
+    def __init__(self, **given):
+        super().__init__(**given)
+        self.head = Headed(super().compute_logits)
+
+    @logits_of("head")
+    def compute_logits(self, hidden_states):
+        return self.head(hidden_states)
+
+
+class ScaledModel(HeadedModel):
+    def compute_logits(self, hidden_states):
+        return super().compute_logits(hidden_states) / 2
+
+
+@pytest.fixture
+def head(runner):
+    made = HeadedModel(vllm_config=runner.config)
+    made.attention = runner.model.attention
+    runner.model = made
+    return made.head
+
+
+def test_greedy_rows_need_no_logits(runner, head):
+    expected = continuation(PROMPT, 2), continuation([2, 2], 2)
+    plan = StepPlan(new=[new(0, PROMPT, [0, 1]), new(1, [2, 2], [2])], scheduled=[row(0, 5), row(1, 2)])
+    assert runner.execute(plan).token_ids == [[expected[0][0]], [expected[1][0]]]
+    assert runner.execute(StepPlan(scheduled=[row(0, 1, start=5), row(1, 1, start=2)])).token_ids == [[expected[0][1]], [expected[1][1]]]
+    assert (head.asked, head.computed) == (4, 0)
+    # Of a chunk that ends before the prompt does, nothing is asked.
+    runner.execute(StepPlan(dropped=[0], new=[new(2, [3, 1, 2], [4])], scheduled=[row(2, 2, samples=False), row(1, 1, start=3)]))
+    assert (head.asked, head.computed) == (5, 0)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {"temperature": 1.0},
+        {"logprobs": 0},
+        {"n": 1, "best_of": 2},
+        {"logit_bias": {5: 1.0}},
+        {"allowed_token_ids": [4, 5]},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": 0.5},
+        {"min_tokens": 1},
+    ],
+    ids=lambda wanted: next(reversed(wanted)),
+)
+def test_one_row_that_asks_more_of_the_logits_has_them_made(runner, head, wanted):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 9} | wanted)
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1]), new(1, [2, 2], [2], params=params)], scheduled=[row(0, 5), row(1, 2)]))
+    assert (head.asked, head.computed) == (0, 2)
+    # Gone with the row that asked.
+    runner.execute(StepPlan(dropped=[1], scheduled=[row(0, 1, start=5)]))
+    assert (head.asked, head.computed) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [SequenceInputs(bad_words=[[5]]), SequenceInputs(forced_tokens={0: 5}), SequenceInputs(logits_processors={"drift": {"level": 1.0}})],
+    ids=["bad_words", "forced_tokens", "logits_processors"],
+)
+def test_one_row_that_others_have_a_say_in_has_the_logits_made(runner, head, inputs):
+    seq = new(1, [2, 2], [2], inputs=inputs)
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1]), seq], scheduled=[row(0, 5), row(1, 2)]))
+    assert (head.asked, head.computed) == (0, 2)
+
+
+def test_beams_prompt_logprobs_and_drafts_have_the_logits_made(runner, head):
+    runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1], num_candidates=2)], scheduled=[row(0, 5)]))
+    assert (head.asked, head.computed) == (0, 1)
+    asking = new(1, PROMPT, [2, 3], params=SamplingParams(temperature=0, prompt_logprobs=0))
+    runner.execute(StepPlan(dropped=[0], new=[asking], scheduled=[row(1, 5)]))
+    assert (head.asked, head.computed) == (1, 5), "those of the prompt, and not the row's that draws"
+    runner.execute(StepPlan(dropped=[1], new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)]))
+    runner.execute(StepPlan(scheduled=[drafted(5, continuation(PROMPT, 1)[0], [3])]))
+    assert (head.asked, head.computed) == (2, 7)
+
+
+def test_logits_that_a_model_changes_are_made(runner, head):
+    model = ScaledModel(vllm_config=runner.config)
+    model.attention = runner.model.attention
+    runner.model = model
+    assert runner.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).token_ids == [continuation(PROMPT, 1)]
+    assert (model.head.asked, model.head.computed) == (0, 1)
+
+
+@pytest.mark.parametrize("others", [{"temperature": 0}, {"temperature": 1.0}], ids=["plain", "drawing"])
+def test_logits_that_are_not_finite_fail_their_row_alike(runner, head, others):
+    params = SamplingParams(**others)
+    rows = [new(0, [1, NAN], [0], params=SamplingParams(temperature=0)), new(1, [2, 2], [1], params=params)]
+    result = runner.execute(StepPlan(new=rows, scheduled=[row(0, 2), row(1, 2)]))
+    assert result.errors == {0: "the model's logits are not finite"}
+
+
 class MadeTensors(TorchDispatchMode):
     """Notes the shapes of the tensors that get memory of their own."""
 
@@ -246,8 +359,8 @@ class MadeTensors(TorchDispatchMode):
 def test_a_decode_step_makes_no_tensor_beside_the_model_s_and_the_sampler_s(runner, monkeypatch, num_rows):
     made = MadeTensors()
     monkeypatch.setattr(runner.model, "forward", made.leaving_out(runner.model.forward))
-    monkeypatch.setattr(runner.model, "compute_logits", made.leaving_out(runner.model.compute_logits))
-    monkeypatch.setattr(model_runner, "sample", made.leaving_out(model_runner.sample))
+    monkeypatch.setattr(runner.model, "likeliest", made.leaving_out(runner.model.likeliest))
+    monkeypatch.setattr(model_runner, "take_likeliest", made.leaving_out(model_runner.take_likeliest))
     prompts = [new(i, [1 + i, 2], [i]) for i in range(num_rows)]
     with made:
         runner.execute(StepPlan(new=prompts, scheduled=[row(i, 2) for i in range(num_rows)]))

@@ -30,6 +30,7 @@ def linear(
     num_rows: int,
     /,
 ) -> None: ...
+def likeliest_output(weight: tuple[int, int, int, int, int], rows: tuple[int, int, int, int], num_rows: int, /) -> None: ...
 def norm(
     type: int,
     pointers: tuple[int, int, int, int],

@@ -69,6 +69,11 @@ class PanelLinear(UnquantizedMethod):
         halves, biases = self.packed.chunk(2), (None, None) if bias is None else bias.chunk(2)
         return torch.cat([_product(self.type, x, halves[i], self.outputs // 2, biases[i]) for i in range(2)], dim=1)
 
+    def likeliest(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        if self.packed is None or self.is_halved:
+            return None
+        return likeliest(self.type, x, self.packed, self.outputs, bias)
+
     def apply(
         self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
     ) -> Tensor:
@@ -173,6 +178,19 @@ def linear(
         rows,
     )
     return out
+
+
+def likeliest(type: int, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The greatest of each row of x W^T + bias, as `linear` would give it, NaN where there is any; where it is, the first of equals."""
+    if x.stride(1) != 1 or x.stride(0) % 2:
+        x = x.contiguous()
+    best, indices = x.new_empty(len(x)), torch.empty(len(x), dtype=torch.int64)
+    _kernels.likeliest_output(
+        (type, packed.data_ptr(), 0 if bias is None else bias.data_ptr(), outputs, x.shape[1]),
+        (x.data_ptr(), x.stride(0), best.data_ptr(), indices.data_ptr()),
+        len(x),
+    )
+    return best, indices
 
 
 # To a compiler a product is one opaque op.

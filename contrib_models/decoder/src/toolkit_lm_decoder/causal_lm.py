@@ -15,6 +15,7 @@ from toolkit_lm.model import (
     is_first_stage,
     is_last_stage,
     join,
+    logits_of,
 )
 from torch import Tensor
 
@@ -95,6 +96,7 @@ class CausalLM(Model):
         out: Tensor | IntermediateTensors = decoder(input_ids, positions, inputs_embeds=inputs_embeds, intermediate=intermediate)
         return out
 
+    @logits_of("lm_head")
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden_states)
         return logits

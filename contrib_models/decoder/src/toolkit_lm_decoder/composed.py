@@ -16,6 +16,7 @@ from toolkit_lm.model import (
     MultiModalModel,
     is_first_stage,
     join,
+    logits_of,
     make_part,
 )
 from torch import Tensor
@@ -84,6 +85,7 @@ class ComposedModel(MultiModalModel):
         )
         return out
 
+    @logits_of("language_model")
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return self.language_model.compute_logits(hidden_states)
 

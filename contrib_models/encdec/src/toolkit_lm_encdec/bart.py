@@ -18,6 +18,7 @@ from toolkit_lm.model import (
     RowParallelLinear,
     VocabParallelEmbedding,
     join,
+    logits_of,
     torch_dtype,
 )
 from torch import Tensor, nn
@@ -196,6 +197,7 @@ class BartForConditionalGeneration(EncoderDecoderModel):
         out: Tensor = self.model.decoder(input_ids, positions, encoder_hidden_states)
         return out
 
+    @logits_of("lm_head")
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden_states)
         return logits

@@ -9,7 +9,7 @@ import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.messages import Array, EncoderInput
-from toolkit_lm.model import EncoderDecoderModel, HFConfig, LayerNorm, ParallelLMHead, VocabParallelEmbedding, join, torch_dtype
+from toolkit_lm.model import EncoderDecoderModel, HFConfig, LayerNorm, ParallelLMHead, VocabParallelEmbedding, join, logits_of, torch_dtype
 from toolkit_lm_encdec.attention import PACKED
 from toolkit_lm_encdec.bart import BartDecoderLayer, BartEncoderLayer, Shape, Style
 from toolkit_lm_encdec.substitutes import with_substitutes
@@ -112,6 +112,7 @@ class WhisperForConditionalGeneration(EncoderDecoderModel):
         out: Tensor = self.model.decoder(input_ids, positions, encoder_hidden_states)
         return out
 
+    @logits_of("lm_head")
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden_states)
         return logits

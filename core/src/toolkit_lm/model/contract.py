@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 from torch import Tensor, nn
@@ -21,6 +21,23 @@ IntermediateTensors = dict[str, Tensor]
 """What a pipeline rank hands to the next one, by name; [T, H] each."""
 EncoderSequences = Callable[[Sequence[int]], AbstractContextManager[None]]
 """Inside `with sequences(lengths):`, attention of type ENCODER has a flat batch of sequences of these lengths. Entering again is cheap."""
+
+
+ComputeLogits = TypeVar("ComputeLogits", bound=Callable[..., Tensor])
+
+
+def logits_of(part: str) -> Callable[[ComputeLogits], ComputeLogits]:
+    """Marks a `compute_logits` that gives the logits of an attribute, a ParallelLMHead or a Model, and changes nothing.
+
+    One that scales or caps them (Gemma 2, Granite, Cohere, T5) must not be marked: rounding makes equals of logits that differ, and the
+    first of equals is taken. A method that overrides a marked one has no mark.
+    """
+
+    def mark(compute_logits: ComputeLogits) -> ComputeLogits:
+        vars(compute_logits)["part"] = part
+        return compute_logits
+
+    return mark
 
 
 class Model(nn.Module):
@@ -58,6 +75,16 @@ class Model(nn.Module):
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [R, H] -> logits [R, V], on every rank."""
         raise NotImplementedError
+
+    def likeliest(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The greatest of each row's logits, NaN where there is any, and its token, the first of equals: [R, H] -> [R], [R] int64.
+
+        Where `compute_logits` is that of a part (`logits_of`), the part finds them, which need not make the logits.
+        """
+        if (part := getattr(self.compute_logits, "part", None)) is None:
+            return self.kernels.likeliest(self.compute_logits(hidden_states))
+        found: tuple[Tensor, Tensor] = getattr(self, part).likeliest(hidden_states)
+        return found
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Takes the checkpoint's tensors (name, full tensor, mapped from disk); returns the names of the parameters filled.

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
+from toolkit_lm.model.kernels import choose_kernels
 from toolkit_lm.model.linear import LinearBase
 from toolkit_lm.model.linear_method import LayerKind, LinearMethod, LinearSpec
 from toolkit_lm.model.parameters import Part, torch_dtype
@@ -71,9 +72,15 @@ class ParallelLMHead(_VocabParallel):
     ) -> None:
         method = None if tied_to is None else tied_to.method
         super().__init__("lm_head", vocab_size, hidden_size, bias=bias, tied_to=method, vllm_config=vllm_config, prefix=prefix)
+        self.kernels = choose_kernels()
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits = self.method.apply(hidden_states, self.bias)
         if not self.is_sharded:
             return logits
         return tensor_parallel_group(self.parallel).all_gather(logits, -1)[..., : self.vocab_size]
+
+    def likeliest(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Kernels.likeliest` of the logits, which are made only where they are sharded, or the linear method needs them."""
+        found = None if self.is_sharded else self.method.likeliest(hidden_states, self.bias)
+        return self.kernels.likeliest(self(hidden_states)) if found is None else found

@@ -66,6 +66,10 @@ class LinearMethod(ABC):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias: [T, inputs] -> a new tensor [T, outputs], in the dtype of `x`."""
 
+    def likeliest(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """As `Kernels.likeliest` of what `multiply` would give, bit for bit, without making it. None: it has to be made."""
+        return None
+
     def apply(
         self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
     ) -> Tensor:

@@ -49,7 +49,7 @@ from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
-from toolkit_lm.sampling import ProcessorTable, SamplingBatch, sample, top_candidates
+from toolkit_lm.sampling import ProcessorTable, Sampled, SamplingBatch, sample, take_likeliest, top_candidates
 
 
 class ModelRunner:
@@ -281,9 +281,16 @@ class ModelRunner:
             result.prompt_logprobs = prompt_logprobs(inputs, self._batch, hidden_states, self.model.compute_logits)
         if not len(inputs.sampling):
             return result
-        if len(inputs.sampling) == len(hidden_states) and not sampling.num_candidates.any():
-            # A decode step: each row has one token, and draws one.
-            self._draw(plan, result, self.model.compute_logits(hidden_states), inputs.sampling, inputs.rows)
+        if not (sampling.num_candidates.any() or inputs.num_drafts.any()):
+            # Each row draws one token, in a decode step after the only one that it has.
+            is_decode, ends = len(inputs.sampling) == len(hidden_states), inputs.query_start[1:]
+            rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
+            last = hidden_states if is_decode else hidden_states[self._to_device(ends[inputs.sampling] - 1)]
+            if sampling.plain[rows].all():
+                sampled = take_likeliest(*self.model.likeliest(last))
+            else:
+                sampled = sample(self.model.compute_logits(last), sampling.select(rows), self.model.kernels.likeliest)
+            self._take(plan, result, sampled, inputs.sampling, rows)
             return result
         # The logits of a row: those after its last token, and before them those that its drafts are compared with.
         num_drafts = inputs.num_drafts - _take_certain(inputs, result, self._certain, self._batch.sampling)
@@ -299,7 +306,8 @@ class ModelRunner:
         while len(going):
             # As if each token were drawn in a step of its own: a row goes on while the draft is the token that was drawn.
             part = logits if len(going) == len(logits) else logits[self._to_device(firsts[going])]
-            self._draw(plan, result, part, inputs.sampling[going], rows[going])
+            sampled = sample(part, sampling.select(rows[going]), self.model.kernels.likeliest)
+            self._take(plan, result, sampled, inputs.sampling[going], rows[going])
             firsts += 1
             drafted = going[num_drafts[going] > 0]
             going = np.array([i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64)
@@ -318,9 +326,8 @@ class ModelRunner:
         result.candidates = {seq_ids[i]: candidates for i, candidates in found.candidates.items()}
         result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
 
-    def _draw(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
-        """Tokens for the others."""
-        sampled = sample(logits, self._batch.sampling.select(rows), self.model.kernels.likeliest)
+    def _take(self, plan: StepPlan, result: StepResult, sampled: Sampled, places: np.ndarray, rows: np.ndarray) -> None:
+        """What was drawn for rows of the persistent batch, in these places of the plan."""
         self._batch.append_tokens(rows, sampled.token_ids)
         for index, token in zip(places, sampled.token_ids, strict=True):
             result.token_ids[index].append(token)

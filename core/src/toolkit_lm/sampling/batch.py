@@ -19,6 +19,10 @@ _NUMBERS = [name for name, o in SAMPLING_PARAMS.items() if o.kinds == (float,) a
 """Parameters that are columns of float32 as they are."""
 
 
+MIN_TEMPERATURE = 1e-5
+"""Below this a temperature divides float32 logits into infinities, and the draw is the likeliest token anyway."""
+
+
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class TokenRules:
     """The parameters of a request that speak of single tokens. Its sequences share them."""
@@ -131,6 +135,8 @@ class SamplingBatch:
         """Some filter beside the temperature is on."""
         self.edited = np.zeros(num_rows, bool)
         """Logits are not used as they are: there are rules beside the stop tokens, penalties, or plugins' processors of them."""
+        self.plain = np.zeros(num_rows, bool)
+        """It takes the likeliest token of the model's logits, and nothing else of them is wanted: they need not be made."""
         self.follows = np.zeros(num_rows, bool)
         """What must follow the tokens needs no draw: nothing but one processor has a say in it, and nobody asks how likely it was."""
         self.forces = np.zeros(num_rows, bool)
@@ -170,6 +176,8 @@ class SamplingBatch:
         penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
         ruled = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
         self.edited[row] = penalized or ruled or "logits" in stages
+        as_is = not (self.edited[row] or self.forces[row] or params.min_tokens or seq.inputs.logits_processors)
+        self.plain[row] = as_is and params.temperature < MIN_TEMPERATURE and self.logprobs[row] < 0
         self.follows[row] = len(seq.inputs.logits_processors) == 1 and not (ruled or self.forces[row] or self.logprobs[row] >= 0)
 
     def clear(self, row: int) -> None:

@@ -16,6 +16,7 @@ A row's result is a function of its logits, parameters, tokens and seed (and its
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from toolkit_lm.messages import SamplerState, TokenLogprobs
 from toolkit_lm.params import SamplingParams, leave_too_little
-from toolkit_lm.sampling.batch import SamplingBatch
+from toolkit_lm.sampling.batch import MIN_TEMPERATURE, SamplingBatch
 from toolkit_lm.sampling.filters import distribution
 from toolkit_lm.sampling.logprobs import token_logprobs
 from toolkit_lm.sampling.masks import mask
@@ -33,12 +34,12 @@ from toolkit_lm.sampling.penalties import penalize
 from toolkit_lm.sampling.processors import ProcessorTable
 from toolkit_lm.sampling.uniform import uniform
 
-# Below this a temperature divides float32 logits into infinities, and the draw is the likeliest token anyway.
-_MIN_TEMPERATURE = 1e-5
-
 
 def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.max(scores, dim=-1)
+
+
+_NOT_FINITE = "the model's logits are not finite"
 
 
 class Sampled(NamedTuple):
@@ -74,8 +75,8 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
     # max() passes NaN on, and is -inf where no token is allowed.
     failed = ~torch.isfinite(best)
     probs: dict[int, float] = {}
-    if rows.temperature.max() >= _MIN_TEMPERATURE:
-        random = (torch.from_numpy(rows.temperature) >= _MIN_TEMPERATURE).logical_and_(~failed.cpu()).nonzero()[:, 0].numpy()
+    if rows.temperature.max() >= MIN_TEMPERATURE:
+        random = (torch.from_numpy(rows.temperature) >= MIN_TEMPERATURE).logical_and_(~failed.cpu()).nonzero()[:, 0].numpy()
         index = _to(random, logits)
         part, selected = (scores, rows) if len(random) == len(rows) else (scores[index], rows.select(random))
         token_ids[index], drawn, none_left = _draw(part.float(), selected, processors)
@@ -96,6 +97,15 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
         logits = logits.float().index_copy(0, _to(np.array(changed), logits), scores[changed].float())
     logprobs = _logprobs(logits, token_ids, rows.logprobs)
     return Sampled(drawn_ids, logprobs, errors, states)
+
+
+def take_likeliest(best: Tensor, token_ids: Tensor) -> Sampled:
+    """As `sample`, of rows that are plain: the greatest logit of each, and its token, [R] each."""
+    errors = {}
+    # No sum of finite floats is too large for a double.
+    if not math.isfinite(best.sum(dtype=torch.float64)):
+        errors = dict.fromkeys((~torch.isfinite(best)).nonzero()[:, 0].tolist(), _NOT_FINITE)
+    return Sampled(token_ids.tolist(), [], errors, {})
 
 
 def _edit(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None) -> Tensor:
@@ -122,7 +132,7 @@ def _draw(logits: Tensor, rows: SamplingBatch, processors: ProcessorTable | None
 
 def _why_none(logits: Tensor, params: SamplingParams) -> str:
     is_finite = torch.isfinite(logits.max())
-    return leave_too_little(params, "no token that could be drawn") if is_finite else "the model's logits are not finite"
+    return leave_too_little(params, "no token that could be drawn") if is_finite else _NOT_FINITE
 
 
 def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[TokenLogprobs | None]:

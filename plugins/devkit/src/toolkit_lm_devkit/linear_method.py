@@ -119,6 +119,8 @@ class LinearMethodConformance(Conformance):
             x = torch.randn(rows, INPUTS, generator=_generator(7)).to(dtype)
             ours = made.method.apply(x, bias)
             assert (ours.shape, ours.dtype) == ((rows, len(weight)), dtype)
+            if (found := made.method.likeliest(x, bias)) is not None:
+                assert all(map(torch.equal, found, ours.max(-1))), "the likeliest outputs are others than those of the product"
             exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
             if dtype is torch.float32:
                 torch.testing.assert_close(ours.double(), exact, atol=TOLERANCE, rtol=0)

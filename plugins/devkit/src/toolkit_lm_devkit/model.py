@@ -171,7 +171,9 @@ class ModelConformance(Conformance):
             with torch.inference_mode():
                 # No token sees what follows it, but a scaling of positions may depend on the length, which is here that of `check_parity`.
                 reference = subject.reference([*prompt, *[0] * self.max_tokens])[: len(prompt)].float().cpu()
-                ours = model.compute_logits(states).float()
+                logits = model.compute_logits(states)
+                assert all(map(torch.equal, model.likeliest(states), logits.max(-1))), "greedy tokens are not those of the logits"
+                ours = logits.float()
             assert_same_logits(ours.log_softmax(-1), reference.log_softmax(-1))
             difference = (embedding - torch.nn.functional.normalize(states[-1], dim=0)).abs().max()
             assert difference <= POOLED_TOLERANCE, f"an embedding is off by {difference:.3g} from the last token's hidden state"

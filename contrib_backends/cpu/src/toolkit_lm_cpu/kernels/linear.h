@@ -220,7 +220,8 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
 #endif
 
 /* The outputs [first, first + 16), as far as they exist, of the sums of all rows. */
-TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, const float *sums, const float *up) {
+TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, const float *sums, const float *up, ELEMENT *out,
+                             long out_stride) {
     const long there = l->outputs - first < LANES ? l->outputs - first : LANES;
     ELEMENT edge[LANES], edge_up[LANES];
     Floats bias = splat(0), up_bias = bias;
@@ -238,7 +239,7 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
             if (there < LANES) memcpy(edge, from, (size_t)there * sizeof *edge), from = edge;
             y = add_lanes(y, FLOATS(from));
         }
-        ELEMENT *to = (ELEMENT *)l->out + (row + r) * l->out_stride + first;
+        ELEMENT *to = out + r * out_stride;
         if (there == LANES) {
             STORE(to, y);
         } else {
@@ -256,10 +257,12 @@ TARGET static void NAME(multiply)(void *job, long item) {
     const long first = item / l->row_blocks * l->columns, last = first + l->columns < panels ? first + l->columns : panels;
     const size_t size = (size_t)(rows * PANELS * LANES);
 #ifdef CONVERT
-    float *sums = own_memory((2 * size + (size_t)(rows * l->inputs)) * sizeof *sums);
+    const size_t converted = (size_t)(rows * l->inputs);
 #else
-    float *sums = own_memory(2 * size * sizeof *sums);
+    const size_t converted = 0;
 #endif
+    const size_t kept = l->out == NULL ? (size_t)(rows * l->columns * LANES) : 0;
+    float *sums = own_memory((2 * size + converted) * sizeof *sums + kept * sizeof(ELEMENT));
     float *up = sums + size;
     const int32_t *x;
     long x_stride;
@@ -277,12 +280,23 @@ TARGET static void NAME(multiply)(void *job, long item) {
     x = (const int32_t *)((const ELEMENT *)l->x + row * l->x_stride), x_stride = l->x_stride / PAIR;
 #endif
     const LANE *weights = l->weights;
+    const long out_stride = kept ? l->columns * LANES : l->out_stride;
+    ELEMENT *out = kept ? (ELEMENT *)(up + size + converted) : (ELEMENT *)l->out + row * out_stride + first * LANES;
     for (long p = first; p < last; p += PANELS) {
         const long some = last - p < PANELS ? last - p : PANELS;
         const int more = p + 2 * PANELS <= panels;
         NAME(panels)(weights + p * lanes * LANES, lanes, x, x_stride, rows, some, more, sums);
         if (l->is_gated) NAME(panels)(weights + (panels + p) * lanes * LANES, lanes, x, x_stride, rows, some, more, up);
-        for (long b = 0; b < some; b++) NAME(put)(l, row, rows, (p + b) * LANES, sums + b * LANES, up + b * LANES);
+        for (long b = 0; b < some; b++)
+            NAME(put)(l, row, rows, (p + b) * LANES, sums + b * LANES, up + b * LANES, out + (p + b - first) * LANES, out_stride);
+    }
+    if (!kept) return;
+    const long block = item / l->row_blocks, end = last * LANES < l->outputs ? last * LANES : l->outputs;
+    for (long r = 0; r < rows; r++) {
+        const long at = (row + r) * l->column_blocks + block;
+        Likeliest of = {out + r * out_stride, (ELEMENT *)l->best + at, l->indices + at, 0, end - first * LANES};
+        NAME(likeliest)(&of, 0);
+        l->indices[at] += first * LANES;
     }
 }
 

@@ -43,6 +43,10 @@
 #include "linear.h"
 #include "attention.h"
 
+/* What has no products is the same with and without AMX. */
+#define norm_amx norm_bf16
+#define rotate_amx rotate_bf16
+#define likeliest_amx likeliest_bf16
 #define NAME(x) x##_amx
 #define FLOATS floats_bf16
 #define TARGET AVX512_AMX
@@ -66,10 +70,6 @@ static int (*const attend_types[])(const Step *) = TYPES_OF(attend);
 static void (*const write_types[])(Write *) = TYPES_OF(write);
 static const Item linear_types[] = TYPES_OF(multiply);
 static const Item pack_types[] = TYPES_OF(pack);
-/* What has no products is the same with and without AMX. */
-#define norm_amx norm_bf16
-#define rotate_amx rotate_bf16
-#define likeliest_amx likeliest_bf16
 static const Item norm_types[] = TYPES_OF(norm);
 static const Item rotate_types[] = TYPES_OF(rotate);
 static const Item likeliest_types[] = TYPES_OF(likeliest);
@@ -203,6 +203,33 @@ static PyObject *linear(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *likeliest_output(PyObject *self, PyObject *args) {
+    Linear l = {0};
+    unsigned long long weights, bias, x, best, indices;
+    int type;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "(iKKll)(KlKK)l", &type, &weights, &bias, &l.outputs, &l.inputs, &x, &l.x_stride, &best, &indices, &l.rows))
+        return NULL;
+    l.weights = (const void *)(uintptr_t)weights;
+    l.bias = (const void *)(uintptr_t)bias;
+    l.x = (const void *)(uintptr_t)x;
+    cut_linear(&l);
+    /* No element is larger than a float. */
+    const size_t count = (size_t)(l.rows * l.column_blocks) + 1;
+    l.indices = malloc(count * (sizeof *l.indices + sizeof(float)));
+    if (l.indices == NULL) return PyErr_NoMemory();
+    l.best = l.indices + count;
+    Likeliest of = {l.best, (void *)(uintptr_t)best, (int64_t *)(uintptr_t)indices, l.column_blocks, l.column_blocks};
+    Py_BEGIN_ALLOW_THREADS share_out_items(&l, linear_types[type]);
+    for (long row = 0; row < l.rows && !l.failed; row++) {
+        likeliest_types[type](&of, row);
+        of.indices[row] = l.indices[row * l.column_blocks + of.indices[row]];
+    }
+    free(l.indices);
+    Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
 static PyObject *norm(PyObject *self, PyObject *args) {
     Norm n;
     unsigned long long x, residual, sum, out, weight, bias;
@@ -299,6 +326,9 @@ static PyMethodDef methods[] = {
      "linear((type, weights, bias, outputs, inputs, activation, is_gated), (x, x_stride, residual, residual_stride, out, out_stride), "
      "rows): "
      "see product.h."},
+    {"likeliest_output", likeliest_output, METH_VARARGS,
+     "likeliest_output((type, weights, bias, outputs, inputs), (x, x_stride, best, indices), rows): the greatest of what `linear` would "
+     "give, and where it is, as of `likeliest`."},
     {"norm", norm, METH_VARARGS,
      "norm(type, (x, residual, sum, out), (x_stride, head_stride, residual_stride), (tokens, heads, size), (weight, bias, eps, is_wide)): "
      "see ops.h."},

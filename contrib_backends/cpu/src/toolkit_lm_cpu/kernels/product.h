@@ -19,11 +19,14 @@ typedef struct {
     const void *weights;  /* panels */
     const void *bias;     /* [outputs], where it is gated twice that; or NULL */
     const void *residual; /* [rows, outputs] or NULL */
-    void *out;            /* [rows, outputs] */
+    void *out;            /* [rows, outputs]; NULL: of each row, and of the outputs of an item, the greatest is wanted */
+    void *best;           /* these, [rows, column blocks] */
+    int64_t *indices;     /* and where they are */
     long x_stride, residual_stride, out_stride;
     long rows, inputs, outputs;
     int activation, is_gated;
-    long row_blocks, columns; /* blocks of rows, and panels of an item */
+    long row_blocks, column_blocks;
+    long columns; /* panels of an item */
     int failed;               /* there was no memory */
 } Linear;
 
@@ -34,13 +37,22 @@ typedef struct {
 } Pack;
 
 /* Items small enough for all threads to have some, and as large as that allows. */
-static void share_out_linear(Linear *l, Item multiply) {
+static void cut_linear(Linear *l) {
     const long panels = (l->outputs + LANES - 1) / LANES;
     l->row_blocks = (l->rows + BLOCK - 1) / BLOCK;
     const long share = panels * l->row_blocks / (4 * atomic_load(&team.threads)) / PANELS * PANELS;
     l->columns = share < PANELS ? PANELS : share > MOST_COLUMNS ? MOST_COLUMNS : share;
-    if (l->rows > 0)
-        share_out_if(l->rows * l->inputs * l->outputs > FEW, l->row_blocks * ((panels + l->columns - 1) / l->columns), multiply, l);
+    l->column_blocks = (panels + l->columns - 1) / l->columns;
+}
+
+/* One that is cut. */
+static void share_out_items(Linear *l, Item multiply) {
+    if (l->rows > 0) share_out_if(l->rows * l->inputs * l->outputs > FEW, l->row_blocks * l->column_blocks, multiply, l);
+}
+
+static void share_out_linear(Linear *l, Item multiply) {
+    cut_linear(l);
+    share_out_items(l, multiply);
 }
 
 #endif
