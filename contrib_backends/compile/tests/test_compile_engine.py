@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from compile_harness import PLUGINS, Stage, check, compiled
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_compile import compiler as compiler_module
 from toolkit_lm_devkit import hidden_states, load_checkpoint
+from toolkit_lm_server.metrics import Metrics
 from transformers import LlamaConfig, LlamaForCausalLM
 
 PROMPTS = [[5, 6, 7], [9], list(range(3, 30))]
@@ -76,6 +78,44 @@ def test_a_pass_that_was_not_foreseen_is_not_compiled(folder, tmp_path, caplog):
     assert torch.equal(ours, expected)
     assert (compiler.num_eager_steps, compiler.num_compiled) == (1, before)
     assert "inputs_embeds are not compiled" in caplog.text
+
+
+def late(metrics):
+    """The server's figure."""
+    [figure] = re.findall(r"^toolkit_lm_compilations_after_ready_total{.*} (.*)$", metrics.text().decode(), re.MULTILINE)
+    return float(figure)
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_nothing_is_compiled_after_ready(folder, tmp_path, level):
+    metrics = Metrics()
+    llm = LLM(**options_of(folder, tmp_path, backend="eager") | {"optimization_level": level}, plugins=[metrics])
+    tokens_of(llm)
+    assert late(metrics) == 0
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_what_is_compiled_after_ready_is_counted(folder, tmp_path, monkeypatch, level):
+    metrics = Metrics()
+    llm = LLM(**options_of(folder, tmp_path, backend="eager") | {"optimization_level": level}, plugins=[metrics])
+    runner = llm.llm_engine.client.core.executor.runner
+    forward, sizes = runner._forward, []
+    # It remembers the code of the other level's test.
+    torch.compiler.reset()
+
+    @torch.compile(backend="eager", dynamic=False)
+    def double(x):
+        return x * 2
+
+    def compiling(inputs):
+        # Code of its own for each number of tokens.
+        sizes.append(len(inputs.token_index))
+        double(torch.ones(sizes[-1] + 1))
+        return forward(inputs)
+
+    monkeypatch.setattr(runner, "_forward", compiling)
+    tokens_of(llm)
+    assert late(metrics) == len(set(sizes)) > 1
 
 
 WARM = """

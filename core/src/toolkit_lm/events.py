@@ -47,6 +47,8 @@ class StepEvent(Struct, frozen=True, kw_only=True, tag="step"):
     """Tokens that sequences got of it."""
     num_output_sequences: int = 0
     """Those that got some."""
+    num_compilations: int = 0
+    """Graphs that torch compiled in the step, in any thread of the process. All is to be compiled before the first request."""
     engine: int = 0
 
 

@@ -373,3 +373,5 @@ class StepResult(Struct, kw_only=True):
     """By seq_id, of the pooling sequences whose last token was computed."""
     errors: dict[int, str] = field(default_factory=dict)
     """By seq_id, rows that failed alone (for example NaN logits): their sequence ends, the others go on."""
+    num_compilations: int = 0
+    """Graphs that torch compiled meanwhile. After the warm-up there should be none."""

@@ -55,7 +55,9 @@ async def test_a_requests_life(client, metrics):
     end = {"num_output_tokens": 5, "scheduled_time": 11.0, "first_token_time": 12.0, "finish_reason": "length"}
     metrics.toolkit_event(RequestEvent(kind="finished", time=14.0, **REQUEST, **end))
     metrics.toolkit_event(StepEvent(time=14.0, duration=0.5, num_tokens=8, num_output_tokens=5, num_output_sequences=5))
+    metrics.toolkit_event(StepEvent(time=15.0, duration=0, num_tokens=0, num_compilations=2))
     expected = {
+        "compilations_after_ready_total": 2,
         "preemptions_total": 1,
         "prompt_tokens_total": 7,
         "prefix_cache_queries_total": 7,

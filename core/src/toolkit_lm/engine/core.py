@@ -167,8 +167,15 @@ class EngineCore:
         self.scheduler.preemption.observe(num_tokens, duration)
         if self.listening:
             got = [len(output.token_ids) for output in outputs if output.token_ids]
-            one = StepEvent(time=now, duration=duration, num_tokens=num_tokens, num_output_tokens=sum(got), num_output_sequences=len(got))
-            self._events.append(one)
+            event = StepEvent(
+                time=now,
+                duration=duration,
+                num_tokens=num_tokens,
+                num_output_tokens=sum(got),
+                num_output_sequences=len(got),
+                num_compilations=result.num_compilations,
+            )
+            self._events.append(event)
         self.scheduler.policy.observe(step.plan, duration)
         self._failures = 0
 

@@ -47,6 +47,7 @@ from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import cache_layers, graph_supports, has_cache, load_model_class, select_backends
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
+from toolkit_lm.runner.compilations import num_compiled_graphs
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
 from toolkit_lm.sampling import ProcessorTable, Sampled, SamplingBatch, sample, take_likeliest, top_candidates
@@ -205,6 +206,7 @@ class ModelRunner:
         users = self._batch.sampling.users(inputs.rows[inputs.sampling]) if self._processors.names else None
         if users is not None:
             self._processors.begin(*users)
+        num_before = num_compiled_graphs()
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             hidden_states = self._forward(inputs)
             if hidden_states is None:
@@ -215,6 +217,7 @@ class ModelRunner:
             if users is not None:
                 self._certain = self._processors.drafts(*users)
                 result.drafts |= self._certain
+            result.num_compilations = num_compiled_graphs() - num_before
             return result
 
     def _forward(self, inputs: StepInputs) -> Tensor | None:

@@ -157,6 +157,7 @@ class Metrics:
         self._queries = its(Counter, "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self._hits = its(Counter, "prefix_cache_hits", "Of these, tokens whose keys and values were in the cache.")
         self._generation_tokens = its(Counter, "generation_tokens", "Output tokens, as they come.")
+        self._compilations = its(Counter, "compilations_after_ready", "Graphs that torch compiled while requests waited. It should stay 0.")
         self._finished = Counter(
             "toolkit_lm_requests_finished",
             "Ended requests of the engine, by reason: each input of an HTTP request is one.",
@@ -280,6 +281,7 @@ class Metrics:
         self._step_time.observe(event.duration)
         self._step_tokens.observe(event.num_tokens)
         self._generation_tokens.labels(str(event.engine)).inc(event.num_output_tokens)
+        self._compilations.labels(str(event.engine)).inc(event.num_compilations)
         self.totals.output += event.num_output_tokens
         last = self._steps[event.engine]
         last.end, before = event.time, last.end
