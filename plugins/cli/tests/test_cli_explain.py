@@ -18,6 +18,23 @@ def test_explain_names_every_choice(toolkit, checkpoint):
     assert found["layers"][0]["backend"] == "sdpa"
 
 
+def test_explain_says_how_the_forward_pass_is_computed(toolkit, checkpoint):
+    found = json.loads(toolkit("explain", checkpoint, "--json", "--kernels", "torch").out)
+    assert (found["compiler"], found["compilers"]) == ("none", [])
+    assert found["computed"] == ["optimization_level is 0, which starts fastest", "each layer by itself, with kernels 'torch'"]
+    fused = json.loads(toolkit("explain", checkpoint, "--json", "--kernels", "cpu").out)["computed"]
+    assert fused[1] == "kernels 'cpu' compute 2 decoder layers in one call each, where they have one for it"
+    done = toolkit("explain", checkpoint, "--optimization-level", "2", "--compilation-config", '{"compile_sizes": [3, 1]}')
+    shown = " ".join(done.out.split())
+    assert "compilation inductor optimization_level is 2" in shown
+    assert "for any number of tokens, and for 1, 3" in shown and "toolkit_lm::attention" in shown
+
+
+def test_explain_says_why_a_model_is_not_compiled(toolkit, checkpoint):
+    done = toolkit("explain", checkpoint, "--optimization-level", "1", "--pipeline-parallel-size", "2")
+    assert done.code != 0 and "no compiler can compile the model: inductor: it compiles" in " ".join(done.err.split())
+
+
 def test_explain_says_what_each_rank_holds(toolkit, checkpoint):
     def ranks(*options: str) -> list[dict]:
         return json.loads(toolkit("explain", "tiny", "--json", *options).out)["ranks"]

@@ -43,6 +43,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
         table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")
     table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
     table.add_row("kernels", "\n".join(_verdicts(found.kernels, found.kernels_considered)))
+    table.add_row("compilation", escape("\n".join([*_verdicts(found.compiler, found.compilers), *found.computed])))
     # Layers that were decided alike are shown together.
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer in found.layers:

@@ -9,8 +9,9 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import select_kernels
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import choose_executor, choose_model, choose_renderer, resolve_configured, resolve_device
+from toolkit_lm.runner.backends import graph_supports
 
-from toolkit_lm_cli.shares import RankShare, hold, kv_capacity
+from toolkit_lm_cli.shares import Held, RankShare, hold, kv_capacity
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Explanation:
     kernels: str
     kernels_considered: list[tuple[str, str | None]]
     """All kernels that were considered, with their reasons to refuse (None: able)."""
+    compiler: str
+    """What computes the forward pass; "none" where the model does, layer by layer."""
+    compilers: list[tuple[str, str | None]]
+    """Each compiler that was considered, with its reason to refuse (None: able)."""
+    computed: list[str]
+    """How the forward pass is computed, and why."""
     layers: list[LayerChoice]
     ranks: list[RankShare]
     kv_tokens: int | None
@@ -69,6 +76,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
     held = hold(resolved, plugins)
     kernels, kernels_considered = select_kernels(resolved, plugins)
     kv_tokens, kv_refusal = kv_capacity(resolved, held)
+    compiler, compilers, computed = _compilation(resolved, plugins, held, kernels)
     return Explanation(
         config=resolved,
         architecture=entry.key,
@@ -83,8 +91,25 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         executors=choose_executor(open_config, plugins)[1],
         kernels=kernels,
         kernels_considered=kernels_considered,
+        compiler=compiler,
+        compilers=compilers,
+        computed=computed,
         layers=[LayerChoice(layer, found.name, found.candidates) for layer, found in held.selections.items()],
         ranks=held.ranks,
         kv_tokens=kv_tokens,
         kv_refusal=kv_refusal,
     )
+
+
+def _compilation(config: VllmConfig, plugins: Plugins, held: Held, kernels: str) -> tuple[str, list[tuple[str, str | None]], list[str]]:
+    """Its name, the candidates, and how the forward pass is computed. Raises UnsupportedError where all refuse."""
+    level, registry = config.compilation.optimization_level, plugins.compilers
+    if not level:
+        if held.fuses and held.num_usual:
+            how = f"kernels {kernels!r} compute {held.num_usual} decoder layers in one call each, where they have one for it"
+        else:
+            how = f"each layer by itself, with kernels {kernels!r}"
+        return "none", [], ["optimization_level is 0, which starts fastest", how]
+    name, candidates = registry.choose("compile the model", lambda entry, by_name: registry.ask(entry.key, config, by_name=by_name))
+    supports = graph_supports(held.selections, {layer for one in held.specs for layer in one}, feeds_uncached=not any(held.specs))
+    return name, candidates, [f"optimization_level is {level}", *registry.load(name).describe(config, supports)]

@@ -9,7 +9,7 @@ from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection, plan_gro
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import CapacityError
-from toolkit_lm.model import construct
+from toolkit_lm.model import FusibleLayer, Kernels, construct
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import free_memory, load_model_class, select_backends
 from toolkit_lm.runner.backends import cache_layers, has_cache
@@ -40,6 +40,10 @@ class Held:
     """By layer, of all ranks."""
     specs: list[dict[str, KVCacheSpec]] = field(default_factory=list)
     """By rank and layer."""
+    num_usual: int = 0
+    """Decoder layers of the usual kind, which kernels may compute in one call each."""
+    fuses: bool = False
+    """Whether the kernels do so with any."""
 
 
 def hold(config: VllmConfig, plugins: Plugins) -> Held:
@@ -53,6 +57,8 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
         held.selections |= select_backends(model, device, own, plugins.attention_backends)
         specs = {name: spec for name, layer in cache_layers(model).items() if cached and (spec := layer.kv_cache_spec()) is not None}
         held.specs.append(specs)
+        held.num_usual += sum(isinstance(module, FusibleLayer) and module.parts() is not None for module in model.modules())
+        held.fuses = type(model.kernels).fuse is not Kernels.fuse
         weights = list(model.parameters())
         share = RankShare(
             rank=rank,
