@@ -9,12 +9,14 @@ import moe_families
 import pytest
 import torch
 from compile_harness import PLUGINS, Stage, check, compiled
+from qwen_harness import random_qwen
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm_devkit import load_checkpoint, randomize
 from toolkit_lm_devkit.forward import encoder_decoder_logits
 from toolkit_lm_moe.experts import RoutedExperts
 from transformers import LlamaConfig, LlamaForCausalLM
 from vision_families import random_model
+from vision_harness import sequences
 
 DECODERS = [(architecture, next(iter(variants))) for architecture, variants in decoder_families.VARIANTS.items()]
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -144,6 +146,34 @@ def test_vision_models(tmp_path, family, backend):
     check(compiler, inputs_embeds=lambda num_tokens: torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(num_tokens)))
     first, second = compiler._programs.values()
     assert first.plan.parts[-1] == second.plan.parts[-1], "what comes after is the same code"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_of_three_axes(tmp_path, family, backend):
+    """Multimodal rotary positions [3, T], and [T] of text alone; each with and without embeddings."""
+    random_qwen(family).save_pretrained(tmp_path)
+    architecture = json.loads((tmp_path / "config.json").read_text())["architectures"][0]
+    model = load_checkpoint(PLUGINS.models.load(architecture), tmp_path, plugins=PLUGINS, max_model_len=128)
+    compiler = compiled(model, backend=backend)
+    forms = [(len(form), ndim) for form in compiler._programs for name, _, ndim in form if name == "positions"]
+    assert sorted(forms) == [(2, 1), (2, 2), (3, 1), (3, 2)]
+    for lengths in ([1], [5, 9, 2], [24], [16]):
+        total, generator = sum(lengths), torch.Generator().manual_seed(sum(lengths))
+        ids = torch.randint(10, 290, (total,), generator=generator)
+        axes = torch.randint(0, 100, (3, total), generator=generator)
+        embeds = torch.randn(total, 64, generator=generator)
+        seen = []
+        for positions in (axes, axes[0], axes[:1].expand(3, -1).contiguous()):
+            for more in ({}, {"inputs_embeds": embeds}):
+                with torch.inference_mode(), sequences(model, lengths):
+                    ours, expected = (one(ids, positions=positions, **more) for one in (compiler, model))
+                torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-5)
+                seen.append(expected)
+        # Three axes count, and equal ones are as one.
+        assert total == 1 or (seen[0] - seen[2]).abs().max() > 1e-3
+        torch.testing.assert_close(seen[2], seen[4], atol=1e-5, rtol=1e-5)
+    assert compiler.num_eager_steps == 0
 
 
 def test_the_number_of_parts_does_not_depend_on_the_depth(tmp_path):
