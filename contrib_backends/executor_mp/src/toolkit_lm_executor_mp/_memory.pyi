@@ -1,0 +1,17 @@
+MOST_RANKS: int
+MOST_OWN: int
+"""Counters that are the caller's."""
+COUNTERS: int
+"""Bytes that the counters take, at the memory's beginning."""
+BUFFER: int
+"""Bytes of a buffer. There are two for each rank, after the counters."""
+HAS_FLOAT16: int
+
+_Place = tuple[int, int, int, float]
+"""The memory's address, the rank, the number of ranks, and how many seconds to wait for another."""
+
+def all_reduce(place: _Place, type: int, data: int, count: int, /) -> None: ...
+def all_gather(place: _Place, data: int, out: int, bytes: int, inner: int, /) -> None: ...
+def post(place: _Place, counter: int, /) -> None: ...
+def wait(place: _Place, counter: int, value: int, of_rank: int, /) -> None: ...
+def leave(place: _Place, /) -> None: ...

@@ -1,0 +1,181 @@
+"""Groups whose ranks are on one machine, and exchange tensors over memory that all of them have mapped."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from toolkit_lm_executor_mp.torch_group import TIMEOUT, LostRankError, TorchGroup, together
+
+try:
+    from toolkit_lm_executor_mp import _memory as _memory
+except ImportError:
+    _is_compiled = False
+else:
+    _is_compiled = True
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What is added here, by its number in module.c."""
+_LETTER = 4 << 20
+"""Bytes of the largest message that is not sent over gloo."""
+_LETTERS = 4
+"""Messages from one rank to another that may be on their way; the sender of more waits."""
+_HEADER = 1024
+"""Bytes before the tensors of a message, which say what they are."""
+_LENGTH = 8
+"""Of these, bytes that say how many more there are; none: the tensors go over gloo."""
+_MOST = 2**32 - 1
+"""Of a counter."""
+_ALIGNED = 64
+"""The address of a tensor in a message is a multiple of that."""
+_MOST_WRITERS = 8
+"""Ranks of a group that has room for messages."""
+_decode = msgspec.msgpack.Decoder(dict[str, tuple[str, tuple[int, ...], int]]).decode
+
+
+class MemoryGroup(TorchGroup):
+    """Adds in float32 and in the order of ranks, so that all ranks have the same sum to the last bit.
+
+    What has no place in the memory goes over the process group: other dtypes, and messages of more than 4 MiB.
+    """
+
+    def __init__(self, process_group: Any, device: torch.device, memory: mmap.mmap) -> None:
+        """`memory`: what `share_memory` returns on each rank of the group."""
+        super().__init__(process_group, device)
+        self._memory = memory
+        self._bytes: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
+        self._place = (self._bytes.data_ptr(), self.rank, self.size, TIMEOUT)
+        self._num_sent = [0] * self.size
+        self._num_taken = [0] * self.size
+        """Messages so far, by the other rank."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        number = _TYPES.get(tensor.dtype)
+        if number is None or (number == 2 and not _memory.HAS_FLOAT16):
+            return super().all_reduce(tensor)
+        self._check_open()
+        tensor = tensor.contiguous()
+        with together():
+            _memory.all_reduce(self._place, number, tensor.data_ptr(), tensor.numel())
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        self._check_open()
+        tensor = tensor.contiguous()
+        shape = list(tensor.shape)
+        dim %= len(shape)
+        inner = math.prod(shape[dim:]) * tensor.element_size()
+        shape[dim] *= self.size
+        out = tensor.new_empty(shape)
+        with together():
+            _memory.all_gather(self._place, tensor.data_ptr(), out.data_ptr(), tensor.nbytes, inner)
+        return out
+
+    def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Returns before they have arrived, unless four messages are on their way."""
+        if self.size > _MOST_WRITERS:
+            super().send(tensors, rank)
+            return
+        described, offset = {}, _HEADER
+        for name, tensor in tensors.items():
+            described[name] = (str(tensor.dtype).removeprefix("torch."), tensor.shape, offset)
+            offset += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        header = msgspec.msgpack.encode(described)
+        is_apart = offset > _LETTER or len(header) > _HEADER - _LENGTH
+        number, place, counters = self._letter(self.rank, rank, self._num_sent)
+        with together():
+            _memory.wait(self._place, counters + 1, (number - _LETTERS) & _MOST, rank)
+            if is_apart:
+                header = b""
+            else:
+                for tensor, (_, _, start) in zip(tensors.values(), described.values(), strict=True):
+                    self._read(place + start, tensor.dtype, tensor.shape).copy_(tensor)
+            self._memory[place : place + _LENGTH + len(header)] = len(header).to_bytes(_LENGTH, "little") + header
+            _memory.post(self._place, counters)
+        if is_apart:
+            super().send(tensors, rank)
+
+    def recv(self, rank: int) -> dict[str, Tensor]:
+        if self.size > _MOST_WRITERS:
+            return super().recv(rank)
+        number, place, counters = self._letter(rank, self.rank, self._num_taken)
+        with together():
+            _memory.wait(self._place, counters, number & _MOST, rank)
+            length = int.from_bytes(self._memory[place : place + _LENGTH], "little")
+            header = self._memory[place + _LENGTH : place + _LENGTH + length]
+            described = _decode(header) if length else {}
+            # What has arrived is the receiver's own: the place is free for the next message.
+            tensors = {
+                name: self._read(place + start, getattr(torch, dtype), shape).clone() for name, (dtype, shape, start) in described.items()
+            }
+            _memory.post(self._place, counters + 1)
+        return tensors if length else super().recv(rank)
+
+    def _letter(self, sender: int, receiver: int, numbers: list[int]) -> tuple[int, int, int]:
+        """Of the next message: its number, its place, and the first of two counters: of those sent, and of those taken."""
+        self._check_open()
+        other = receiver if sender == self.rank else sender
+        pair = sender * self.size + receiver
+        place = _memory.COUNTERS + 2 * self.size * _memory.BUFFER + (pair * _LETTERS + numbers[other] % _LETTERS) * _LETTER
+        numbers[other] += 1
+        return numbers[other], place, 2 * pair
+
+    def _read(self, start: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        assert self._bytes is not None, "the group is open"
+        return self._bytes[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    def _check_open(self) -> None:
+        if self._bytes is None:
+            raise LostRankError("the group has been left")
+
+    def close(self) -> None:
+        if self._bytes is not None:
+            _memory.leave(self._place)
+            self._bytes = None
+        super().close()
+
+
+def share_memory(store: Any, rank: int, size: int) -> mmap.mmap | None:
+    """Memory that all ranks of the group have mapped; None on all of them where one cannot.
+
+    It is no file: whatever ends the ranks, nothing is left of it. `store`: of torch.distributed, the group's own.
+    """
+    if not _agree(store, "able", rank, size, _is_compiled and size <= _memory.MOST_RANKS and hasattr(os, "memfd_create")):
+        return None
+    letters = size * size * _LETTERS * _LETTER if size <= _MOST_WRITERS else 0
+    length = _memory.COUNTERS + 2 * size * _memory.BUFFER + letters
+    memory, descriptor = None, -1
+    try:
+        if rank == 0:
+            descriptor = os.memfd_create("toolkit_lm-ranks")
+            # Nobody has memory for pages that nobody writes.
+            os.ftruncate(descriptor, length)
+            memory = mmap.mmap(descriptor, length)
+        store.set(f"memory {rank}", f"/proc/{os.getpid()}/fd/{descriptor}")
+        if rank:
+            theirs = os.open(store.get("memory 0").decode(), os.O_RDWR)
+            try:
+                memory = mmap.mmap(theirs, length)
+            finally:
+                os.close(theirs)
+    except OSError:
+        # Such as where /proc is not there, or another process may not look into it.
+        if rank == 0:
+            store.set("memory 0", "")
+    is_mapped = _agree(store, "mapped", rank, size, memory is not None)
+    if descriptor >= 0:
+        os.close(descriptor)
+    return memory if is_mapped else None
+
+
+def _agree(store: Any, what: str, rank: int, size: int, is_so: bool) -> bool:
+    """Whether it is so on all ranks. Waits for them."""
+    store.set(f"{what} {rank}", str(int(is_so)))
+    return all(store.get(f"{what} {one}") == b"1" for one in range(size))

@@ -1,0 +1,85 @@
+"""A group over a process group of torch.distributed: each rank is a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import torch
+from toolkit_lm.distributed import Group
+from torch import Tensor
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the stage before computes."""
+
+
+class LostRankError(RuntimeError):
+    """Another rank of the group has failed, has died, or does not come."""
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What fails in it fails because of another rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(f"another rank has left the group: {error}") from error
+
+
+class TorchGroup(Group):
+    """A process group of torch.distributed. Its calls raise LostRankError once a rank has closed its own."""
+
+    def __init__(self, process_group: Any, device: torch.device) -> None:
+        """`process_group`: a ProcessGroupGloo or ProcessGroupNCCL. `device`: where tensors that are received are put."""
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self._process_group = process_group
+        self._device = device
+        self._sent: list[tuple[Any, Tensor]] = []
+        """What is on its way, with the tensors that must live until it has arrived."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.contiguous()
+        with together():
+            self._process_group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        tensor = tensor.contiguous()
+        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
+        with together():
+            self._process_group.allgather([pieces], [tensor]).wait()
+        return torch.cat(pieces, dim)
+
+    def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Returns before they have arrived, so that a stage can begin its next step."""
+        described = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
+        header = torch.frombuffer(bytearray(msgspec.msgpack.encode(described)), dtype=torch.uint8)
+        self.flush()
+        with together():
+            for one in (torch.tensor([len(header)]), header, *tensors.values()):
+                tensor = one.to(self._device).contiguous()
+                self._sent.append((self._process_group.send([tensor], rank, 0), tensor))
+
+    def flush(self) -> None:
+        """Waits until what was sent is on its way, and its tensors are of no more use."""
+        with together():
+            while self._sent:
+                self._sent.pop()[0].wait()
+
+    def recv(self, rank: int) -> dict[str, Tensor]:
+        def receive(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
+            self._process_group.recv([tensor], rank, 0).wait()
+            return tensor
+
+        with together():
+            header = receive((int(receive((1,), torch.int64)),), torch.uint8)
+            described = msgspec.msgpack.decode(header.cpu().numpy().tobytes(), type=dict[str, tuple[str, tuple[int, ...]]])
+            return {name: receive(shape, getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
+
+    def close(self) -> None:
+        """Leaves: the other ranks' calls fail. Nothing else may hold what the calls returned, a traceback for instance."""
+        self._sent.clear()
+        self._process_group = None
