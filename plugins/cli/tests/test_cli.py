@@ -77,8 +77,8 @@ def test_plugins_list_and_show(toolkit):
 def test_an_interrupt_is_quiet():
     # Who runs the tests in the background may have interrupts ignored.
     code = (
-        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom toolkit_lm_cli import app\n"
-        "app.plugins_config = lambda *_: signal.raise_signal(signal.SIGINT)\napp.main()"
+        "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom toolkit_lm_cli import app, main\n"
+        "app.plugins_config = lambda *_: signal.raise_signal(signal.SIGINT)\nmain()"
     )
     done = subprocess.run([sys.executable, "-c", code, "env"], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -106,7 +106,7 @@ def test_encoder_decoder_models_are_refused():
 
 def test_the_command_needs_no_torch():
     code = (
-        "import sys; from toolkit_lm_cli.app import main; sys.argv = ['toolkit', 'render', 'tiny', '--port', '0']\n"
+        "import sys; from toolkit_lm_cli import main; sys.argv = ['toolkit', 'render', 'tiny', '--port', '0']\n"
         "import atexit; atexit.register(lambda: print('heavy:', sorted({'torch', 'transformers'} & set(sys.modules)), flush=True))\n"
         "main()"
     )

@@ -13,6 +13,7 @@ from toolkit_lm.config.tasks import Task
 from toolkit_lm.engine.client import EngineClient
 from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.engine.start import start_engine
+from toolkit_lm.engine.start_up import map_torch, no_garbage_collection
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.waiting import WaitingRequests
 from toolkit_lm.messages import EngineOutput, EngineOutputs
@@ -45,13 +46,25 @@ class LLMEngine:
     from any thread; all else from one at a time.
     """
 
-    def __init__(self, config: VllmConfig, *, plugins: Plugins | Sequence[object] = (), wait: bool = True) -> None:
+    @no_garbage_collection()
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        plugins: Plugins | Sequence[object] = (),
+        wait: bool = True,
+        process: EngineProcess | None = None,
+    ) -> None:
         """Loads the plugins (or takes loaded ones), resolves the config and loads the model. Raises ToolkitError.
 
-        `wait=False` returns before an engine process is ready: call `wait_ready` before the first request.
+        `wait=False` returns before an engine process is ready: call `wait_ready` before the first request. `process`: one that was started
+        before, should the config want any. From now on it is the engine's.
         """
-        # Of a start, an engine process takes the longest: it begins to import at once.
-        process = EngineProcess() if config.engine.engine_process and config.parallel.data_parallel_size == 1 else None
+        # Of a start, importing torch takes the longest: it begins at once.
+        if process is None and config.engine.engine_process and config.parallel.data_parallel_size == 1:
+            process = EngineProcess()
+        if not config.engine.engine_process:
+            map_torch()
         try:
             self.plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
             self._asked = self.config = resolve_configured(self.plugins.configure(config), self.plugins)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, Unpack, cast
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.engine import EngineState
+from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.errors import RequestError
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
@@ -51,15 +52,22 @@ class AsyncLLM:
     may be called from any event loop, of any thread.
     """
 
-    def __init__(self, config: VllmConfig, *, plugins: Plugins | Sequence[object] = (), wait: bool = True) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        *,
+        plugins: Plugins | Sequence[object] = (),
+        wait: bool = True,
+        process: EngineProcess | None = None,
+    ) -> None:
         """Starts an engine and waits until it is ready. Raises what keeps it from starting: ToolkitError.
 
         `wait=False` returns while an engine process loads: `wait_ready` waits for it, and so do requests. With `engine_process` False the
-        model is loaded here, in the calling thread, and held until `shutdown` or `close`.
+        model is loaded here, in the calling thread, and held until `shutdown` or `close`. `process`: as LLMEngine's.
         """
         if config.engine.engine_process is None:
             config = config.replace(engine_process=True)
-        self.engine = LLMEngine(config, plugins=plugins, wait=False)
+        self.engine = LLMEngine(config, plugins=plugins, wait=False, process=process)
         self.plugins = self.engine.plugins
         self.served_model_name = self.engine.config.served_model_name
         """What clients call the model, as plugins left it."""

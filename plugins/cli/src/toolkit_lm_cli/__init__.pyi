@@ -1,4 +1,5 @@
-from .app import main as main, run as run
+from .app import run as run
+from .early import early_process as early_process, main as main
 from .options import (
     CommandFlags as CommandFlags,
     command_parameter as command_parameter,

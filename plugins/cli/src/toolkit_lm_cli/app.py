@@ -108,11 +108,6 @@ def toolkit(
     """LLM inference and serving. Options of engine, server and client may also come from TOOLKIT_LM_... variables or --config's file."""
 
 
-def main() -> None:
-    """The command `toolkit`."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: Sequence[str]) -> int:
     """Runs `toolkit` with these arguments, and returns the exit code.
 

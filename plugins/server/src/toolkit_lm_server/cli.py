@@ -6,12 +6,13 @@ import asyncio
 import signal
 from collections.abc import Callable
 from concurrent.futures import wait
+from functools import cache
 from typing import TYPE_CHECKING
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm_cli import engine_command
+from toolkit_lm_cli import early_process, engine_command
 
 from toolkit_lm_server.listening import listen, tls_context
 from toolkit_lm_server.log import ACCESS, configure
@@ -21,7 +22,6 @@ from toolkit_lm_server.plugin_routes import check_names
 from toolkit_lm_server.standard_streams import logging_in_threads, open_closed_streams
 from toolkit_lm_server.threads import CLOSING, SharedThreads, close, in_thread
 from toolkit_lm_server.title import set_title
-from toolkit_lm_server.ui.page import Page
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -30,10 +30,13 @@ if TYPE_CHECKING:
     from toolkit_lm_server.lifecycle import MakeApp, ServableT
     from toolkit_lm_server.rendering import Rendering
     from toolkit_lm_server.route import Readiness
+    from toolkit_lm_server.ui.page import Page
 
 
 _WAITING = 64
 """Threads, where they mostly wait for render servers."""
+_ALONE = 0.5
+"""Seconds that the making of the engine has the interpreter for itself: its process waits for what it is to load."""
 
 
 @engine_command(ServerOptions)
@@ -43,23 +46,29 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
         config = config.replace(scheduling_policy="fair")
     metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
     plugins.add_listener(metrics.name, metrics.toolkit_event)
-    page = Page(options, metrics) if options.ui else None
     # What can fail at once does so before the engine starts.
     check_names(plugins, options.routes)
+    process = early_process()
 
     def make() -> AsyncLLM:
         from toolkit_lm_async_llm import AsyncLLM
 
-        return AsyncLLM(config, plugins=plugins, wait=False)
+        return AsyncLLM(config, plugins=plugins, wait=False, process=process)
+
+    @cache
+    def make_page() -> Page | None:
+        from toolkit_lm_server.ui.page import Page
+
+        return Page(options, metrics) if options.ui else None
 
     def make_app(engine: AsyncLLM, metrics: Metrics, readiness: Readiness) -> FastAPI:
         from toolkit_lm_server.app import create_app
 
-        return create_app(engine, options, metrics=metrics, readiness=readiness, page=page)
+        return create_app(engine, options, metrics=metrics, readiness=readiness, page=make_page())
 
     # The words of sampling parameters that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
-    _run(make, make_app, options, metrics, config.engine.start_timeout, threads, page)
+    _run(make, make_app, options, metrics, config.engine.start_timeout, threads, make_page)
 
 
 @engine_command(ServerOptions)
@@ -89,7 +98,7 @@ def _run(
     metrics: Metrics,
     start_timeout: float,
     threads: SharedThreads | None = None,
-    page: Page | None = None,
+    make_page: Callable[[], Page | None] = lambda: None,
 ) -> None:
     """Serves what is made meanwhile, until a signal ends it."""
     open_closed_streams()
@@ -107,9 +116,10 @@ def _run(
         # Plugins and files may keep it for long, while the server answers already.
         making = in_thread(make)
         try:
+            wait([making], _ALONE)
             from toolkit_lm_server.lifecycle import Lifecycle
 
-            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, page, start_timeout, context)
+            lifecycle = Lifecycle(making, make_app, options, metrics, listener, threads, make_page(), start_timeout, context)
             with logging_in_threads("", ACCESS):
                 asyncio.run(lifecycle.run())
         finally:

@@ -7,12 +7,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter
-from fastapi.routing import APIRoute
 from toolkit_lm.errors import ConfigError, PluginError, nearest
 from toolkit_lm.plugin import PluginInfo, Plugins
 
 if TYPE_CHECKING:
+    from fastapi import APIRouter
+    from fastapi.routing import APIRoute
     from toolkit_lm_async_llm import AsyncLLM
 
     from toolkit_lm_server.chat import Chat
@@ -51,6 +51,10 @@ def add_plugin_routes(router: APIRouter, engine: AsyncLLM, api: OpenAIApi, kind:
 
     Raises ConfigError or PluginError.
     """
+    # The command checks names before it imports a web framework.
+    from fastapi import APIRouter
+    from fastapi.routing import APIRoute
+
     names = api.options.routes
     check_names(engine.plugins, names)
     wanted = {*(SHIPPED if names is None else names), _of_model(engine)}
