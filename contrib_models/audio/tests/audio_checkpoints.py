@@ -70,6 +70,12 @@ class Subject:
     folder: Path
     model: Any
     processor: Any
+    mark = ITEM
+    """What stands for a recording in a text."""
+
+    def items(self, count: int, *, seed: int = 0) -> list[np.ndarray]:
+        """Of three tokens or more: transformers takes a prompt with one for one that is not rendered."""
+        return recordings(*np.random.default_rng(seed).uniform(0.1, 1, count), seed=seed)
 
     def inputs(self, text: str, recordings: list[np.ndarray]) -> dict[str, torch.Tensor]:
         """What transformers' model takes of recordings [N], 16,000 samples a second."""

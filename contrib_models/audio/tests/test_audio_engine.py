@@ -5,61 +5,36 @@ from __future__ import annotations
 import base64
 import io
 
-import numpy as np
 import pytest
 import soundfile
 import torch
 from audio_checkpoints import AUDIO, FAMILIES, ITEM, RATE, make_subject, recordings
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import ToolkitError
-from toolkit_lm.events import RequestEvent
-from toolkit_lm.plugin import hookimpl
 from toolkit_lm_audio.qwen2_audio import Qwen2AudioForConditionalGeneration
+from toolkit_lm_devkit import MultimodalConformance
 from toolkit_lm_renderer_hf.audio_processor import AudioProcessor
 
 OPTIONS = {"device": "cpu", "max_model_len": 192, "num_kv_blocks": 200, "max_num_seqs": 8}
 COUNT = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
-PROMPTS = [
-    (f"What is in {ITEM}, and in {ITEM}, or {ITEM}? Say it.", (1.0, 0.35, 0.123)),
-    (f"{ITEM}What is said?", (0.985,)),
-    ("No sound in this one, only some text.", ()),
-    (f"{ITEM}{ITEM}", (0.03, 0.7)),
-]
-"""Texts, and the seconds of their recordings."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def subject(request, tmp_path_factory):
+def reference(request, tmp_path_factory):
     return make_subject(tmp_path_factory.mktemp("audio"), request.param)
 
 
-@pytest.fixture(scope="module")
-def expected(subject):
-    """Text, recordings, and what transformers makes of them: tokens of the prompt, and drawn."""
-    found = []
-    for seed, (text, seconds) in enumerate(PROMPTS):
-        sounds = recordings(*seconds, seed=seed)
-        found.append((text, sounds, *subject.greedy(text, sounds, COUNT)))
-    return found
+class TestAudio(MultimodalConformance):
+    modality = "audio"
+
+    def num_scarce_blocks(self, reference):
+        return None if getattr(reference.model.config.text_config, "use_sliding_window", False) else 26
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     return make_subject(tmp_path_factory.mktemp("audio"))
-
-
-class Preemptions:
-    """A plugin that counts them."""
-
-    name = "preemptions"
-
-    def __init__(self):
-        self.count = 0
-
-    @hookimpl
-    def toolkit_event(self, event):
-        self.count += isinstance(event, RequestEvent) and event.kind == "preempted"
 
 
 def prompt_of(text, sounds) -> dict:
@@ -74,52 +49,6 @@ def wav(samples) -> bytes:
     file = io.BytesIO()
     soundfile.write(file, samples, RATE, format="WAV", subtype="FLOAT")
     return file.getvalue()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 29},
-        {"max_num_batched_tokens": 29, "enable_prefix_caching": False, "block_size": 8},
-        {"block_size": 4},
-    ],
-    ids=["whole", "chunked", "chunked and uncached", "small blocks"],
-)
-def test_greedy_tokens(subject, expected, options):
-    with LLM(str(subject.folder), **OPTIONS, **options) as llm:
-        for _ in range(2):  # again, from the prefix cache
-            outputs = llm.generate([prompt_of(text, sounds) for text, sounds, *_ in expected], GREEDY)
-            for output, (_, _, prompt, tokens) in zip(outputs, expected, strict=True):
-                assert output.prompt_token_ids == prompt
-                assert list(output.outputs[0].token_ids) == tokens
-
-
-def test_a_prefix_that_ends_inside_a_recording(other):
-    """Blocks of 8: what two prompts share ends inside their last recording, or the recording is not the same."""
-    a, b = recordings(0.8, 0.8, seed=5)
-    with LLM(str(other.folder), **{**OPTIONS, "num_kv_blocks": 2000}, block_size=8) as llm:
-        for sounds, ending in (([a, b], " x"), ([a, b], " y"), ([a, a], " x"), ([b, b], " x"), ([a, b], "")):
-            for num_letters in (0, 2, 5):
-                text = f"{'p' * num_letters}{ITEM} and {ITEM}{ending}"
-                output = llm.generate([prompt_of(text, sounds)], GREEDY)[0]
-                prompt, tokens = other.greedy(text, sounds, COUNT)
-                assert output.prompt_token_ids == prompt
-                assert list(output.outputs[0].token_ids) == tokens
-                if sounds[0] is a and ending in (" y", ""):
-                    assert output.num_cached_tokens >= len(prompt) - 16
-
-
-def test_preempted_prompts(other):
-    """More prompts than blocks have room for, computed again where they are thrown out."""
-    count = 30
-    texts = [f"{i} {ITEM} is? {'o' * i}{ITEM}" for i in range(4)]
-    prompts = [prompt_of(text, recordings(0.4, 0.3, seed=i)) for i, text in enumerate(texts)]
-    expected = [other.greedy(one["prompt"], one["multi_modal_data"]["audio"], count)[1] for one in prompts]
-    preemptions = Preemptions()
-    with LLM(str(other.folder), **{**OPTIONS, "num_kv_blocks": 26, "max_model_len": 96}, block_size=4, plugins=[preemptions]) as llm:
-        assert drawn(llm, prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)) == expected
-    assert preemptions.count
 
 
 def test_an_engine_process_is_sent_a_recording_once(other, monkeypatch):
@@ -157,21 +86,6 @@ def test_embeddings_in_the_place_of_a_recording(other):
     assert heard == given == other.greedy(text, [sound], COUNT)[1]
 
 
-def test_logprobs_of_prompts(other):
-    """At every token, those of recordings too: in steps that end anywhere."""
-    sounds, params = recordings(0.9, 0.4, seed=6), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    text = f"first {ITEM} then {ITEM} and the rest of it"
-    inputs = other.inputs(text, sounds)
-    with torch.inference_mode():
-        logprobs = other.model(**inputs).logits[0].log_softmax(-1)
-    tokens = inputs["input_ids"][0]
-    expected = logprobs[:-1].gather(1, tokens[1:, None])[:, 0].tolist()
-    for budget in (1024, 23):
-        with LLM(str(other.folder), **OPTIONS, max_num_batched_tokens=budget) as llm:
-            found = llm.generate([prompt_of(text, sounds)], params)[0].prompt_logprobs
-        assert [one[token].logprob for one, token in zip(found[1:], tokens[1:].tolist(), strict=True)] == pytest.approx(expected, abs=1e-3)
-
-
 def test_conversations(other):
     """Recordings stand where the template has them; what a user types is text. A file is what its samples are."""
     a, b = recordings(0.5, 1.0, seed=7)
@@ -196,13 +110,10 @@ def test_conversations(other):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"audio": recordings(0.5)}, "placeholders"),
         ({"audio": recordings(0.5, 1.1)}, r"audio 2: it has 1\.10 seconds, and the model hears 1 at a time"),
         ({"audio": recordings(0.5, 0.02)}, "audio 2: it is too short: it has 2 frames of sound"),
         ({"audio": [*recordings(0.5), b"no recording"]}, "audio 2: it is no recording of a known format"),
         ({"audio": [*recordings(0.5), wav(recordings(0.5)[0])[:-9]]}, "audio 2: it is a truncated WAV"),
-        ({"audio": [np.zeros((3, 63), np.float32)] * 2}, r"audio 1: embeds must be floats of shape \[3, 64\]"),
-        ({"image": recordings(0.5, 0.5)}, "takes no image"),
     ],
 )
 def test_what_is_refused(other, data, message):

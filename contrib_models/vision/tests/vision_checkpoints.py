@@ -51,6 +51,7 @@ class Subject:
     folder: Path
     model: Any
     processor: Any
+    family: str
 
     @cached_property
     def mark(self) -> str:
@@ -60,6 +61,9 @@ class Subject:
     @property
     def is_gemma(self) -> bool:
         return self.model.config.model_type == "gemma3"
+
+    def items(self, count: int, *, seed: int = 0) -> list[np.ndarray]:
+        return drawings(count, seed)
 
     def inputs(self, text: str, images: list[np.ndarray]) -> dict[str, torch.Tensor]:
         """What transformers' model takes."""
@@ -107,7 +111,7 @@ def make_subject(folder: Path, family: str) -> Subject:
             num_additional_image_tokens=int(is_clip),
         )
     images.save_pretrained(folder)
-    subject = Subject(folder, model, processor)
+    subject = Subject(folder, model, processor, family)
     processor.chat_template = write_template(folder, subject.mark)
     return subject
 

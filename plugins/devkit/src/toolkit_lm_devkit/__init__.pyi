@@ -31,6 +31,7 @@ from .kv_kind import KVKindConformance as KVKindConformance
 from .linear_method import LinearMethodConformance as LinearMethodConformance
 from .logits_processor import LogitsProcessorConformance as LogitsProcessorConformance
 from .model import ModelConformance as ModelConformance, Reference as Reference
+from .multimodal import MultimodalConformance as MultimodalConformance, MultimodalReference as MultimodalReference
 from .naive import naive_attention as naive_attention
 from .pairs import all_pairs as all_pairs
 from .pytest_plugin import Finished as Finished
