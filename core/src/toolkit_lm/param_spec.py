@@ -214,7 +214,7 @@ def _list_check(o: Option, kind: Any, *, takes_one: bool) -> Check:
 
 
 def _is_integer(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**63
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def _shown(value: object) -> str:

@@ -86,7 +86,7 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         param("What the output is to be: a JSON document of a schema, a choice, ...", max_items=64, flag=False, by_processor=True),
     ] = None
     seed: Annotated[
-        int | None, param("Seed of the random numbers, which repeats a request's draws.", none="the engine's, else a fresh one", ge=0)
+        int | None, param("Seed of the random numbers, which repeats a request's draws.", none="the engine's, else a fresh one")
     ] = None
     stop: Annotated[
         str | list[str] | None, param("Stop texts: the output ends before the first that appears.", max_items=64, max_length=1024)

@@ -200,7 +200,7 @@ def test_what_is_wrong_with_one_text_spares_the_others():
     found = processor.prepare_pooling_batch(list("1234"), texts, [PoolingParams()] * 4)
     assert [isinstance(one, RequestError) for one in found] == [False, True, True, False]
     assert found[0].message.arrival_time == found[3].message.arrival_time
-    with pytest.raises(RequestError, match="does not support the task 'classify'"):
+    with pytest.raises(RequestError, match="Unsupported task: 'classify'"):
         processor.prepare_pooling_batch(["1"], ["a"], [PoolingParams(task="classify")])
 
 

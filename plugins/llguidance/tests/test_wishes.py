@@ -72,12 +72,12 @@ def test_what_is_wrong_is_told(llm, asked, message):
         ({"response_format": {"type": "xml"}}, "response_format", "must be one of text, json_object"),
         ({"response_format": {}}, "response_format", "must be one of"),
         ({"response_format": "json"}, "response_format", "must be a mapping"),
-        ({"response_format": {"type": "json_schema"}}, "response_format", "needs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be provided"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}}, "response_format", "JSON Schema"),
         ({"guided_json": "{"}, "guided_json", "is not JSON"),
         ({"guided_json": 5}, "guided_json", "is a mapping"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex", "there are regex and choice"),
-        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "both say"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "Cannot specify both"),
     ],
 )
 def test_other_names_are_named(llm, extra_args, param, message):

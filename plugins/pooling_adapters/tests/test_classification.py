@@ -50,7 +50,7 @@ def test_a_trained_classifier(family, tmp_path):
     by_token = pooled(model, task="token_classify", use_activation=False)
     assert by_token.shape == (len(IDS), 3)
     torch.testing.assert_close(by_token[-1], expected)
-    with pytest.raises(RequestError, match="does not support the task 'score'"):
+    with pytest.raises(RequestError, match="Unsupported task: 'score'"):
         pooled(model, task="score")
 
 

@@ -227,7 +227,7 @@ def test_mixed_classes_are_as_separate(run):
 
 def test_a_task_that_is_not_supported():
     pooler = embedding_pooler(config())
-    with pytest.raises(RequestError, match=r"does not support the task 'score'. Supported: embed, token_embed\.") as caught:
+    with pytest.raises(RequestError, match=r"Unsupported task: 'score'. Supported: embed, token_embed\.") as caught:
         pooler.check(PoolingParams(task="score"))
     assert caught.value.param == "task"
     row = PoolingRow(params=PoolingParams(task="score"), tokens=slice(0, 1), token_ids=np.zeros(1, np.int32), start=0, num_prompt_tokens=1)

@@ -400,9 +400,12 @@ SERVED = {"embedder": "embed, token_embed", "classifier": "classify, token_class
 )
 async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path, body):
     reply = await ask(name, path, **body)
-    assert reply.status_code == 400, reply.text
+    scores = path.endswith(("score", "rerank"))
+    assert (reply.status_code, reply.json().get("detail")) == ((404, "Not Found") if scores else (400, None)), reply.text
     error = reply.json()["error"]
     assert error["param"] == "task" and f"Supported: {SERVED[name]}." in error["message"]
+    vllms = path in ("/pooling", "/classify", "/score", "/v1/score")
+    assert error["type"] == (("NotFoundError" if scores else "BadRequestError") if vllms else "invalid_request_error")
     assert ("--convert " in error["message"]) == (name == "generator")
 
 

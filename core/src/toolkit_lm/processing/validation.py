@@ -109,7 +109,7 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
     """Raises RequestError, naming the parameter, for token ids that are not in the vocabulary."""
     for token in (min(token_ids), max(token_ids)) if token_ids else ():
         if not 0 <= token < vocab_size:
-            known = f"which has the ids from 0 to {vocab_size - 1} (out of vocabulary: {vocab_size} tokens)"
+            known = f"which has the ids from 0 to {vocab_size - 1} (greater than or equal to 0, less than {vocab_size}): out of vocabulary"
             raise RequestError(f"token id {token} is not in the vocabulary, {known}.", param)
 
 

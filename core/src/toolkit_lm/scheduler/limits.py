@@ -84,7 +84,7 @@ class RequestLimits:
         """What holds for a task. Raises RequestError for one that the model does not serve."""
         if task not in self.pooling:
             way_out = f" {way_to_serve(task)}" if self.generates else ""
-            raise RequestError(f"the model does not support the task {task!r}. Supported: {self._served}.{way_out}", "task")
+            raise RequestError(f"Unsupported task: {task!r}. Supported: {self._served}.{way_out}", "task")
         return self.pooling[task]
 
     def _check_items(self, features: Sequence[MultiModalFeatureSpec], encoded: int) -> None:

@@ -56,7 +56,7 @@ from toolkit_lm_server.protocol import ChatBody, CompletionBody, body_of, check_
 from toolkit_lm_server.reranking import Reranking
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.routes import add_responses
-from toolkit_lm_server.route import Readiness, route_class, with_body
+from toolkit_lm_server.route import Readiness, ServerRoute, of_vllm, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 from toolkit_lm_server.ui.files import add_api_page
 
@@ -79,6 +79,7 @@ _PERMISSION = {
     "is_blocking": False,
 }
 """Of a model, as OpenAI's older clients read it."""
+_OF_VLLM = ("/pooling", "/classify", "/score", "/v1/score")
 
 
 class About:
@@ -182,7 +183,7 @@ def create_router(
         router.add_api_route(path, with_body(handler, whole), methods=["POST"], response_model=None, responses=responses)
     add_responses(router, engine, chat, body_of(ResponsesBody, *with_fields), options)
     embeddings, reranking = Embeddings(engine, options), Reranking(engine, options)
-    _add_pooling_routes(router, embeddings, reranking)
+    _add_pooling_routes(router, route_kind, embeddings, reranking)
     invocations = Invocations(engine, chat, completions, embeddings, reranking)
     whichever = with_body(invocations.create, dict[str, Any])
     responses = answers(AnyAnswer) | described(404, 429, 504)
@@ -191,8 +192,10 @@ def create_router(
     router.add_api_route("/v1/models", served.models, response_model=None, responses=answers(ModelList))
     unknown = described(404)
     router.add_api_route("/v1/models/{model:path}", served.model, response_model=None, responses=answers(ModelCard) | unknown)
+    own = of_vllm(route_kind)
     for path, convert, kind in (("/tokenize", tokens.tokenize, TokenIds), ("/detokenize", tokens.detokenize, Text)):
-        router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=answers(kind) | unknown)
+        responses = answers(kind) | unknown
+        router.add_api_route(path, convert, methods=["POST"], response_model=None, responses=responses, route_class_override=own)
     if options.tokenizer_info:
         router.add_api_route("/tokenizer_info", tokens.info, response_model=None, responses=answers(TokenizerInfo))
     if options.admin_routes:
@@ -222,7 +225,7 @@ def add_own_routes(router: APIRouter, options: ServerOptions, keys: Keys | None,
         router.add_api_route(path, handler, methods=[method], response_model=None, route_class_override=APIRoute, responses=responses)
 
 
-def _add_pooling_routes(router: APIRouter, embeddings: Embeddings, reranking: Reranking) -> None:
+def _add_pooling_routes(router: APIRouter, route_kind: type[ServerRoute], embeddings: Embeddings, reranking: Reranking) -> None:
     """They are there whatever the model: a task that it does not serve is an error that says which it does."""
     handlers: dict[str, tuple[Callable[..., Any], type[BaseModel]]] = {
         "/v1/embeddings": (embeddings.embed, EmbeddingList),
@@ -237,8 +240,8 @@ def _add_pooling_routes(router: APIRouter, embeddings: Embeddings, reranking: Re
         "/v2/rerank": (reranking.cohere_rerank, Ranking),
     }
     for path, (handler, kind) in handlers.items():
-        responses = answers(kind) | described(404, 429, 504)
-        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=responses)
+        responses, route = answers(kind) | described(404, 429, 504), of_vllm(route_kind) if path in _OF_VLLM else route_kind
+        router.add_api_route(path, handler, methods=["POST"], response_model=None, responses=responses, route_class_override=route)
 
 
 def create_app(

@@ -73,7 +73,8 @@ class Embeddings:
             # An engine that serves none says itself what is to be done.
             body.task = served[0] if served else "embed"
         if body.task not in POOLING_TASKS:
-            raise RequestError(f"there is no task {body.task!r}. Supported: {', '.join(served) or 'generate'}.", "task")
+            plugin = "No IOProcessor plugin installed. " if body.task == "plugin" else ""
+            raise RequestError(f"{plugin}Unsupported task: {body.task!r}. Supported: {', '.join(served) or 'generate'}.", "task")
         outputs = await self._pool(body, request, body.params())
         if body.encoding_format in ("bytes", "bytes_only"):
             return await asyncio.to_thread(in_bytes, outputs, body, head(self._engine, "pool"))

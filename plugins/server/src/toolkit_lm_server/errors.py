@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -20,6 +21,12 @@ RETRY_AFTER = 5
 _NAME, _MESSAGE = 200, 1000
 """Characters of a client's name, and of a message, that are sent back."""
 _TYPES = {429: "rate_limit_exceeded"}
+VLLM_TYPES = {400: "BadRequestError", 404: "NotFoundError", 500: "InternalServerError"}
+"""By status, an error's type on routes that vLLM has and OpenAI has not."""
+_PROBLEMS, _PART = 2, 120
+"""Wrong values of a body of which all is told, and most characters of each part of it."""
+_BRANCHES = {"str", "int", "float", "bool", "dict", "list", "none"}
+"""What pydantic calls the members of a union, beside words that are no names."""
 
 
 class ErrorDetail(BaseModel):
@@ -57,7 +64,7 @@ def validated(kind: type[Model], fields: Mapping[str, Any]) -> Model:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_input=False)]) from None
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
 
 
 def described(*statuses: int, kind: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
@@ -77,9 +84,16 @@ class ApiError(Exception):
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
         param = None if param is None else printable(param)
         self.body = {"error": {"message": printable(message, _MESSAGE), "type": kind, "param": param, "code": code}}
+        self.in_full: str | None = None
+        """The message with what pydantic says of each wrong value, for clients of OpenAI's API and vLLM's."""
+        self.beside: dict[str, str] = {}
+        """Fields beside the error."""
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self, types: Mapping[int, str] = MappingProxyType({})) -> JSONResponse:
+        """`types`: by status, what the error's type is, in the place of OpenAI's."""
+        told = self.body["error"]
+        changed = {"message": self.in_full or told["message"], "type": types.get(self.status, told["type"])}
+        return JSONResponse({**self.beside, "error": {**told, **changed}}, self.status, self.headers)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
@@ -114,7 +128,7 @@ def as_api_error(error: Exception) -> ApiError:
             code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
             return ApiError(400, str(error), param=param, code=code)
         case RequestValidationError():
-            return _of_validation(error.errors()[0])
+            return _of_validation(error.errors())
         case HTTPException():
             return ApiError(error.status_code, str(error.detail), headers=error.headers)
         case EngineDeadError():
@@ -128,9 +142,57 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(500, "The server failed on this request.", code="internal_error")
 
 
-def _of_validation(problem: Mapping[str, Any]) -> ApiError:
-    """pydantic's first complaint. `loc` is ("body", field, ...), or ("body", offset) where the body is no JSON."""
+def _of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
+    """Of pydantic's complaints, of which there is one for each member of a union, those of several places."""
+    first, places = problems[0], {_place(problem["loc"]): problem for problem in reversed(problems)}
+    error = _of_problem(first)
+    if first["type"] not in ("json_invalid", "unknown", "unsupported") and len(first["loc"]) > 1:
+        told = ", ".join(_in_full(place, problem) for place, problem in list(reversed(places.items()))[:_PROBLEMS])
+        message, count = error.body["error"]["message"], len(places)
+        rest = f", and {count - _PROBLEMS} more errors" if count > _PROBLEMS else ""
+        whole = f"{message} (1 validation error: {told})" if count == 1 else f"{count} validation errors: {message} {told}{rest}"
+        error.in_full = printable(whole, 2 * _MESSAGE)
+    return error
+
+
+def _place(loc: Sequence[int | str]) -> str:
+    """Where a wrong value is, as vLLM writes it: "body.messages.0.content", without what pydantic calls a union's members."""
+    start, *path = loc
+    return ".".join(map(str, (start, *_path(path))))[:_PART]
+
+
+def _path(path: Sequence[int | str]) -> list[int | str]:
+    return [
+        part for index, part in enumerate(path) if isinstance(part, int) or index == 0 or (part.isidentifier() and part not in _BRANCHES)
+    ]
+
+
+def _in_full(place: str, problem: Mapping[str, Any]) -> str:
+    told = {"type": problem["type"], "loc": place, "msg": problem["msg"][:_PART]}
+    return str(told if problem["type"] == "missing" else {**told, "input": _described_input(problem.get("input"))})
+
+
+def _described_input(value: Any) -> Any:
+    """What a client sent, which may be of any size."""
+    match value:
+        case list() | tuple():
+            return f"<list of {len(value)} items>"
+        case dict():
+            return f"<dict of {len(value)} items>"
+        case str():
+            return value if len(value) <= _PART else f"{value[:_PART]}... [truncated]"
+        case int() if abs(value) >= 10**_PART:
+            return "<integer of many digits>"
+        case None | bool() | int() | float():
+            return value
+        case _:
+            return f"<{type(value).__name__}>"
+
+
+def _of_problem(problem: Mapping[str, Any]) -> ApiError:
+    """pydantic's complaint of one value. `loc` is ("body", field, ...), or ("body", offset) where the body is no JSON."""
     _, *path = problem["loc"]
+    path = _path(path)
     field = path[0] if path and isinstance(path[0], str) else None
     match problem["type"]:
         case "json_invalid":

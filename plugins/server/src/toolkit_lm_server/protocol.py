@@ -171,6 +171,7 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     forces_usage: ClassVar[bool] = False
     """Streams tell usage in each event, whether they are asked to or not."""
 
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(None, description=SAMPLING_PARAMS["seed"].help)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -364,7 +365,8 @@ class CompletionBody(SamplingBody):
         if self.encoder_prompt is not None or self.decoder_prompt is not None:
             return [self._both_prompts()]
         if prompts is None:
-            raise RequestError("a prompt is missing: give a prompt, or an encoder_prompt.", "prompt")
+            message = "Either prompt or prompt_embeds must be provided and non-empty."
+            raise RequestError(f"{message} This server takes no prompt_embeds: give a prompt, or an encoder_prompt.", "prompt")
         if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not prompts:

@@ -11,6 +11,7 @@ from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import head, pool, usage
 from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
@@ -61,7 +62,10 @@ class Reranking:
         """`given`: queries and documents, by their fields."""
         (query_field, queries), (document_field, documents) = given.items()
         fields = (query_field, document_field)
-        scoring = self._engine.processor.scoring(queries, documents, fields)
+        try:
+            scoring = self._engine.processor.scoring(queries, documents, fields)
+        except RequestError as error:
+            raise (_not_there(error) if error.param == "task" else error) from None
         params = scoring.params(PoolingParams(use_activation=body.use_activation))
         try:
             outputs = await pool(
@@ -88,3 +92,10 @@ class Reranking:
                 raise RequestError(str(error), "max_tokens_per_doc") from None
             # The engine refuses the same text, and says which one it is.
             return texts
+
+
+def _not_there(error: RequestError) -> ApiError:
+    """Of a model that scores nothing, vLLM's server has no such route."""
+    told = ApiError(404, str(error), param="task")
+    told.beside = {"detail": "Not Found"}
+    return told

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope
 from toolkit_lm.engine import EngineState
 
-from toolkit_lm_server.errors import RETRY_AFTER, ApiError, ErrorBody, as_api_error, described, printable
+from toolkit_lm_server.errors import RETRY_AFTER, VLLM_TYPES, ApiError, ErrorBody, as_api_error, described, printable
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics, Watched
 from toolkit_lm_server.options import CLIENT, ServerOptions
@@ -318,6 +318,15 @@ def route_class(
         "metrics": metrics,
     }
     return type("ServerRoute", (ServerRoute,), {**fields, "bodies": Bodies(options.max_body_bytes)})
+
+
+def of_vllm(kind: type[ServerRoute]) -> type[ServerRoute]:
+    """The class of a route that vLLM has and OpenAI has not: the types of its errors are vLLM's."""
+
+    def refusal(error: ApiError) -> Response:
+        return error.response(VLLM_TYPES)
+
+    return type("VllmRoute", (kind,), {"refusal": staticmethod(refusal)})
 
 
 def with_body(handler: Callable[[Any, Request], Awaitable[Response]], kind: type[Any]) -> Callable[[Any, Request], Awaitable[Response]]:

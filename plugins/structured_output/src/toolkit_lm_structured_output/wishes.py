@@ -43,7 +43,8 @@ def wish_of(given: Mapping[str, Any]) -> Wish | None:
         if wish is not None
     ]
     if len(wishes) > 1:
-        raise RequestError(f"{wishes[0].param} and {wishes[1].param} both say what the output is to be: give one of them.", wishes[1].param)
+        one, other = wishes[0].param, wishes[1].param
+        raise RequestError(f"Cannot specify both {one} and {other}: each says what the output is to be. Give one of them.", other)
     return wishes[0] if wishes else None
 
 
@@ -84,7 +85,7 @@ def _of_response_format(given: Mapping[str, Any]) -> Wish | None:
     if kind == "json_schema":
         told = given.get("json_schema")
         if not isinstance(told, dict):
-            raise RequestError('response_format needs "json_schema": {"name": ..., "schema": {...}}.', param)
+            raise RequestError('response_format.json_schema must be provided with this type: {"name": ..., "schema": {...}}.', param)
         schema = told.get("schema", {})
         if not isinstance(schema, dict | bool):
             raise RequestError("response_format.json_schema.schema must be a JSON Schema.", param)

@@ -61,7 +61,7 @@ class RowPooler(Pooler):
         """Raises RequestError, with `param` set, for what this pooler cannot give. `forward` takes checked rows only."""
         if params.task not in self.supported_tasks():
             able = ", ".join(sorted(self.supported_tasks()))
-            raise RequestError(f"the model does not support the task {params.task!r}. Supported: {able}.", "task")
+            raise RequestError(f"Unsupported task: {params.task!r}. Supported: {able}.", "task")
 
     @abstractmethod
     def forward(self, hidden_states: Tensor, meta: PoolingMetadata) -> list[Tensor | None]:
