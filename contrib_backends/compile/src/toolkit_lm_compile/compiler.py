@@ -8,13 +8,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from toolkit_lm.attention import BatchLimits, GraphSupport
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import (
     EncoderDecoderModel,
+    GraphShape,
     IntermediateTensors,
     Model,
     ModelCompiler,
@@ -27,6 +31,8 @@ from toolkit_lm.plugin import Plugins
 from torch import Tensor, fx
 
 from toolkit_lm_compile.capture import capture, module_files
+from toolkit_lm_compile.describe import describe_parts
+from toolkit_lm_compile.graphs import describe as describe_graphs, make_graphs
 from toolkit_lm_compile.key import ingredients, key_of, source_digest
 from toolkit_lm_compile.options import options_of, sizes_of
 from toolkit_lm_compile.parts import check_patches, compile_part, instructions_here, is_kept, load_part, symbols_of
@@ -47,9 +53,13 @@ class InductorCompiler(ModelCompiler):
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
-        if vllm_config.parallel.num_ranks > 1:
-            return "it compiles models of one rank only"
+        if vllm_config.parallel.pipeline_parallel_size > 1:
+            return "it compiles models of one pipeline stage only (--pipeline-parallel-size 1); tensor parallel ranks it can"
         return None
+
+    @classmethod
+    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport]) -> list[str]:
+        return [*describe_parts(vllm_config), describe_graphs(options_of(vllm_config), vllm_config, supports)]
 
     def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
         self.model = model
@@ -70,17 +80,37 @@ class InductorCompiler(ModelCompiler):
         check_patches(self._patches)
         with _lock:
             self._make(vllm_config, plugins)
+        self.graphs = make_graphs(model, self._options, vllm_config)
 
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
         given = {"input_ids": input_ids, **{name: value for name, value in arguments.items() if value is not None}}
-        program = self._programs.get(_form(given))
-        if program is None:
-            return self._eager(given)
-        with op_layers(self._layers):
-            return program(len(input_ids), given)
+        form = _form(given)
+        program = self._programs.get(form)
+        with nullcontext() if program is None else op_layers(self._layers):
+            if self.graphs is None:
+                return self._compute(program, given)
+            out: Tensor | IntermediateTensors = self.graphs(form, given, program, partial(self._compute, program))
+            return out
+
+    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport]) -> None:
+        if self.graphs is not None:
+            self.graphs.bind(limits, supports)
+
+    def estimate(self, step: Callable[[], object]) -> int:
+        return 0 if self.graphs is None else self.graphs.estimate(step)
+
+    def capture(self, step: Callable[[], object]) -> None:
+        if self.graphs is not None and self.compiled_when_sealed is None:
+            self.graphs.capture(step)
+
+    def begin_step(self, num_rows: int, num_tokens: int, max_query_len: int, *, whole: bool) -> GraphShape | None:
+        return None if self.graphs is None else self.graphs.begin_step(num_rows, num_tokens, max_query_len, whole=whole)
 
     def seal(self) -> None:
         self.compiled_when_sealed = self.num_compiled
+
+    def _compute(self, program: Program | None, given: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
+        return self._eager(given) if program is None else program(len(given["input_ids"]), given)
 
     def _eager(self, given: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
         if not self.num_eager_steps:

@@ -25,6 +25,12 @@ class CompilationOptions(Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Numbers of tokens that get code of their own, from level 2."""
     inductor_compile_config: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     """Options of torch._inductor.config, by name."""
+    cudagraph_mode: Literal["none", "piecewise", "full", "full_decode_only", "full_and_piecewise"] = "none"
+    """What is replayed as a CUDA graph: parts between attention, whole passes, or both."""
+    cudagraph_capture_sizes: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=MOST_SIZES)] | None = None
+    """Numbers of tokens that get a graph. Other steps are padded to the next. None: some up to 512."""
+    cudagraph_query_len: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Tokens of each row in decode steps with drafts, which get whole graphs of their own where attention can: 1 and the drafts."""
     cache_dir: str | None = None
     """The folder of the cache, in place of the user's."""
 
@@ -42,7 +48,8 @@ def options_of(vllm_config: VllmConfig) -> CompilationOptions:
 def effective(options: CompilationOptions, level: int) -> dict[str, Any]:
     """What of it has an effect on compiled code."""
     stated = msgspec.to_builtins(options)
-    del stated["cache_dir"]
+    for name in ("cache_dir", "cudagraph_mode", "cudagraph_capture_sizes", "cudagraph_query_len"):
+        del stated[name]
     return {**stated, "optimization_level": level, "compile_sizes": sizes_of(options, level)}
 
 

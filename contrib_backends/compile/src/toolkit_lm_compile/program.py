@@ -15,6 +15,9 @@ from toolkit_lm_compile.split import Plan
 Parts = Mapping[tuple[str, int | None], Callable[..., Any]]
 """Code by the part's key and the number of tokens that it is for; None: any number."""
 
+Step = tuple[Callable[..., Any], list[tuple[bool, Any]], list[int], bool, list[int]]
+"""A part or an op; its operands, each a register or a value; the registers that it fills; whether it is a part; those last read."""
+
 
 class Program:
     """Computes forward passes of one set of arguments."""
@@ -35,7 +38,7 @@ class Program:
         self._any = self._steps(parts, None)
         self._of_size = {size: self._steps(parts, size) for size in sizes}
 
-    def _steps(self, parts: Parts, size: int | None) -> list[tuple[Callable[..., Any], list[tuple[bool, Any]], list[int], bool, list[int]]]:
+    def _steps(self, parts: Parts, size: int | None) -> list[Step]:
         steps = []
         held = {register for register, (kind, _) in enumerate(self.plan.inputs) if kind == "tensor"}
         for step in self.plan.steps:
@@ -48,13 +51,22 @@ class Program:
             steps.append((call, operands, step.outputs, step.kind == "part", [one for one in step.last if one not in held]))
         return steps
 
-    def __call__(self, num_tokens: int, arguments: Mapping[str, Tensor]) -> Tensor:
+    def steps_of(self, num_tokens: int) -> list[Step]:
+        """What is called, in turn, for so many tokens."""
+        return self._of_size.get(num_tokens, self._any)
+
+    def filled(self, arguments: Mapping[str, Tensor]) -> list[Any]:
+        """The registers as a pass begins."""
         registers = self._registers.copy()
         for register, name in self._arguments:
             registers[register] = arguments[name]
         for register, name, dimension in self._symbols:
             registers[register] = arguments[name].shape[dimension]
-        for call, operands, outputs, gives, last in self._of_size.get(num_tokens, self._any):
+        return registers
+
+    def __call__(self, num_tokens: int, arguments: Mapping[str, Tensor]) -> Tensor:
+        registers = self.filled(arguments)
+        for call, operands, outputs, gives, last in self.steps_of(num_tokens):
             out = call(*[registers[value] if is_register else value for is_register, value in operands])
             if gives:
                 if isinstance(out, tuple | list):
