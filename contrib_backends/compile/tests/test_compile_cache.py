@@ -99,6 +99,7 @@ def key(compiled_model, /, plugins=PLUGINS, **options):
     "options",
     [
         {"max_num_seqs": 3, "seed": 4, "kv_cache_memory": "1GiB", "served_model_name": ["other"], "start_timeout": 3.0, "max_logprobs": 3},
+        {"data_parallel_size": 3, "executor": "mp", "nodes": 1, "master": "elsewhere:1234"},
         {"model": "/another/folder", "tokenizer": "/another/folder", "compilation_config": '{"cache_dir": "/another/place"}'},
     ],
 )
@@ -116,6 +117,7 @@ def test_what_has_no_effect_hits(model, options):
         {"compilation_config": '{"inductor_compile_config": {"cpp.simdlen": 8}}'},
         {"kernels": "torch"},
         {"attention_backend": "sdpa"},
+        {"tensor_parallel_size": 2},
     ],
 )
 def test_what_has_an_effect_misses(model, options):

@@ -66,6 +66,16 @@ def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path
     assert (compiler.num_eager_steps, compiler.num_compiled, compiler.compiled_when_sealed) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_two_workers_give_the_same_tokens(folder, expected, tmp_path, backend):
+    """Each in a process of its own, with collectives within the compiled parts."""
+    llm = LLM(**options_of(folder, tmp_path, backend=backend) | {"tensor_parallel_size": 2, "executor": "mp"})
+    assert tokens_of(llm) == expected
+    if backend == "inductor":
+        assert sorted(path.name for path in tmp_path.glob("*/rank_*")) == ["rank_0_0", "rank_1_0"]
+        assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_pass_that_was_not_foreseen_is_not_compiled(folder, tmp_path, caplog):
     model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
     compiler = compiled(model)

@@ -18,6 +18,8 @@ from toolkit_lm.model import Model
 from torch import Tensor, fx
 from torch.fx.experimental import _config as symbolic_config
 
+from toolkit_lm_compile.collectives import traced
+
 _numbers = count()
 _FILE = re.compile(r'File "([^"\n]+)", line (\d+)')
 
@@ -38,6 +40,10 @@ def capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str,
 
     Raises UnsupportedError, with the line, where tracing ends in the middle, or the code asks how many tokens there are.
     """
+    return traced(model.vllm_config.parallel, lambda: _capture(model, arguments, dynamic))
+
+
+def _capture(model: Model, arguments: Mapping[str, Tensor], dynamic: Mapping[str, int]) -> Capture:
     names, found = list(arguments), list[fx.GraphModule]()
     inputs: list[tuple[str, Any]] = []
 

@@ -35,10 +35,11 @@ _NO_EFFECT: dict[str, tuple[str, ...]] = {
         "swap_memory",
     ),
     "scheduler": ("scheduling_policy", "preemption_mode", "max_num_seqs", "max_num_batched_tokens"),
+    "parallel": ("rank", "data_parallel_size", "nodes", "executor"),
     "checkpoint": ("path", "source", "generation_config", "pooling_profile"),
 }
-"""Options without an effect on the forward pass, by section. Whatever is not named here counts."""
-_NO_EFFECT_SECTIONS = ("engine", "renderer", "limits", "pooler", "compilation")
+"""Options without an effect on the forward pass, by section. Whatever is not named here counts. Ranks have folders of their own."""
+_NO_EFFECT_SECTIONS = ("engine", "node", "renderer", "limits", "pooler", "compilation")
 _CPUINFO = Path("/proc/cpuinfo")
 
 
