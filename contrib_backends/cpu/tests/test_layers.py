@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
     GatedColumnParallelLinear,
     Kernels,
@@ -303,3 +304,63 @@ def test_products_of_heads(shape) -> None:
         assert all(torch.equal(kernels.linear(x[i : i + 1], weight, bias), whole[i : i + 1]) for i in range(70))
     other = torch.randn(shape)
     torch.testing.assert_close(kernels.linear(x, other, None), F.linear(x, other), rtol=1e-5, atol=1e-4)
+
+
+def loaded_linear(dtype: torch.dtype, sizes: tuple[int, ...], tensors: list[tuple[Tensor, int | None]], parallel: VllmConfig | None = None):
+    """A layer of parts of these sizes, after its parameter's loader was given tensors; and what was written into the parameter."""
+    layer = torch.nn.Module()
+    method = PanelLinear(Arena())
+    parts = tuple(Part.even(size, parallel.parallel, "rows") if parallel else Part.whole(size) for size in sizes)
+    method.create(layer, LinearSpec(kind="linear", prefix="layer", inputs=Part.whole(64), outputs=parts, dtype=dtype))
+    weight = layer.weight.detach().zero_()
+    for tensor, shard_id in tensors:
+        layer.weight.weight_loader(layer.weight, tensor, shard_id)
+    copied = weight.clone()
+    method.process(layer)
+    return method, copied
+
+
+def test_weights_are_packed_as_they_are_loaded(dtype) -> None:
+    weight = torch.randn(112, 64).to(dtype)
+    q, k, v = weight.split([64, 16, 32])
+    expected = panels.pack(weight, library.product_type(dtype, 64), Arena())
+    other = torch.float64 if dtype is torch.float32 else torch.float32
+    at_odd = torch.empty(16 * 64 + 1, dtype=dtype)[1:].view(16, 64).copy_(k)
+    cases = {
+        "one by one": ([(v, 2), (q, 0), (k, 1)], 0),
+        "together": ([(weight, None)], 0),
+        "the second is of another dtype": ([(q, 0), (k.to(other), 1), (v, 2)], 16),
+        "all are of another dtype": ([(weight.to(other), None)], 112),
+        "the second lies column by column": ([(q, 0), (k.t().contiguous().t(), 1), (v, 2)], 16),
+        "the second is at an odd address": ([(q, 0), (at_odd, 1), (v, 2)], 0 if dtype is torch.float32 else 16),
+        "the second comes twice": ([(q, 0), (k * 2, 1), (v, 2), (k.to(other), 1)], 16),
+    }
+    for case, (tensors, num_copied) in cases.items():
+        method, copied = loaded_linear(dtype, (64, 16, 32), tensors)
+        assert torch.equal(method.packed, expected), case
+        assert copied.any(1).sum() == num_copied, case
+
+
+def test_parts_that_end_within_a_panel_are_copied_first(dtype) -> None:
+    weight = torch.randn(65, 64).to(dtype)
+    for sizes, num_copied in (((40, 25), 65), ((48, 17), 0), ((65,), 0)):
+        pieces = list(weight.split(sizes))
+        method, copied = loaded_linear(dtype, sizes, [(piece, i if len(sizes) > 1 else None) for i, piece in enumerate(pieces)])
+        assert torch.equal(method.packed, panels.pack(weight, library.product_type(dtype, 64), Arena()))
+        assert copied.any(1).sum() == num_copied
+
+
+def test_a_rank_packs_its_share_as_it_is_loaded(dtype) -> None:
+    weight = torch.randn(96, 64).to(dtype)
+    config = VllmConfig.default(tensor_parallel_size=2).with_rank(1)
+    method, copied = loaded_linear(dtype, (64, 32), [(weight[:64], 0), (weight[64:], 1)], config)
+    share = torch.cat([weight[32:64], weight[80:]])
+    assert torch.equal(method.packed, panels.pack(share, library.product_type(dtype, 64), Arena()))
+    assert not copied.any()
+
+
+def test_what_does_not_fit_is_refused(dtype) -> None:
+    weight = torch.randn(64, 64).to(dtype)
+    for tensors in ([(weight[:63], None)], [(weight[:31], 0)], [(weight.char(), None)]):
+        with pytest.raises(CheckpointError, match=r"has shape|is quantized"):
+            loaded_linear(dtype, (32, 32), tensors)

@@ -39,7 +39,7 @@ class PanelLinear(UnquantizedMethod):
     """A weight in panels of 16 outputs. A row's result is one sum in order, whatever is computed beside it."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+        self.arena = arena
         self.packed: Tensor | None = None
         self.is_halved = False
         """Its gate and what passes it have panels of their own, since a panel would hold outputs of both."""
@@ -48,15 +48,25 @@ class PanelLinear(UnquantizedMethod):
     def create(self, layer: nn.Module, spec: LinearSpec) -> None:
         super().create(layer, spec)
         self.tied_to = spec.tied_to
+        self.outputs, self.inputs = spec.shape
+        self.type = product_type(spec.dtype, self.inputs)
+        self.is_halved = isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
+        fills_panels = all(part.size % LANES == 0 for part in spec.outputs[:-1]) and spec.inputs.size == spec.inputs.full
+        self._loader = None
+        if fills_panels and not self.is_halved and spec.tied_to is None:
+            self._loader = PanelLoader(self, spec)
+            self.weight.weight_loader = self._loader  # type: ignore[attr-defined]
 
     def process(self, layer: nn.Module) -> None:
-        weight = self.weight
-        self.outputs, self.inputs = weight.shape
-        self.type = product_type(weight.dtype, self.inputs)
-        self.is_halved = isinstance(layer, GatedColumnParallelLinear) and self.outputs % (2 * LANES) != 0
+        weight, loader = self.weight, self._loader
         tied = self.tied_to if isinstance(self.tied_to, PanelEmbedding) else None
-        loses = weight.nbytes >= _LARGE and _is_held_by(self.weight, 4 if tied is not None else 2)
-        self.packed = pack(weight, self.type, self._arena, halves=2 if self.is_halved else 1, loses=loses)
+        if loader is not None and loader.packed:
+            for index in set(range(len(loader.parts))) - loader.packed:
+                loader.pack(index, loader.rows_of(weight, index))
+        else:
+            loses = weight.nbytes >= _LARGE and _is_held_by(self.weight, 4 if tied is not None else 2)
+            self.packed = pack(weight, self.type, self.arena, halves=2 if self.is_halved else 1, loses=loses)
+        self._loader = None
         del self.weight, layer.weight
         if tied is not None:
             tied.read(self)
@@ -81,6 +91,60 @@ class PanelLinear(UnquantizedMethod):
         if self.packed is None or activation not in ACTIVATIONS or not fits:
             return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
         return _product(self.type, x, self.packed, self.outputs, bias, ACTIVATIONS[activation], gated, residual)
+
+
+class PanelLoader:
+    """The WeightLoader of a weight in panels. It packs rows where the checkpoint has them, so that they are read once and not copied.
+
+    Rows of another dtype are copied into the parameter first, as are those of a share with padding, and those at odd addresses.
+    """
+
+    def __init__(self, method: PanelLinear, spec: LinearSpec) -> None:
+        self.parts = spec.outputs
+        self.packed: set[int] = set()
+        """The parts that are not in the parameter, which holds nothing of them."""
+        self._method = method
+        self._copy = spec.loader()
+        self._memory = method.weight.data_ptr()
+        """Who gives the parameter other memory reads the weight there."""
+
+    def __call__(self, param: Tensor, loaded: Tensor, shard_id: int | None = None) -> None:
+        sizes = [part.full for part in self.parts]
+        whole, is_one = (sum(sizes), param.shape[1]), shard_id is not None or len(sizes) == 1
+        if not is_one and loaded.shape == whole:
+            for index, piece in enumerate(torch.split(loaded, sizes)):
+                self(param, piece, index)
+            return
+        index = shard_id or 0
+        part = self.parts[index]
+        is_plain = loaded.dtype is param.dtype and loaded.device.type == "cpu" and loaded.is_contiguous() and loaded.data_ptr() % 4 == 0
+        if (
+            is_one
+            and is_plain
+            and param.data_ptr() == self._memory
+            and loaded.shape == (part.full, param.shape[1])
+            and part.start + part.size <= part.full
+        ):
+            self.pack(index, loaded[part.start : part.start + part.size])
+            self.packed.add(index)
+        else:
+            self._copy(param, loaded, shard_id)
+            self.packed.discard(index)
+
+    def rows_of(self, weight: Tensor, index: int) -> Tensor:
+        """Of a parameter: those of a part."""
+        return weight.narrow(0, self._first(index), self.parts[index].size)
+
+    def pack(self, index: int, rows: Tensor) -> None:
+        """Rows [size of the part, inputs], contiguous."""
+        method = self._method
+        if method.packed is None:
+            method.packed = method.arena.empty(-(-method.outputs // LANES) * LANES * method.inputs, rows.dtype)
+        at = self._first(index) * method.inputs * rows.itemsize
+        _kernels.pack(method.type, rows.data_ptr(), method.packed.data_ptr() + at, len(rows), method.inputs)
+
+    def _first(self, index: int) -> int:
+        return sum(part.size for part in self.parts[:index])
 
 
 class PanelEmbedding(UnquantizedMethod):
