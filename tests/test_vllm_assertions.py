@@ -40,11 +40,8 @@ NOT_HELD = {
     f"{CHAT}/test_chat.py::test_single_chat_session": (
         "`usage` equal to one without `prompt_tokens_details`: they are always there, as OpenAI gives them; vLLM needs a flag for them."
     ),
-    f"{CHAT}/test_chat_echo.py::test_top_logprobs": '`"logprobs": "true"`, a text, is refused: with `true` it holds.',
     f"{CHAT}/test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids": "`logprob_token_ids` is not there.",
     f"{CHAT}/test_batched_chat_completions.py::test_batched_chat_completions_logprob_token_ids": "`logprob_token_ids` is not there.",
-    f"{RESPONSES}/test_simple.py::test_enable_response_messages": "The texts and tokens that were read and drawn do not come along.",
-    f"{RESPONSES}/test_stateful.py::test_background, test_background_cancel": "No response is made in the background.",
     "pooling/classify/test_online.py::test_pooling_not_supported": "`token_classify` of a classifier is served, and not refused.",
     "pooling/token_classify/test_online.py::test_pooling_not_supported": "`classify` of a classifier is served, and not refused.",
     "serve/exception_handling/test_validation_exception_handler.py::test_param_falls_back_to_loc": (
@@ -920,9 +917,45 @@ def long_seeds(tiny: Asked) -> None:
             assert one["usage"] == other["usage"]
 
 
-@check("openai/responses/test_stateful.py::test_background_error", words="`background is not supported`")
-def no_background(tiny: Asked) -> None:
-    assert "background" in tiny.refused("/v1/responses", input="hi", background=True, store=False)
+@check("openai/responses/test_stateful.py::test_background_error, test_background, test_background_cancel")
+def background(tiny: Asked) -> None:
+    message = tiny.refused("/v1/responses", input="hi", background=True, store=False)
+    assert "background can only be used when `store` is true" in message
+
+    def state(reply: Any, left: set[str]) -> Any:
+        deadline = time.monotonic() + 30
+        while reply.status in left and time.monotonic() < deadline:
+            time.sleep(0.01)
+            reply = tiny.openai.responses.retrieve(reply.id)
+        return reply
+
+    reply = tiny.respond(input="Hello!", background=True)
+    assert reply.status == "queued" and reply.background
+    assert state(reply, {"queued", "in_progress"}).output_text == tiny.respond(input="Hello!").output_text
+    long = {"max_output_tokens": 400, "extra_body": {"ignore_eos": True}}
+    reply = tiny.respond(input="Write a long story about a cat.", background=True, **long)
+    assert reply.status == "queued"
+    reply = tiny.openai.responses.cancel(state(reply, {"queued"}).id)
+    for _ in range(10):
+        assert reply.status == "cancelled"
+        time.sleep(0.05)
+        reply = tiny.openai.responses.retrieve(reply.id)
+
+
+@check("openai/responses/test_simple.py::test_enable_response_messages")
+def raw_messages(tiny: Asked) -> None:
+    reply = tiny.ok("/v1/responses", input="What is the capital of France?", temperature=0, enable_response_messages=True)
+    assert reply["status"] == "completed"
+    for name, count in (("input_messages", "input_tokens"), ("output_messages", "output_tokens")):
+        [message] = reply[name]
+        assert message["type"] == "raw_message_tokens" and len(message["message"]) > 10
+        assert len(message["tokens"]) == reply["usage"][count] and type(message["tokens"][0]) is int
+
+
+@check("openai/chat_completion/test_chat_echo.py::test_top_logprobs")
+def all_logprobs(roomy: Asked) -> None:
+    reply = roomy.chat(max_completion_tokens=1, extra_body={"top_logprobs": -1, "logprobs": "true"})
+    assert len(reply.choices[0].logprobs.content[0].top_logprobs) == vocabulary_size()
 
 
 @check("openai/completion/test_prompt_validation.py::test_empty_prompt")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import ClassVar
 
 import pytest
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.responses.background import Background
 from toolkit_lm_server.responses.body import ResponsesBody
 from toolkit_lm_server.responses.items import chat_tool_choice, chat_tools, messages_of
 from toolkit_lm_server.responses.output import Output
@@ -106,7 +109,9 @@ async def test_a_failure_in_the_middle(client, engine):
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "input[0]: items of type 'item_reference'"),
         ({"input": "hi", "tools": [{"type": "web_search"}]}, "tools", "tools[0]: this server runs no tools of type 'web_search'"),
         ({"input": "hi", "tool_choice": "required"}, "tool_choice", "only with tools"),
-        ({"input": "hi", "background": True}, "background", "not supported"),
+        ({"input": "hi", "background": True}, "background", "--max-stored-responses"),
+        ({"input": "hi", "background": True, "stream": True}, "background", "only when stream is false"),
+        ({"input": "hi", "enable_response_messages": True, "stream": True}, "enable_response_messages", "only when stream is false"),
         ({"input": "hi", "conversation": "conv_1"}, "conversation", "keeps no conversations"),
         ({"input": "hi", "previous_response_id": "resp_1"}, "previous_response_id", "--max-stored-responses"),
         ({"input": "hi", "max_output_tokens": 0}, "max_tokens", "at least 1"),
@@ -264,9 +269,74 @@ class Said:
         yield [{"choices": [], "usage": self.usage()}]
 
 
+@pytest.fixture
+def keeping(engine, client_of):
+    """A client of a server that keeps responses."""
+    return client_of(create_app(engine, ServerOptions(max_stored_responses=10)))
+
+
+async def settled(client, name: str, left=("queued", "in_progress")) -> dict:
+    while (reply := (await client.get(f"{PATH}/{name}")).json())["status"] in left:
+        await asyncio.sleep(0.001)
+    return reply
+
+
+async def test_a_response_in_the_background(keeping):
+    asked = {"input": "hi", "background": True, "max_output_tokens": 64}
+    async with keeping as client:
+        begun = (await client.post(PATH, json=asked)).json()
+        assert (begun["status"], begun["background"], begun["store"], begun["output"]) == ("queued", True, True, [])
+        found = await settled(client, begun["id"])
+        whole = (await client.post(PATH, json={**asked, "background": False})).json()
+        assert found["output"][0]["content"] == whole["output"][0]["content"] and found["usage"] == whole["usage"]
+        assert (found["status"], whole["background"]) == (whole["status"], False)
+        assert (await client.post(f"{PATH}/{begun['id']}/cancel")).json() == found, "what is made stays"
+        wrong = await client.post(PATH, json={**asked, "temperature": "hot"})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "temperature"), "before it is queued"
+
+
+async def test_a_response_in_the_background_is_cancelled(keeping, engine):
+    async with keeping as client:
+        for end in ("cancel", "delete"):
+            name = (await client.post(PATH, json={"input": "hang", "background": True})).json()["id"]
+            await settled(client, name, ("queued",))
+            while not engine.num_open:
+                await asyncio.sleep(0.001)
+            goes_on = (await client.post(PATH, json={"input": "so", "previous_response_id": name})).json()["error"]
+            assert (goes_on["param"], "in the background" in goes_on["message"]) == ("previous_response_id", True)
+            if end == "cancel":
+                assert (await client.post(f"{PATH}/{name}/cancel")).json()["status"] == "cancelled"
+                assert (await client.get(f"{PATH}/{name}")).json()["status"] == "cancelled"
+            else:
+                assert (await client.delete(f"{PATH}/{name}")).json()["deleted"]
+            assert engine.num_open == 0, "the engine's work ends"
+        assert (await client.get(f"{PATH}/{name}")).status_code == 404
+
+
+async def test_a_response_in_the_background_that_fails(keeping, engine):
+    async with keeping as client:
+        engine.failure = RuntimeError("secret")
+        name = (await client.post(PATH, json={"input": "hi", "background": True})).json()["id"]
+        failed = await settled(client, name)
+        assert failed["error"] == {"code": "server_error", "message": "The server failed on this request."}
+
+
+async def test_so_many_are_made_in_the_background():
+    background, held = Background(most=1), asyncio.Event()
+    background.start("one", held.wait)
+    with pytest.raises(ApiError) as caught:
+        background.start("two", held.wait)
+    assert caught.value.status == 429 and caught.value.headers
+    await background.stop("one")
+    assert "one" not in background
+    background.start("two", held.wait)
+    await background.stop("two")
+
+
 async def test_reasoning_and_calls_are_items():
     """The whole answer equals what the stream ends with, and the deltas of each item make it."""
-    made = Output(ResponsesBody(input="hi"), Said(), "fake", is_kept=False)
+    made, streamed = [Output(ResponsesBody(input="hi"), "fake", is_kept=False) for _ in range(2)]
+    made.answer, streamed.answer = Said(), Said()
     whole = made.whole([])
     assert [(item["type"], item["status"]) for item in whole["output"]] == [
         ("reasoning", "completed"),
@@ -276,7 +346,7 @@ async def test_reasoning_and_calls_are_items():
     ]
     assert [(item["call_id"], item["name"], item["arguments"]) for item in whole["output"][2:]] == [*Said.CALLS]
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
-    events = [event async for events in Output(ResponsesBody(input="hi"), Said(), "fake", is_kept=False).events() for event in events]
+    events = [event async for events in streamed.events() for event in events]
     final = events[-1]["response"]
 
     def without_ids(response):

@@ -127,6 +127,11 @@ class ChatAnswer:
         of_prompt = prompt_logprobs(None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs)
         return {**self._head("chat.completion"), "choices": found, "usage": self.usage(), "prompt_logprobs": of_prompt, **prompt}
 
+    def raw(self, choice: Piece) -> list[tuple[str, list[int]]]:
+        """Text and tokens of the prompt, as the model read it, and of a whole choice, as it was drawn."""
+        decode = self._engine.renderer.decode
+        return [(decode(tokens), [*tokens]) for tokens in (self._generation.prompt(choice.index).prompt_token_ids, choice.token_ids)]
+
     async def chunks(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """A stream's objects, each a chat.completion.chunk, as they come. Raises ApiError."""
         body, generation = self._body, self._generation

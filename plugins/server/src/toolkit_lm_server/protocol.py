@@ -7,7 +7,16 @@ from contextvars import ContextVar
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    create_model,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError
 from toolkit_lm.config import Option
 from toolkit_lm.errors import PluginError, RequestError
@@ -94,6 +103,10 @@ def _stands_for_default(cls: type[BaseModel], name: str, value: Any) -> bool:
 
 def _takes_bool(kind: Any) -> bool:
     return kind in (bool, Any) or (get_origin(kind) in (Union, UnionType, Annotated) and any(map(_takes_bool, get_args(kind))))
+
+
+def _as_switch(value: Any) -> Any:
+    return {"true": True, "false": False}.get(value, value) if isinstance(value, str) else value
 
 
 class StreamOptions(BaseModel):
@@ -294,7 +307,8 @@ class ChatBody(SamplingBody, RenderBody):
     """For the chat template. "none": as enable_thinking false."""
     include_reasoning: bool | None = None
     """False: the answer's reasoning is left out."""
-    logprobs: bool | None = None
+    logprobs: Annotated[bool, BeforeValidator(_as_switch)] | None = None
+    """The texts "true" and "false" are taken too: vLLM's clients send them."""
     top_logprobs: int | None = None
 
     def conversations(self, most: int) -> list[list[dict[str, Any]]]:

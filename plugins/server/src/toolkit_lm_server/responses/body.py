@@ -55,6 +55,9 @@ class ResponsesBody(SamplingBody):
     previous_response_id: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
+    """The answer is made while nobody waits for it: GET tells how far it is."""
+    enable_response_messages: bool = False
+    """The answer has the prompt and the output as the model read and drew them, in text and tokens."""
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None  # type: ignore[assignment]
@@ -102,8 +105,9 @@ class ResponsesBody(SamplingBody):
         for name, value in (self.metadata or {}).items():
             if len(name) > 64 or not isinstance(value, str) or len(value) > 512:
                 raise RequestError("metadata maps names of up to 64 characters to texts of up to 512.", "metadata")
-        if self.background:
-            raise RequestError("background is not supported: the answer comes at once, or as a stream.", "background")
+        for name in ("background", "enable_response_messages"):
+            if getattr(self, name) and self.stream:
+                raise RequestError(f"{name} is allowed only when stream is false.", name)
         for name in ("conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise RequestError(_ABSENT.format(name=f"{name}s"), name)

@@ -23,22 +23,38 @@ _CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 class Output:
     """A response on its way."""
 
-    def __init__(self, body: ResponsesBody, answer: ChatAnswer, model: str, *, is_kept: bool) -> None:
-        """`is_kept`: a later request can name it."""
+    def __init__(self, body: ResponsesBody, model: str, *, is_kept: bool) -> None:
+        """`is_kept`: a later request can name it. Set `answer` before it is read."""
         self.id = f"resp_{uuid.uuid4().hex}"
         self._body = body
-        self._answer = answer
+        self.answer: ChatAnswer | None = None
         self._model = model
         self._is_kept = is_kept
         self._created = int(time.time())
         self._segments = Segments()
         self._ids: list[str] = []
         """Of the items, by segment."""
+        self._messages: dict[str, Any] = {}
+        """What the model read and drew, where it is asked for."""
 
     def whole(self, choices: Sequence[Piece]) -> dict[str, Any]:
         """`choices`: those of the answer. It takes a while where they are large."""
-        self._segments.take(self._answer.whole(choices))
+        assert self.answer is not None
+        self._segments.take(self.answer.whole(choices))
+        if self._body.enable_response_messages:
+            names = ("input_messages", "output_messages")
+            for name, (text, tokens) in zip(names, self.answer.raw(choices[0]), strict=True):
+                self._messages[name] = [{"type": "raw_message_tokens", "message": text, "tokens": tokens}]
         return self._finished()
+
+    def state(self, status: str) -> dict[str, Any]:
+        """The response without output: "queued", "in_progress", "cancelled"."""
+        return self._response(status, [])
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The response that an error ended."""
+        told = {"code": _code(error), "message": error.body["error"]["message"]}
+        return self._response("failed", self._items("incomplete"), error=told)
 
     async def events(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """What happens, in the order of OpenAI's streams. The last event has the whole response."""
@@ -49,7 +65,7 @@ class Output:
                 number += len(events)
 
     async def _unnumbered(self) -> AsyncGenerator[list[dict[str, Any]], None]:
-        begun = self._response("in_progress", [])
+        begun = self.state("in_progress")
         yield [{"type": "response.created", "response": begun}, {"type": "response.in_progress", "response": begun}]
         async with aclosing(telling(self._told(), self._failure)) as found:
             async for events in found:
@@ -57,13 +73,14 @@ class Output:
 
     async def _told(self) -> AsyncGenerator[list[dict[str, Any]], None]:
         """What comes after the beginning. Raises ApiError."""
-        async with aclosing(self._segments.read(self._answer)) as found:
+        assert self.answer is not None
+        async with aclosing(self._segments.read(self.answer)) as found:
             async for steps in found:
                 yield [event for step in steps for event in self._events(step)]
         yield [_final(self._finished())]
 
     def _failure(self, error: ApiError) -> dict[str, Any]:
-        return _final(self._failed(error))
+        return _final(self.failed(error))
 
     def _events(self, step: Step) -> list[dict[str, Any]]:
         segment, text = step.segment, step.segment.text if step.what == "end" else step.text
@@ -126,12 +143,9 @@ class Output:
         told = {"reason": "max_output_tokens" if reason == "length" else reason}
         return self._response("incomplete", self._items("incomplete"), incomplete_details=told, usage=self._usage())
 
-    def _failed(self, error: ApiError) -> dict[str, Any]:
-        told = {"code": _code(error), "message": error.body["error"]["message"]}
-        return self._response("failed", self._items("incomplete"), error=told)
-
     def _usage(self) -> dict[str, Any]:
-        usage = self._answer.usage()
+        assert self.answer is not None
+        usage = self.answer.usage()
         reasoning = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
         return {
             "input_tokens": usage["prompt_tokens"],
@@ -148,7 +162,7 @@ class Output:
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "background": False,
+            "background": bool(body.background),
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -170,6 +184,7 @@ class Output:
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None,
+            **self._messages,
             **more,
         }
 

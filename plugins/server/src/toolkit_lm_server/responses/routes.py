@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
+from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answer_schemas import answers, streams
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.chat import Chat, ChatAnswer
-from toolkit_lm_server.errors import ApiError, as_api_error, described, printable, renamed
+from toolkit_lm_server.errors import ApiError, as_api_error, described, printable, renamed, validated
 from toolkit_lm_server.event_stream import stream_of
-from toolkit_lm_server.generation import are_large
+from toolkit_lm_server.generation import Piece, are_large
 from toolkit_lm_server.options import ServerOptions
+from toolkit_lm_server.responses.background import Background
 from toolkit_lm_server.responses.body import NAMES, ResponsesBody
 from toolkit_lm_server.responses.items import messages_of
 from toolkit_lm_server.responses.output import Output, ResponseEvents
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from toolkit_lm_async_llm import AsyncLLM
 
 _PATH = "/v1/responses"
+_STORE_HINT = ", and by a server that keeps responses: its operator starts it with --max-stored-responses."
 
 
 class Responses:
@@ -35,6 +41,7 @@ class Responses:
         self._engine = engine
         self._chat = chat
         self._store = store
+        self._background = Background()
 
     async def create(self, body: ResponsesBody, request: Request) -> Response:
         """Answers an input: a text, or the items of a conversation."""
@@ -48,24 +55,47 @@ class Responses:
             except Exception as error:
                 raise renamed(as_api_error(error), NAMES) from error
 
-        def output(reply: ChatAnswer) -> Output:
-            return Output(body, reply, body.model or self._engine.served_model_name, is_kept=keeps)
+        output = Output(body, body.model or self._engine.served_model_name, is_kept=keeps)
 
         def keep(response: dict[str, Any]) -> None:
-            if keeps and response["status"] != "failed":
+            if keeps and (body.background or response["status"] != "failed"):
                 self._store.add(response, [*earlier, *own, *(messages_of(response["output"]) if response["output"] else [])], owner)
 
-        if body.stream:
-            return await stream_of(begin(), lambda reply: _kept(output(reply), keep), ResponseEvents)
-        reply = await begin()
-        choices = await reply.choices()
-
-        def whole() -> dict[str, Any]:
-            response = output(reply).whole(choices)
+        def whole(choices: list[Piece]) -> dict[str, Any]:
+            response = output.whole(choices)
             keep(response)
             return response
 
-        return await answer(whole, is_large=body.tells_logprobs or are_large(choices))
+        def events(reply: ChatAnswer) -> AsyncGenerator[list[dict[str, Any]], None]:
+            output.answer = reply
+            return _kept(output, keep)
+
+        async def make() -> None:
+            """Keeps the response, in each of its states."""
+            try:
+                keep(output.state("in_progress"))
+                output.answer = await begin()
+                await asyncio.to_thread(whole, await output.answer.choices())
+            except asyncio.CancelledError:
+                keep(output.state("cancelled"))
+            except Exception as error:
+                keep(output.failed(as_api_error(error)))
+
+        if body.background:
+            try:
+                validated(self._chat.body, body.chat(earlier, own))
+            except RequestValidationError as error:
+                raise renamed(as_api_error(error), NAMES) from error
+            if not keeps:
+                raise RequestError(f"background can only be used when `store` is true{_STORE_HINT}", "background")
+            self._background.start(output.id, make)
+            keep(queued := output.state("queued"))
+            return await answer(lambda: queued, is_large=False)
+        if body.stream:
+            return await stream_of(begin(), events, ResponseEvents)
+        output.answer = await begin()
+        choices = await output.answer.choices()
+        return await answer(lambda: whole(choices), is_large=body.tells_logprobs or are_large(choices))
 
     async def get(self, response_id: str, request: Request) -> Response:
         """A response that is kept."""
@@ -75,15 +105,22 @@ class Responses:
         return Response(found, media_type="application/json")
 
     async def delete(self, response_id: str, request: Request) -> dict[str, Any]:
-        """Forgets a response."""
+        """Forgets a response. What is made in the background ends."""
+        if self._store.response(response_id, client_of(request)) is not None:
+            await self._background.stop(response_id)
         if not self._store.remove(response_id, client_of(request)):
             raise _unknown(response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 
     async def cancel(self, response_id: str, request: Request) -> Response:
-        """Refuses: there are no responses in the background."""
-        if self._store.response(response_id, client_of(request)) is None:
+        """Ends a response that is made in the background. One that is made already stays as it is."""
+        owner = client_of(request)
+        if self._store.response(response_id, owner) is not None:
+            await self._background.stop(response_id)
+        if (found := self._store.response(response_id, owner)) is None:
             raise _unknown(response_id, "response_id")
+        if msgspec.json.decode(found)["background"]:
+            return Response(found, media_type="application/json")
         message = "Cannot cancel a synchronous response. End the connection while it is made: that aborts it."
         raise ApiError(400, message, param="response_id")
 
@@ -97,6 +134,9 @@ class Responses:
             raise ApiError(400, message, param="previous_response_id", code="unsupported_parameter")
         if (messages := self._store.messages(name, owner)) is None:
             raise _unknown(name, "previous_response_id", 400)
+        if name in self._background:
+            message = "previous_response_id: this response is being made in the background. Wait until it is completed."
+            raise ApiError(400, message, param="previous_response_id")
         return messages
 
 
@@ -124,6 +164,6 @@ def add_responses(router: APIRouter, engine: AsyncLLM, chat: Chat, body: type[Re
         one, unknown = f"{_PATH}/{{response_id}}", described(404)
         router.add_api_route(one, responses.get, response_model=None, responses=answers(ResponseObject) | unknown)
         told = answers(DeletedResponse) | unknown
-        refused = described(400, 404)
-        router.add_api_route(f"{one}/cancel", responses.cancel, methods=["POST"], response_model=None, responses=refused)
+        ended = answers(ResponseObject) | described(400, 404)
+        router.add_api_route(f"{one}/cancel", responses.cancel, methods=["POST"], response_model=None, responses=ended)
         router.add_api_route(one, responses.delete, methods=["DELETE"], response_model=None, responses=told)

@@ -57,12 +57,18 @@ class Incomplete(BaseModel):
     reason: str
 
 
+class RawMessage(BaseModel):
+    type: Literal["raw_message_tokens"]
+    message: str
+    tokens: list[int]
+
+
 class ResponseObject(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponseFailure | None
     incomplete_details: Incomplete | None
     instructions: str | None
@@ -84,6 +90,8 @@ class ResponseObject(BaseModel):
     top_p: float | None
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None
+    input_messages: list[RawMessage] | None = None
+    output_messages: list[RawMessage] | None = None
 
 
 class ResponseEvent(BaseModel):

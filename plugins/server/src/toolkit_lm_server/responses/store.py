@@ -42,9 +42,11 @@ class ResponseStore:
         return self._most > 0
 
     def add(self, response: dict[str, Any], messages: list[dict[str, Any]], owner: str) -> None:
-        """`messages`: the conversation, without instructions and with the answer."""
+        """`messages`: the conversation, without instructions and with the answer. One of the same id is replaced."""
         kept = _Kept(msgspec.json.encode(messages), msgspec.json.encode(response))
         with self._lock:
+            if self._find(response["id"], owner) is not None:
+                self._drop(owner, response["id"])
             self._kept.setdefault(owner, OrderedDict())[response["id"]] = kept
             self._sizes[owner] += kept.size
             while sum(map(len, self._kept.values())) > self._most:
