@@ -50,7 +50,7 @@ from race_process import System, busy_neighbour
 from race_server import STREAMS, Server, server_arguments
 from race_system import KV_GIB, WARM_UP
 from race_table import GOALS, OURS, Results, best_limits, limits_line, start_lines, table
-from toolkit_lm_bench.startup import start_offline
+from toolkit_lm_bench.startup import start_offline, with_bytecode
 
 HERE = Path(__file__).parent
 POSITIONS = 8192
@@ -238,7 +238,7 @@ def run_starts(args: argparse.Namespace, shape: str, results: Results, *, warm_u
             if run:
                 found.setdefault(name, []).append(system.start_seconds)
         if run:
-            phases.append(start_offline(options, {**os.environ, "HF_HUB_OFFLINE": "1"}))
+            phases.append(start_offline(options, {**with_bytecode(os.environ, args.folder), "HF_HUB_OFFLINE": "1"}))
             floors.append(start_floor(args.folder / shape))
     record(results, shape, "start", {name: values for name, values in found.items() if name in known})
     results.setdefault("start", {})[shape] = {

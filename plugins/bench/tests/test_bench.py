@@ -6,13 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from contextlib import contextmanager
 
 import pytest
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ToolkitError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_bench import cold
-from toolkit_lm_bench.startup import measure, options_given, start_offline
+from toolkit_lm_bench.startup import measure, options_given, start_offline, start_server
 
 
 def toolkit(*arguments):
@@ -58,6 +60,7 @@ def test_only_what_differs_is_handed_on():
 
 def test_a_cold_start_drops_pages_and_finds_no_bytecode(monkeypatch):
     seen, dropped = [], []
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     monkeypatch.setattr("toolkit_lm_bench.startup.drop_pages", dropped.append)
     monkeypatch.setitem(measure.__globals__["WAYS"], "offline", lambda options, environ: seen.append(environ) or {"all": 1.0})
     measure(VllmConfig.make(model="tiny"), Plugins.load(), "offline", "cold", 2)
@@ -65,6 +68,23 @@ def test_a_cold_start_drops_pages_and_finds_no_bytecode(monkeypatch):
     assert ["bytecode" in one.get("PYTHONPYCACHEPREFIX", "") for one in seen] == [True, True, False, False, False]
     assert len({one["PYTHONPYCACHEPREFIX"] for one in seen[:2]}) == 2
     assert [any(path.name == "model.safetensors" for path in files) for files in dropped] == [True, True]
+
+
+def test_a_warm_start_finds_bytecode_where_none_may_be_written_beside_the_source(monkeypatch):
+    seen = []
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setitem(measure.__globals__["WAYS"], "offline", lambda options, environ: seen.append(environ) or {"all": 1.0})
+    measure(VllmConfig.make(model="tiny"), Plugins.load(), "offline", "warm", 2)
+    assert len({one["PYTHONPYCACHEPREFIX"] for one in seen}) == 1
+    assert not any("PYTHONDONTWRITEBYTECODE" in one for one in seen)
+
+
+def test_the_end_of_a_server_is_no_part_of_its_start(monkeypatch, tmp_path):
+    ended = contextmanager(lambda *_: (yield lambda: None) or time.sleep(1))
+    monkeypatch.setattr("toolkit_lm_bench.startup._server", ended)
+    monkeypatch.setattr("toolkit_lm_bench.startup._status", lambda port: "ready")
+    monkeypatch.setattr("toolkit_lm_bench.startup._first_token", lambda port: None)
+    assert sum(start_server(tmp_path, {}).values()) < 0.5
 
 
 def test_pages_are_dropped(tmp_path, monkeypatch):
