@@ -1,93 +1,23 @@
-"""Groups over torch.distributed: each rank is a process."""
+"""How ranks find each other, and which groups they make."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import torch
 import torch.distributed
 from toolkit_lm.config import ParallelConfig
 from toolkit_lm.distributed import Group, parallel_groups
-from torch import Tensor
+
+from toolkit_lm_executor_mp.memory import MemoryGroup, share_memory
+from toolkit_lm_executor_mp.torch_group import TIMEOUT, TorchGroup, together
 
 _dist: Any = torch.distributed
 """Its types know but a part of it."""
-TIMEOUT = 600.0
-"""Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the stage before computes."""
-
-
-class LostRankError(RuntimeError):
-    """Another rank of the group has failed, has died, or does not come."""
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostRankError(f"another rank has left the group: {error}") from error
-
-
-class TorchGroup(Group):
-    """A process group of torch.distributed. Its calls raise LostRankError once a rank has closed its own."""
-
-    def __init__(self, process_group: Any, device: torch.device) -> None:
-        """`process_group`: a ProcessGroupGloo or ProcessGroupNCCL. `device`: where tensors that are received are put."""
-        self.rank, self.size = process_group.rank(), process_group.size()
-        self._process_group = process_group
-        self._device = device
-        self._sent: list[tuple[Any, Tensor]] = []
-        """What is on its way, with the tensors that must live until it has arrived."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.contiguous()
-        with _together():
-            self._process_group.allreduce([tensor]).wait()
-        return tensor
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        tensor = tensor.contiguous()
-        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
-        with _together():
-            self._process_group.allgather([pieces], [tensor]).wait()
-        return torch.cat(pieces, dim)
-
-    def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Returns before they have arrived, so that a stage can begin its next step."""
-        described = {name: (str(tensor.dtype).removeprefix("torch."), tensor.shape) for name, tensor in tensors.items()}
-        header = torch.frombuffer(bytearray(msgspec.msgpack.encode(described)), dtype=torch.uint8)
-        self.flush()
-        with _together():
-            for one in (torch.tensor([len(header)]), header, *tensors.values()):
-                tensor = one.to(self._device).contiguous()
-                self._sent.append((self._process_group.send([tensor], rank, 0), tensor))
-
-    def flush(self) -> None:
-        """Waits until what was sent is on its way, and its tensors are of no more use."""
-        with _together():
-            while self._sent:
-                self._sent.pop()[0].wait()
-
-    def recv(self, rank: int) -> dict[str, Tensor]:
-        def receive(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            tensor = torch.empty(shape, dtype=dtype, device=self._device)
-            self._process_group.recv([tensor], rank, 0).wait()
-            return tensor
-
-        with _together():
-            header = receive((int(receive((1,), torch.int64)),), torch.uint8)
-            described = msgspec.msgpack.decode(header.cpu().numpy().tobytes(), type=dict[str, tuple[str, tuple[int, ...]]])
-            return {name: receive(shape, getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
-
-    def close(self) -> None:
-        """Leaves: the other ranks' calls fail. Nothing else may hold what the calls returned, a traceback for instance."""
-        self._sent.clear()
-        self._process_group = None
 
 
 class Groups(NamedTuple):
@@ -118,7 +48,7 @@ def connect(parallel: ParallelConfig, path: Path, device: torch.device) -> Group
 
 def _group(store: Any, name: str, rank: int, size: int, device: torch.device) -> TorchGroup:
     own, timeout = _dist.PrefixStore(name, store), timedelta(seconds=TIMEOUT)
-    with _together():
+    with together():
         if device.type == "cuda":
             nccl = _dist.ProcessGroupNCCL.Options()
             nccl._timeout = timeout
@@ -127,7 +57,9 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
         # Ranks of one machine: nobody else is listened to, whatever the host's name stands for.
         gloo._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         gloo._timeout = timeout
-        return TorchGroup(_dist.ProcessGroupGloo(own, rank, size, gloo), device)
+        process_group = _dist.ProcessGroupGloo(own, rank, size, gloo)
+        memory = share_memory(own, rank, size)
+        return TorchGroup(process_group, device) if memory is None else MemoryGroup(process_group, device, memory)
 
 
 @contextmanager

@@ -24,7 +24,8 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
 
 from toolkit_lm_executor_mp import wire
-from toolkit_lm_executor_mp.groups import Groups, LostRankError, connect
+from toolkit_lm_executor_mp.groups import Groups, connect
+from toolkit_lm_executor_mp.torch_group import LostRankError
 
 _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
