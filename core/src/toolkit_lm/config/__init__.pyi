@@ -16,6 +16,7 @@ from .vllm import (
     LimitsConfig as LimitsConfig,
     LoadConfig as LoadConfig,
     ModelConfig as ModelConfig,
+    NodeConfig as NodeConfig,
     ParallelConfig as ParallelConfig,
     PluginsConfig as PluginsConfig,
     PoolerConfig as PoolerConfig,

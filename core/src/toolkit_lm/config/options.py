@@ -25,6 +25,8 @@ from toolkit_lm.errors import ConfigError, nearest
 
 ENV_PREFIX = "TOOLKIT_LM_"
 """What the names of options' environment variables begin with."""
+_SECRETS = ("launch_key",)
+"""Variables that are no options: a secret is given in no flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def load_options(
         key = re.sub(f"^{ENV_PREFIX}", "", variable).lower()
         if key in known:
             merged[key] = known[key].convert(text, f"environment variable {variable}")
-        elif key not in foreign and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
+        elif key not in (*foreign, *_SECRETS) and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
             # Without a similar name it is somebody else's: another command's, or another program's.
             warnings.warn(f"environment variable {variable} sets no option. Did you mean {known[similar[0]].env}?", stacklevel=3)
     for key, value in given.items():

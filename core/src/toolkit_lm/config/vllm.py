@@ -150,6 +150,7 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[int, option("Tensor-parallel ranks, which share each layer.", ge=1)] = 1
     pipeline_parallel_size: Annotated[int, option("Pipeline-parallel ranks, each with a part of the layers.", ge=1)] = 1
     data_parallel_size: Annotated[int, option("Engines with a copy of the model each, which share the requests.", ge=1, le=1024)] = 1
+    nodes: Annotated[int, option("Machines that share the ranks. All but the first run `toolkit worker`.", ge=1, le=1024)] = 1
     executor: Annotated[str, option("Executor, by name: how the engine reaches its workers. auto: the first that runs so many.")] = "auto"
     rank: int = 0
     """Global rank of the worker that holds this config; derived, not an option."""
@@ -159,12 +160,27 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def ranks_per_node(self) -> int:
+        """Node i holds the ranks from i times as many on."""
+        return self.num_ranks // self.nodes
+
+    @property
     def tensor_parallel_rank(self) -> int:
         return self.rank % self.tensor_parallel_size
 
     @property
     def pipeline_parallel_rank(self) -> int:
         return self.rank // self.tensor_parallel_size
+
+
+class NodeConfig(Struct, frozen=True, kw_only=True):
+    """Which of several machines this one is, and where they meet. TOOLKIT_LM_LAUNCH_KEY may hold the key itself."""
+
+    node_rank: Annotated[int, option("Number of this machine. 0 holds the engine.", ge=0)] = 0
+    master: Annotated[str | None, option("HOST:PORT of node 0, where the other nodes reach it.", none="none")] = None
+    launch_key_file: Annotated[
+        str | None, option("File of a secret, the same on all nodes: they prove that they know it.", none="TOOLKIT_LM_LAUNCH_KEY")
+    ] = None
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
@@ -302,6 +318,7 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
     compilation: CompilationConfig = field(default_factory=CompilationConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
@@ -403,6 +420,7 @@ _SECTIONS: dict[str, type[Struct]] = {
     "scheduler": SchedulerConfig,
     "engine": EngineConfig,
     "parallel": ParallelConfig,
+    "node": NodeConfig,
     "device": DeviceConfig,
     "compilation": CompilationConfig,
     "attention": AttentionConfig,

@@ -52,6 +52,8 @@ class ExecutorEntry(Entry):
 
     max_ranks: int | None = None
     """Most workers that it runs; None: any number."""
+    runs_nodes: bool = False
+    """True: its workers can be on several machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,9 +184,12 @@ class ExecutorRegistry(Registry[ExecutorEntry]):
     noun = "executor"
     base = "toolkit_lm.executor:Executor"
 
-    def add(self, name: str, target: str, *, max_ranks: int | None = None, override: bool = False) -> None:
-        """Registers a subclass of toolkit_lm.executor.Executor. `max_ranks`: most workers that it runs; None: any number."""
-        self.add_entry(ExecutorEntry, name, target, "module:Class", max_ranks=max_ranks, override=override)
+    def add(self, name: str, target: str, *, max_ranks: int | None = None, runs_nodes: bool = False, override: bool = False) -> None:
+        """Registers a subclass of toolkit_lm.executor.Executor.
+
+        `max_ranks`: most workers that it runs; None: any number. `runs_nodes`: they can be on several machines.
+        """
+        self.add_entry(ExecutorEntry, name, target, "module:Class", max_ranks=max_ranks, runs_nodes=runs_nodes, override=override)
 
 
 class RendererRegistry(Registry[RendererEntry]):

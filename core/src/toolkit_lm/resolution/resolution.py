@@ -210,6 +210,8 @@ def choose_executor(config: VllmConfig, plugins: Plugins) -> tuple[str, list[tup
     parallel = config.parallel
 
     def refusal(entry: ExecutorEntry, by_name: bool) -> str | None:
+        if parallel.nodes > 1 and not entry.runs_nodes:
+            return f"it runs 1 of {parallel.nodes} nodes"
         fits = entry.max_ranks is None or parallel.num_ranks <= entry.max_ranks
         return None if fits else f"it runs {entry.max_ranks} of {parallel.num_ranks} workers"
 
@@ -223,6 +225,12 @@ def _check(config: VllmConfig, plugins: Plugins, asked_budget: int | None) -> No
     plugins.scheduling_policies.get(scheduler.policy)
     if scheduler.drafter is not None:
         plugins.drafters.get(scheduler.drafter)
+    parallel = config.parallel
+    if parallel.num_ranks % parallel.nodes:
+        raise ConfigError(
+            f"{parallel.num_ranks} ranks (tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size "
+            f"{parallel.pipeline_parallel_size}) cannot be shared evenly by nodes={parallel.nodes}."
+        )
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
         raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
     # Where prompts are only pooled, and whole, none of them waits for a token in each step.
