@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -31,19 +28,6 @@ SIZES = [(2, 1), (1, 2), pytest.param((2, 2), marks=pytest.mark.slow)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_llama(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture
-def sabotage(monkeypatch, tmp_path):
-    """A function (rank, when, how), after which that worker is harmed."""
-    shutil.copy(Path(__file__).with_name("saboteur.py"), tmp_path / "toolkit_lm_saboteur.py")
-    info = tmp_path / "toolkit_lm_saboteur-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toolkit-lm-saboteur\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[toolkit_lm]\nsaboteur = toolkit_lm_saboteur\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    yield lambda rank, when, how: monkeypatch.setenv("SABOTAGE", json.dumps({"rank": rank, "when": when, "how": how}))
-    sys.modules.pop("toolkit_lm_saboteur", None)
 
 
 @pytest.fixture

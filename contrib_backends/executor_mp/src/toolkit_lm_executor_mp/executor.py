@@ -1,4 +1,4 @@
-"""The executor whose workers are processes of this machine: tensor x pipeline parallel size of them."""
+"""The executor whose workers are processes of this machine, or of several: tensor x pipeline parallel size of them."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class MpExecutor(Executor):
         self._end: float | None = time.monotonic() + config.engine.start_timeout
         """When the workers must be ready."""
         _check(config, plugins)
-        self.link = Link(self.parallel.num_ranks)
+        self.link = Link(config)
         # Whoever makes an engine may fail before there is one to shut down.
         self._finalizer = weakref.finalize(self, self.link.end)
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers' processes, by rank."""
+        """Of the workers' processes on this machine, by rank."""
         return [process.pid for process in self.link.processes]
 
     @contextmanager
@@ -56,7 +56,8 @@ class MpExecutor(Executor):
         """What fails at the start ends the workers."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            self.link.reason = str(error)
             self.shutdown()
             raise
 
@@ -93,11 +94,11 @@ class MpExecutor(Executor):
 
     def free_memory(self) -> int:
         step_memory = max(one.step_memory for one in self._descriptions)
-        sharing = 1 if self.config.device.device.startswith("cuda") else len(self._descriptions)
+        sharing = 1 if self.config.device.device.startswith("cuda") else self.parallel.ranks_per_node
         return min(one.free_memory for one in self._descriptions) // sharing - step_memory
 
     def free_host_memory(self) -> int:
-        return min(one.free_host_memory for one in self._descriptions) // len(self._descriptions)
+        return min(one.free_host_memory for one in self._descriptions) // self.parallel.ranks_per_node
 
     def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
         with self._starting():
@@ -118,6 +119,11 @@ class MpExecutor(Executor):
         self._num_steps += 1
         return self.link.call(wire.Step(plan), f"in step {self._num_steps}", [self._answering], lambda done: done[0].result).future
 
+    def dump_stacks(self) -> None:
+        # Before they are loaded, the signal may come before they have imported what takes it.
+        for process in self.link.processes if self._descriptions else ():
+            process.dump_stacks()
+
     def shutdown(self) -> None:
         self._finalizer()
 
@@ -131,9 +137,10 @@ def _check(config: VllmConfig, plugins: Plugins) -> None:
                 f"{info} implements {', '.join(needed)}, which the workers need too, but an object is known to this process only. "
                 "Install it as a distribution with an entry point."
             )
-    device, num_ranks = torch.device(config.device.device), config.parallel.num_ranks
-    if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < num_ranks:
+    parallel, device = config.parallel, torch.device(config.device.device)
+    if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < parallel.ranks_per_node:
+        over = f" over {parallel.nodes} nodes" if parallel.nodes > 1 else ""
         raise UnsupportedError(
-            f"tensor_parallel_size {config.parallel.tensor_parallel_size} x pipeline_parallel_size "
-            f"{config.parallel.pipeline_parallel_size} needs {num_ranks} GPUs, one per rank: there are {num_devices}."
+            f"tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size {parallel.pipeline_parallel_size}{over} "
+            f"needs {parallel.ranks_per_node} GPUs, one per rank: there are {num_devices}."
         )

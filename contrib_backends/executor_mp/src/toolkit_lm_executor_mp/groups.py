@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -32,21 +33,48 @@ class Groups(NamedTuple):
                 group.close()
 
 
-def connect(parallel: ParallelConfig, path: Path, device: torch.device) -> Groups:
-    """The groups of the worker of `parallel.rank`. Waits until the ranks of each group are there.
+class MasterStore(NamedTuple):
+    """Where ranks of several machines meet: a TCPStore of the engine's process."""
 
-    `path`: a file that is not there yet, equal on all ranks of one machine; nobody needs it once all are connected. Raises LostRankError.
+    address: str
+    port: int
+    attempt: int
+    """Ranks that connect anew meet under another number."""
+
+
+def connect(parallel: ParallelConfig, meeting: Path | MasterStore, device: torch.device) -> Groups:
+    """The groups of the worker of `parallel.rank`. Waits until the ranks of each group are there. Raises LostRankError.
+
+    `meeting`: a file that is not there yet, equal on all ranks of one machine; nobody needs it once all are connected. Or the store.
     """
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     stage, shard = parallel.pipeline_parallel_rank, parallel.tensor_parallel_rank
-    store = _dist.FileStore(str(path), tensor * pipeline)
+    store, address = _store(meeting, tensor * pipeline)
     return Groups(
-        _group(store, f"stage {stage}", shard, tensor, device) if tensor > 1 else Group(),
-        _group(store, f"shard {shard}", stage, pipeline, device) if pipeline > 1 else Group(),
+        _group(store, address, f"stage {stage}", shard, range(stage * tensor, (stage + 1) * tensor), parallel, device),
+        _group(store, address, f"shard {shard}", stage, range(shard, tensor * pipeline, tensor), parallel, device),
     )
 
 
-def _group(store: Any, name: str, rank: int, size: int, device: torch.device) -> TorchGroup:
+def _store(meeting: Path | MasterStore, num_ranks: int) -> tuple[Any, str]:
+    """Where the ranks find each other, and the address of this machine at which others reach it."""
+    if isinstance(meeting, Path):
+        # Ranks of one machine: nobody else is listened to, whatever the host's name stands for.
+        return _dist.FileStore(str(meeting), num_ranks), "127.0.0.1"
+    with together():
+        store = _dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=TIMEOUT))
+    family = socket.AF_INET6 if ":" in meeting.address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: it asks for the way there.
+        probe.connect((meeting.address, meeting.port))
+        return _dist.PrefixStore(f"attempt {meeting.attempt}", store), probe.getsockname()[0]
+
+
+def _group(store: Any, address: str, name: str, rank: int, ranks: Sequence[int], parallel: ParallelConfig, device: torch.device) -> Group:
+    """`rank`: the place in the group of `ranks`."""
+    size = len(ranks)
+    if size == 1:
+        return Group()
     own, timeout = _dist.PrefixStore(name, store), timedelta(seconds=TIMEOUT)
     with together():
         if device.type == "cuda":
@@ -54,11 +82,11 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
             nccl._timeout = timeout
             return TorchGroup(_dist.ProcessGroupNCCL(own, rank, size, nccl), device)
         gloo = _dist.ProcessGroupGloo._Options()
-        # Ranks of one machine: nobody else is listened to, whatever the host's name stands for.
-        gloo._devices = [_dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gloo._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
         gloo._timeout = timeout
         process_group = _dist.ProcessGroupGloo(own, rank, size, gloo)
-        memory = share_memory(own, rank, size)
+        is_near = ranks[0] // parallel.ranks_per_node == ranks[-1] // parallel.ranks_per_node
+        memory = share_memory(own, rank, size) if is_near else None
         return TorchGroup(process_group, device) if memory is None else MemoryGroup(process_group, device, memory)
 
 

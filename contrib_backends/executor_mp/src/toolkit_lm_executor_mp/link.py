@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import math
-import os
-import secrets
-import select
 import shutil
 import socket
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import zmq
-from toolkit_lm.errors import ConfigError, EngineDeadError, ToolkitError
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import EngineDeadError, ToolkitError
 
 from toolkit_lm_executor_mp import wire
+from toolkit_lm_executor_mp.local import LocalWorkers, make_folder
+from toolkit_lm_executor_mp.nodes import Nodes, make_nodes
 from toolkit_lm_executor_mp.process import WorkerProcess
 
 PATIENCE = 60.0
 """Seconds that the other ranks get to end a step that has failed on one."""
 _LOOK = 1.0
 """Seconds between two looks at whether the processes live, should a fork of one hold its lifeline open."""
-_LAST_WORDS = 0.1
-"""Seconds to wait for others that die together with a worker."""
-_MOST_BYTES = 107 if sys.platform == "linux" else 103
-"""Of the path of a unix socket."""
-_LARGE = 2**16
-"""Bytes of a message from which on it is not copied."""
 
 
 class Call:
@@ -61,8 +52,9 @@ class Call:
     def finish(self) -> None:
         self.future.set_result(self._take([one for rank in self.ranks if isinstance(one := self.reports[rank], wire.Done)]))
 
-    def fail(self, failed: wire.Failed, doing: str) -> None:
-        self.future.set_exception(failed.failure.error(f"on rank {failed.rank} {doing}"))
+    def fail(self, failed: wire.Failed, machine: str) -> None:
+        """`machine`: such as " of node 1 (host)"."""
+        self.future.set_exception(failed.failure.error(f"on rank {failed.rank}{machine} {self.doing}"))
 
 
 class Link:
@@ -72,18 +64,12 @@ class Link:
     all calls fail. Where a worker dies, all are ended, and all calls fail with EngineDeadError, for good.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        """Starts the processes. Raises EngineDeadError where that fails."""
-        self.num_ranks = num_ranks
+    def __init__(self, config: VllmConfig) -> None:
+        """Starts the processes of this machine. Raises EngineDeadError where that fails, ConfigError for what nodes cannot run."""
+        self.num_ranks = config.parallel.num_ranks
         self.has_failed = False
         """A call has, since the ranks were connected."""
-        self._owner = os.getpid()
-        self._key = secrets.token_bytes(wire.KEY_BYTES)
-        self._folder = self._make_folder()
-        self._context = zmq.Context()
-        self._reports = wire.make_socket(self._context, zmq.PULL)
-        self._reports.bind(f"ipc://{self._folder}/reports")
-        self._commands = [wire.make_socket(self._context, zmq.PUSH) for _ in range(num_ranks)]
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._wake_send, self._wake_recv = socket.socketpair()
         self._lock = threading.RLock()
         self._num_calls = 0
@@ -100,30 +86,22 @@ class Link:
         self._thread_ends = False
         """What `end` leaves to the thread."""
         self._thread = threading.Thread(target=self._run, name="toolkit_lm-workers", daemon=True)
-        self.processes: list[WorkerProcess] = []
+        self._nodes: Nodes | None = None
+        self._local: LocalWorkers | None = None
+        self.reason = ""
+        """Why the workers are ended, where something has failed: other machines are told."""
         try:
-            num_threads = max(1, _engine_threads() // num_ranks)
-            for rank in range(num_ranks):
-                self._commands[rank].connect(f"ipc://{self._folder}/{rank}")
-                self.processes.append(WorkerProcess(rank, num_threads, self._folder, self._key))
+            self._nodes = make_nodes(self._context, config)
+            master = self._nodes.address if self._nodes is not None else ""
+            self._local = LocalWorkers(self._context, range(config.parallel.ranks_per_node), master)
         except BaseException:
             self.end()
             raise
 
-    @staticmethod
-    def _make_folder(prefix: str = "toolkit_lm-") -> Path:
-        """That only this user may enter."""
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=prefix))
-        except OSError as error:
-            raise EngineDeadError(f"the folder of the workers' sockets cannot be made: {error}. Set TMPDIR to another.") from error
-        if len(os.fsencode(folder / "reports")) > _MOST_BYTES:
-            folder.rmdir()
-            raise ConfigError(
-                f"the path of the temporary folder {str(folder.parent)!r} is too long: a socket in it may have at most "
-                f"{_MOST_BYTES} bytes. Set TMPDIR to a shorter one."
-            )
-        return folder
+    @property
+    def processes(self) -> list[WorkerProcess]:
+        """Of this machine's workers, by rank."""
+        return [] if self._local is None else self._local.processes
 
     def start(self, start: wire.Start, end: float) -> None:
         """Checks who the workers are, has them load their plugins, and connects them. Raises what fails there.
@@ -146,10 +124,12 @@ class Link:
         """Gives the ranks new groups, where nothing of a failed step waits."""
         with self._lock:
             # Workers know a later one by the first one's name, should the engine die before it has told them.
-            folder = self._folder if self._num_calls == 1 else self._make_folder(f"{self._folder.name}-")
+            is_first = self._num_calls == 1 or self._nodes is not None
+            folder = self._workers.folder if is_first else make_folder(f"{self._workers.folder.name}-")
             self.has_failed, self._culprit, self._deadline = False, None, None
             self._oldest_call = self._num_calls
-            call = self.call(wire.Connect(str(folder)), "while connecting the ranks")
+            port = 0 if self._nodes is None else self._nodes.store_port
+            call = self.call(wire.Connect(str(folder), port), "while connecting the ranks")
         call.future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
         return call
 
@@ -174,9 +154,9 @@ class Link:
                 return call
             self._calls[self._num_calls] = call
             self._num_calls += 1
-            for socket_ in self._commands:
-                # Large arrays among it are not copied.
-                socket_.send(message, 0, len(message) < _LARGE)
+            self._workers.send(message)
+            if self._nodes is not None:
+                self._nodes.send(message)
         return call
 
     def end(self) -> None:
@@ -197,36 +177,31 @@ class Link:
     def _close(self) -> None:
         with self._lock:
             self._fail_all(_shut_down())
-        for process in self.processes:
-            process.lifeline.close()
-        for process in self.processes:
-            process.end()
-        for one in (*self._commands, self._reports):
-            one.close(linger=0)
+        if self._nodes is not None:
+            self._nodes.close(self.reason or str(self._death or ""))
+        if self._local is not None:
+            self._local.close()
         self._context.term()
         self._wake_recv.close()
-        if os.getpid() == self._owner:
-            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _workers(self) -> LocalWorkers:
+        assert self._local is not None, "__init__ has made them"
+        return self._local
 
     def _greet(self, end: float) -> None:
-        nonces: dict[int, bytes] = {}
-        proven: set[int] = set()
-        while len(proven) < self.num_ranks:
+        """Until all ranks of this machine, and all nodes with theirs, have proven who they are."""
+        while self._workers.unknown or (self._nodes is not None and self._nodes.missing):
             self._wait(min(end, time.monotonic() + _LOOK))
             for report in self._take_reports():
-                if isinstance(report, wire.Hello) and 0 <= report.rank < self.num_ranks and report.rank not in nonces:
-                    nonces[report.rank] = secrets.token_bytes(wire.KEY_BYTES)
-                    proof = wire.prove(self._key, "engine", report.rank, report.nonce)
-                    self._commands[report.rank].send(wire.encode(wire.Challenge(proof, nonces[report.rank])))
-                elif isinstance(report, wire.Proof) and report.rank in nonces:
-                    if not secrets.compare_digest(report.proof, wire.prove(self._key, "worker", report.rank, nonces[report.rank])):
-                        raise EngineDeadError(f"who calls itself the worker of rank {report.rank} does not know the key of the launch.")
-                    proven.add(report.rank)
+                self._workers.greet(report)
             self._look_for_deaths("while importing")
             if self._death is not None:
                 raise self._death
             if time.monotonic() >= end:
-                raise _late([rank for rank in range(self.num_ranks) if rank not in proven], "while importing")
+                if self._nodes is not None and self._nodes.missing:
+                    raise self._nodes.late()
+                raise _late(self._workers.unknown, "while importing")
 
     def _run(self) -> None:
         try:
@@ -252,17 +227,14 @@ class Link:
     def _wait(self, end: float) -> None:
         """Until there is a report, a process has died, `self.end` is called, or time is over."""
         poller = zmq.Poller()
-        for one in (self._reports, self._wake_recv, *(process.lifeline for process in self.processes)):
+        doors = [] if self._nodes is None else [self._nodes.door]
+        for one in (self._workers.reports, self._wake_recv, *doors, *(process.lifeline for process in self.processes)):
             poller.register(one, zmq.POLLIN)
         poller.poll(math.ceil(1000 * max(0.0, end - time.monotonic())))
 
     def _take_reports(self) -> list[wire.Report]:
-        taken = []
-        while True:
-            try:
-                taken.append(wire.decode_report(self._reports.recv(zmq.NOBLOCK, copy=False).buffer))
-            except zmq.Again:
-                return taken
+        frames = self._workers.take() + ([] if self._nodes is None else self._nodes.take())
+        return [wire.decode_report(frame.buffer) for frame in frames]
 
     def _take(self, report: wire.Report) -> None:
         if not isinstance(report, wire.Done | wire.Failed):
@@ -275,7 +247,6 @@ class Link:
             self._deadline = self._deadline or time.monotonic() + PATIENCE
             if not report.is_victim and self._culprit is None:
                 self._culprit = report
-                self._culprit_doing = "" if call is None else call.doing
 
     def _settle(self) -> None:
         """Ends the calls that are over."""
@@ -288,52 +259,40 @@ class Link:
             elif blamed is not None and (call.failure is not None or len(call.ranks) == self.num_ranks):
                 # A call that all answer is over with the first failure; of a step, one rank knows whether it has come through.
                 del self._calls[number]
-                call.fail(blamed, call.doing)
+                call.fail(blamed, "" if self._nodes is None else self._nodes.machine(blamed.rank))
             elif is_late:
                 missing = ", ".join(map(str, call.missing))
                 self._die(f"rank {missing} had not answered {PATIENCE:g} s after another had failed, {call.doing}")
                 return
 
     def _look_for_deaths(self, doing: str) -> None:
-        if self._death is not None or all(_lives(process) for process in self.processes):
+        if self._death is not None:
             return
-        # Others may have died with it.
-        time.sleep(_LAST_WORDS)
-        dead = [process for process in self.processes if not _lives(process)]
-        for process in self.processes:
-            if process not in dead:
-                process.kill()
-        # Whom a signal ended is to blame before those that could not go on without it.
-        deaths = sorted(((process.death(doing), process.exit_code) for process in dead), key=lambda one: one[1] >= 0)
-        self._death = deaths[0][0]
-        self._fail_all(self._death)
+        # Who dies because another machine has gone is not to blame.
+        death = (self._nodes and self._nodes.find_death(doing)) or self._workers.find_death(doing)
+        if death is not None:
+            self._end_all(death)
 
     def _die(self, why: str, cause: Exception | None = None) -> None:
-        self._death = EngineDeadError(f"the workers are ended: {why}.")
-        self._death.__cause__ = cause
+        death = EngineDeadError(f"the workers are ended: {why}.")
+        death.__cause__ = cause
         if self._culprit is not None:
-            self._death.add_note(f"on rank {self._culprit.rank}: {self._culprit.failure.traceback}")
-        for process in self.processes:
-            process.kill()
-        self._fail_all(self._death)
+            death.add_note(f"on rank {self._culprit.rank}: {self._culprit.failure.traceback}")
+        self._end_all(death)
+
+    def _end_all(self, death: EngineDeadError) -> None:
+        """For good: wherever they are."""
+        self._death = death
+        self._workers.kill()
+        if self._nodes is not None:
+            self._nodes.dismiss(str(death))
+        self._fail_all(death)
 
     def _fail_all(self, error: ToolkitError) -> None:
         calls, self._calls = self._calls, {}
         for call in calls.values():
             with suppress(InvalidStateError):
                 call.future.set_exception(error)
-
-
-def _engine_threads() -> int:
-    """How many threads an engine of one rank would compute in."""
-    with suppress(KeyError, ValueError):
-        return int(os.environ["OMP_NUM_THREADS"])
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _lives(process: WorkerProcess) -> bool:
-    readable, _, _ = select.select([process.lifeline], [], [], 0)
-    return not readable and process.is_alive
 
 
 def _late(ranks: Sequence[int], doing: str) -> EngineDeadError:

@@ -23,15 +23,18 @@ class WorkerProcess:
     worker reads the key of the launch from it, which stands neither in its arguments nor in its environment.
     """
 
-    def __init__(self, rank: int, num_threads: int, folder: Path, key: bytes) -> None:
-        """Starts it. Raises EngineDeadError where that fails."""
+    def __init__(self, rank: int, num_threads: int, folder: Path, key: bytes, master: str = "") -> None:
+        """Starts it. Raises EngineDeadError where that fails.
+
+        `master`: the address of the machine that holds the engine, where ranks are on several.
+        """
         self.rank = rank
         self._parent = os.getpid()
         self.lifeline, theirs = socket.socketpair()
         # As multiprocessing does, so that it imports what this process would import.
         code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_mp.worker import main; main()"
         with theirs:
-            command = [sys.executable, "-c", code, str(rank), str(folder), str(theirs.fileno()), str(self._parent)]
+            command = [sys.executable, "-c", code, str(rank), str(folder), str(theirs.fileno()), str(self._parent), master]
             try:
                 # Without a shell, and without a word of a client's.
                 self._process = subprocess.Popen(  # nosec B603
@@ -62,6 +65,10 @@ class WorkerProcess:
         """Of a process that has ended; the negative number of the signal that ended it."""
         code: int = self._process.returncode
         return code
+
+    def dump_stacks(self) -> None:
+        """Has it write the stacks of its threads to stderr. No error when it has ended."""
+        self._process.send_signal(signal.SIGUSR1)
 
     def kill(self) -> None:
         """At once. No error when it has ended."""

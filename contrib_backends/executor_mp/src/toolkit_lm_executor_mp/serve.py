@@ -24,16 +24,17 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
 
 from toolkit_lm_executor_mp import wire
-from toolkit_lm_executor_mp.groups import Groups, connect
+from toolkit_lm_executor_mp.groups import Groups, MasterStore, connect
 from toolkit_lm_executor_mp.torch_group import LostRankError
 
 _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
 
 
-def serve(rank: int, folder: str, key: bytes, die_with_engine: Callable[[bool], None]) -> None:
+def serve(rank: int, folder: str, key: bytes, master: str, die_with_engine: Callable[[bool], None]) -> None:
     """Meets the engine in `folder`, and does what it says until it dies.
 
+    `master`: the address of the machine that holds the engine, where ranks are on several; else "".
     `die_with_engine` is called with whether the end of the engine may kill the process at once: not while it may leave a folder.
     """
     context = zmq.Context()
@@ -49,7 +50,7 @@ def serve(rank: int, folder: str, key: bytes, die_with_engine: Callable[[bool], 
     start = wire.decode_command(commands.recv())
     assert isinstance(start, wire.Start), "the engine's first call"
     try:
-        worker = _make_worker(start, rank)
+        worker = _make_worker(start, rank, master)
     except Exception as error:
         reports.send(wire.encode(wire.Failed(rank, 0, Failure.of(error, repr), is_victim=False)))
         reports.close(linger=_LAST_WORDS)
@@ -65,7 +66,8 @@ def serve(rank: int, folder: str, key: bytes, die_with_engine: Callable[[bool], 
         # Large arrays among a plan are views of the message.
         command = wire.decode_command(commands.recv(copy=False).buffer)
         if isinstance(command, wire.Connect):
-            meeting = command.folder
+            # Where ranks are on several machines, nobody meets in the engine's folder.
+            meeting = folder if master else command.folder
             die_with_engine(dies := False)
         elif meeting and not dies and not os.path.exists(meeting):
             die_with_engine(dies := True)
@@ -80,7 +82,7 @@ def serve(rank: int, folder: str, key: bytes, die_with_engine: Callable[[bool], 
             worker.leave()
 
 
-def _make_worker(start: wire.Start, rank: int) -> Worker:
+def _make_worker(start: wire.Start, rank: int, master: str) -> Worker:
     with warnings.catch_warnings():
         # The front has warned.
         warnings.simplefilter("ignore")
@@ -89,18 +91,20 @@ def _make_worker(start: wire.Start, rank: int) -> Worker:
         raise PluginError(f"the worker has other plugins than its engine ('here': the engine; 'there': the worker):\n{difference}")
     config = start.config.with_rank(rank)
     if config.device.device.startswith("cuda"):
-        config = replace(config, device=replace(config.device, device=f"cuda:{rank}"))
-        torch.cuda.set_device(rank)
-    return Worker(config, plugins)
+        number = rank % config.parallel.ranks_per_node
+        config = replace(config, device=replace(config.device, device=f"cuda:{number}"))
+        torch.cuda.set_device(number)
+    return Worker(config, plugins, master)
 
 
 class Worker:
     """A rank: its runner, and its groups."""
 
-    def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
+    def __init__(self, config: VllmConfig, plugins: Plugins, master: str) -> None:
         self.config = config
         self.plugins = plugins
         self.runner = ModelRunner(config, plugins)
+        self._master = master
         self._groups: Groups | None = None
         self._step_memory = 0
 
@@ -110,7 +114,8 @@ class Worker:
         try:
             if isinstance(command, wire.Connect):
                 self.leave()
-                self._groups = connect(self.config.parallel, Path(command.folder, "groups"), self.runner.device)
+                meeting = MasterStore(self._master, command.store_port, call) if self._master else Path(command.folder, "groups")
+                self._groups = connect(self.config.parallel, meeting, self.runner.device)
                 return wire.Done(rank, call)
             if self._groups is None:
                 raise LostRankError("the step before has failed")
@@ -139,6 +144,9 @@ class Worker:
             else:
                 assert isinstance(command, wire.WarmUp), f"{command} is no call"
                 warm_up(self.runner)
+        except LostRankError:
+            # No plugin's fault.
+            raise
         except Exception as error:
             self.plugins.boundary.check(_without_own_frames(error))
             raise

@@ -27,6 +27,21 @@ class Challenge(Struct, tag="challenge"):
     nonce: bytes
 
 
+class Welcome(Struct, tag="welcome"):
+    """To a node that has proven that it knows the key: which ranks are its own."""
+
+    ranks: list[int]
+    plans_port: int
+    """Of the engine's machine: where the commands come from."""
+
+
+class Farewell(Struct, tag="farewell"):
+    """To a node: the engine ends."""
+
+    reason: str
+    """"" where nothing has failed."""
+
+
 class Start(Struct, tag="start"):
     """The first call. A worker refuses it where its plugins are not the engine's."""
 
@@ -39,7 +54,9 @@ class Connect(Struct, tag="connect"):
     """Leave the groups, and make new ones, where nothing of a failed step waits."""
 
     folder: str
-    """Where the ranks meet. Nobody needs it once all have answered."""
+    """Where the ranks of one machine meet. Nobody needs it once all have answered."""
+    store_port: int = 0
+    """Of the engine's machine: where ranks of several machines meet."""
 
 
 class Load(Struct, tag="load"):
@@ -67,8 +84,8 @@ class Step(Struct, tag="step"):
     plan: StepPlan
 
 
-# Both sides number the commands after Challenge, from 0 on: each goes to all workers.
-Command = Challenge | Start | Connect | Load | Describe | InitKVCache | WarmUp | Step
+# Both sides number the commands after Challenge, from 0 on: each goes to all workers. Welcome and Farewell are for nodes.
+Command = Challenge | Welcome | Farewell | Start | Connect | Load | Describe | InitKVCache | WarmUp | Step
 
 # Worker to engine
 
@@ -120,7 +137,34 @@ class Failed(Struct, tag="failed"):
     """Another rank has failed before: it left this one alone."""
 
 
-Report = Hello | Proof | Done | Failed
+# Node to engine; what its workers report goes through it unread
+
+
+class NodeHello(Struct, tag="node_hello"):
+    """The first report of a node."""
+
+    node: int
+    nonce: bytes
+    host: str
+    pid: int
+    versions: dict[str, str]
+    """What must be equal on all nodes, beside the plugins, by name."""
+
+
+class NodeProof(Struct, tag="node_proof"):
+    """The answer to Challenge: the node knows the key, too."""
+
+    proof: bytes
+
+
+class NodeFailed(Struct, tag="node_failed"):
+    """A node ends, with its workers."""
+
+    message: str
+    notes: list[str]
+
+
+Report = Hello | Proof | Done | Failed | NodeHello | NodeProof | NodeFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

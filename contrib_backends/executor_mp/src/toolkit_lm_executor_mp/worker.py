@@ -27,16 +27,16 @@ _MOST_LOOKS = 100
 def main() -> None:
     """Runs a worker until it fails; the end of the lifeline ends the process before that.
 
-    Arguments: rank, folder, lifeline, the engine's pid.
+    Arguments: rank, folder, lifeline, the pid of who has started it, the address of the engine's machine where ranks are on several.
     """
     try:
-        _run(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        _run(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     except BaseException:
         sys.excepthook(*sys.exc_info())
     os._exit(1)
 
 
-def _run(rank: int, folder: str, lifeline: int, parent: int) -> None:
+def _run(rank: int, folder: str, lifeline: int, parent: int, master: str) -> None:
     # The terminal's and the service manager's signals go to all processes alike: the front decides.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
@@ -52,7 +52,7 @@ def _run(rank: int, folder: str, lifeline: int, parent: int) -> None:
     gc.freeze()
     gc.enable()
 
-    serve(rank, folder, key, partial(_die_with, lifeline))
+    serve(rank, folder, key, master, partial(_die_with, lifeline))
 
 
 def _watch(folder: str, lifeline: int, parent: int) -> None:

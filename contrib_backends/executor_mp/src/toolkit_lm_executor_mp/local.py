@@ -1,0 +1,156 @@
+"""The workers of one machine: their processes, and the sockets between them and whoever has started them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+from toolkit_lm.errors import ConfigError, EngineDeadError
+
+from toolkit_lm_executor_mp import wire
+from toolkit_lm_executor_mp.process import WorkerProcess
+
+_LAST_WORDS = 0.1
+"""Seconds to wait for others that die together with a worker."""
+_MOST_BYTES = 107 if sys.platform == "linux" else 103
+"""Of the path of a unix socket."""
+_LARGE = 2**16
+"""Bytes of a message from which on it is not copied."""
+
+
+class LocalWorkers:
+    """Workers that this process has started. They die with it.
+
+    It greets them: each proves that it knows a key that it got from here, and gets a proof of the same.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ranks: Sequence[int], master: str = "") -> None:
+        """Starts a process for each of `ranks`. Raises EngineDeadError where that fails.
+
+        `master`: the address of the machine that holds the engine, where ranks are on several.
+        """
+        self.ranks = ranks
+        self.processes: list[WorkerProcess] = []
+        self._owner = os.getpid()
+        self._key = secrets.token_bytes(wire.KEY_BYTES)
+        self._nonces: dict[int, bytes] = {}
+        self._proven: set[int] = set()
+        self.folder = make_folder()
+        self.reports = wire.make_socket(context, zmq.PULL)
+        self.reports.bind(f"ipc://{self.folder}/reports")
+        self._commands = {rank: wire.make_socket(context, zmq.PUSH) for rank in ranks}
+        try:
+            num_threads = max(1, _engine_threads() // len(ranks))
+            for rank in ranks:
+                self._commands[rank].connect(f"ipc://{self.folder}/{rank}")
+                self.processes.append(WorkerProcess(rank, num_threads, self.folder, self._key, master))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def unknown(self) -> list[int]:
+        """Ranks that have not proven yet who they are."""
+        return [rank for rank in self.ranks if rank not in self._proven]
+
+    def greet(self, report: wire.Report) -> None:
+        """Takes in what is part of the greeting. Raises EngineDeadError for who does not know the key."""
+        if isinstance(report, wire.Hello) and report.rank in self.ranks and report.rank not in self._nonces:
+            self._nonces[report.rank] = secrets.token_bytes(wire.KEY_BYTES)
+            proof = wire.prove(self._key, "engine", report.rank, report.nonce)
+            self._commands[report.rank].send(wire.encode(wire.Challenge(proof, self._nonces[report.rank])))
+        elif isinstance(report, wire.Proof) and report.rank in self._nonces:
+            if not secrets.compare_digest(report.proof, wire.prove(self._key, "worker", report.rank, self._nonces[report.rank])):
+                raise EngineDeadError(f"who calls itself the worker of rank {report.rank} does not know the key of the launch.")
+            self._proven.add(report.rank)
+
+    def take(self) -> list[zmq.Frame]:
+        """The reports that have come, each a message of wire.py."""
+        return take(self.reports)
+
+    def send(self, message: bytes | zmq.Frame) -> None:
+        """Sends an encoded command to all."""
+        copied = isinstance(message, bytes) and len(message) < _LARGE
+        for one in self._commands.values():
+            # Large arrays among it are not copied.
+            one.send(message, 0, copied)
+
+    def find_death(self, doing: str) -> EngineDeadError | None:
+        """Where one has died, all are ended, and the error says who is to blame. `doing`: such as "in step 7"."""
+        if all(_lives(process) for process in self.processes):
+            return None
+        # Others may have died with it.
+        time.sleep(_LAST_WORDS)
+        dead = [process for process in self.processes if not _lives(process)]
+        for process in self.processes:
+            if process not in dead:
+                process.kill()
+        # Whom a signal ended is to blame before those that could not go on without it.
+        deaths = sorted(((process.death(doing), process.exit_code) for process in dead), key=lambda one: one[1] >= 0)
+        return deaths[0][0]
+
+    def kill(self) -> None:
+        """Ends them at once."""
+        for process in self.processes:
+            process.kill()
+
+    def remove_folder(self) -> None:
+        """Nobody needs it once all are connected."""
+        if os.getpid() == self._owner:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Ends them, and closes the sockets."""
+        for process in self.processes:
+            process.lifeline.close()
+        for process in self.processes:
+            process.end()
+        for one in (*self._commands.values(), self.reports):
+            one.close(linger=0)
+        self.remove_folder()
+
+
+def make_folder(prefix: str = "toolkit_lm-") -> Path:
+    """A folder that only this user may enter. Raises EngineDeadError, and ConfigError where no socket could be in it."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise EngineDeadError(f"the folder of the workers' sockets cannot be made: {error}. Set TMPDIR to another.") from error
+    if len(os.fsencode(folder / "reports")) > _MOST_BYTES:
+        folder.rmdir()
+        raise ConfigError(
+            f"the path of the temporary folder {str(folder.parent)!r} is too long: a socket in it may have at most "
+            f"{_MOST_BYTES} bytes. Set TMPDIR to a shorter one."
+        )
+    return folder
+
+
+def take(socket: zmq.Socket[bytes]) -> list[zmq.Frame]:
+    """The messages of one frame that have come."""
+    taken = []
+    while True:
+        try:
+            taken.append(socket.recv(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            return taken
+
+
+def _engine_threads() -> int:
+    """How many threads an engine of one rank would compute in."""
+    with suppress(KeyError, ValueError):
+        return int(os.environ["OMP_NUM_THREADS"])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _lives(process: WorkerProcess) -> bool:
+    readable, _, _ = select.select([process.lifeline], [], [], 0)
+    return not readable and process.is_alive

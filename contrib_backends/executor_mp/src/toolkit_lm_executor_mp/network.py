@@ -1,0 +1,109 @@
+"""What nodes need to reach each other: the master's address, the key of the launch, and sockets that only those use who know it."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import platform
+import socket
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.utils.z85
+from toolkit_lm.config import NodeConfig
+from toolkit_lm.errors import ConfigError
+
+KEY_VARIABLE = "TOOLKIT_LM_LAUNCH_KEY"
+_LEAST_KEY = 16
+"""Characters."""
+_MOST_KEY = 4096
+"""Bytes of its file."""
+_BEAT, _SILENCE = 1000, 3000
+"""Milliseconds between two signs of life, which ZeroMQ sends, and without any until the other machine counts as lost."""
+
+
+class Master(NamedTuple):
+    """Where node 0 is reached."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str | None) -> Master:
+        """Raises ConfigError for what is no HOST:PORT."""
+        if text is None:
+            raise ConfigError("several nodes need --master HOST:PORT: the address of node 0 at which the others reach it.")
+        try:
+            parts = urlsplit(f"//{text}")
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host, port = None, None
+        if not host or not port or parts.netloc != text or "@" in text:
+            raise ConfigError(f"option 'master': {text!r} is no HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500.")
+        return cls(host, port)
+
+    def resolve(self) -> str:
+        """The IP address. Raises OSError."""
+        return str(socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def read_key(config: NodeConfig) -> bytes:
+    """The key of the launch, 32 bytes, made of the secret in a file or the environment. Raises ConfigError."""
+    if config.launch_key_file is None:
+        where, secret = f"the environment variable {KEY_VARIABLE}", os.environ.get(KEY_VARIABLE, "").strip().encode()
+        if not secret:
+            raise ConfigError(f"several nodes need a secret that they share: give --launch-key-file FILE, or set {KEY_VARIABLE}.")
+    else:
+        where = f"the file {config.launch_key_file!r} (launch_key_file)"
+        try:
+            with Path(config.launch_key_file).open("rb") as file:
+                secret = file.read(_MOST_KEY).strip()
+        except OSError as error:
+            raise ConfigError(f"{where} cannot be read: {error}") from error
+    if len(secret) < _LEAST_KEY:
+        raise ConfigError(f"the secret in {where} has {len(secret)} characters: it needs {_LEAST_KEY}. `openssl rand -hex 32` makes one.")
+    return hashlib.sha256(secret).digest()
+
+
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, key: bytes, *, is_master: bool) -> zmq.Socket[bytes]:
+    """An end of a connection between machines, in ZeroMQ's CURVE: encrypted, and for those alone who know the key.
+
+    The master's public key is made of the launch key, and crosses the network as little as that does. Nobody else can greet the master.
+    """
+    made = context.socket(kind)
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        made.setsockopt(option, 0)
+    made.setsockopt(zmq.IPV6, 1)
+    made.setsockopt(zmq.HEARTBEAT_IVL, _BEAT)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE)
+    made.setsockopt(zmq.HEARTBEAT_TTL, _SILENCE)
+    secret = zmq.utils.z85.encode(hmac.digest(key, b"toolkit_lm master", "sha256"))
+    if is_master:
+        made.setsockopt(zmq.CURVE_SERVER, 1)
+        made.setsockopt(zmq.CURVE_SECRETKEY, secret)
+    else:
+        made.setsockopt(zmq.CURVE_SERVERKEY, zmq.curve_public(secret))
+        public, own = zmq.curve_keypair()
+        made.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        made.setsockopt(zmq.CURVE_SECRETKEY, own)
+        made.setsockopt(zmq.RECONNECT_IVL, 100)
+        made.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+    return made
+
+
+def endpoint(address: str, port: int | str) -> str:
+    """ZeroMQ's name of a port. `port`: "*" is any that is free."""
+    return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def versions() -> dict[str, str]:
+    """What must be equal on all nodes, beside the plugins, without importing it."""
+    found = {name: version(name) for name in ("toolkit-lm-core", "torch", "msgspec")}
+    return {"python": ".".join(platform.python_version_tuple()[:2]), **found}

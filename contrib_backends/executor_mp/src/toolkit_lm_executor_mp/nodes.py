@@ -1,0 +1,233 @@
+"""The other machines, as the engine sees them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+import zmq
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import ConfigError, EngineDeadError
+
+from toolkit_lm_executor_mp import wire
+from toolkit_lm_executor_mp.network import Master, endpoint, make_socket, read_key, versions
+
+_BEAT = b""
+"""To a node: it says nothing, and fails where nobody is there."""
+_LOOK = 0.5
+"""Seconds between two looks at whether the nodes are there."""
+_LINGER = 1000
+"""Milliseconds that the last words get to leave."""
+
+
+def make_nodes(context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> Nodes | None:
+    """None: there is one machine. Raises ConfigError for what cannot be run over several."""
+    node, nodes = config.node, config.parallel.nodes
+    if nodes == 1:
+        if node.node_rank or node.master is not None:
+            raise ConfigError(f"node_rank {node.node_rank} and master {node.master} are for several machines: give --nodes.")
+        return None
+    if node.node_rank:
+        raise ConfigError(
+            f"node {node.node_rank} holds no engine: run `toolkit worker --master {node.master} --node-rank {node.node_rank}` there."
+        )
+    if config.parallel.data_parallel_size > 1:
+        raise ConfigError("data_parallel_size is for one machine: with --nodes, put a balancer in front of several servers.")
+    return Nodes(context, config)
+
+
+class _Node:
+    """Another machine that has said hello."""
+
+    def __init__(self, hello: wire.NodeHello) -> None:
+        self.hello = hello
+        self.nonce = secrets.token_bytes(wire.KEY_BYTES)
+        self.has_joined = False
+
+    def __str__(self) -> str:
+        return f"node {self.hello.node} ({self.hello.host}, process {self.hello.pid})"
+
+
+class Nodes:
+    """Nodes 1 and up: each is a `toolkit worker`, which passes on what is for its ranks, and what they report.
+
+    `door` is for the thread that listens, `send` for who has the lock of the calls.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> None:
+        """Raises ConfigError where the master's address is no address of this machine, or its port is in use."""
+        parallel = config.parallel
+        self.num_nodes, self._ranks_per_node = parallel.nodes, parallel.ranks_per_node
+        self._timeout = config.engine.start_timeout
+        self._key = read_key(config.node)
+        self._versions = versions()
+        self._master = Master.parse(config.node.master)
+        self._owner = os.getpid()
+        self._nodes: dict[bytes, _Node] = {}
+        """By the door's name of its connection."""
+        self._failure: tuple[_Node, wire.NodeFailed] | None = None
+        self._num_refused = 0
+        self._next_look = 0.0
+        self.door = make_socket(context, zmq.ROUTER, self._key, is_master=True)
+        # A message to who has gone is an error.
+        self.door.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._refusals = self.door.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self._plans: dict[int, zmq.Socket[bytes]] = {}
+        try:
+            self.address = self._bind()
+            for node in range(1, self.num_nodes):
+                self._plans[node] = make_socket(context, zmq.PUSH, self._key, is_master=True)
+                self._plans[node].bind(endpoint(self.address, "*"))
+            self._store, self.store_port = self._make_store()
+        except BaseException:
+            self.close("")
+            raise
+
+    def _bind(self) -> str:
+        try:
+            address = self._master.resolve()
+            self.door.bind(endpoint(address, self._master.port))
+        except (OSError, zmq.ZMQError) as error:
+            raise ConfigError(f"node 0 cannot listen at {self._master} (master): {error.strerror}.") from error
+        return address
+
+    def _make_store(self) -> tuple[Any, int]:
+        """Where ranks meet, on the master's address alone. It serves as long as it is held."""
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((self.address, 0))
+            listener.listen()
+            port: int = listener.getsockname()[1]
+            dist: Any = torch.distributed
+            timeout = timedelta(seconds=self._timeout)
+            store = dist.TCPStore(
+                self.address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.fileno()
+            )
+            # It is the store's now.
+            listener.detach()
+        return store, port
+
+    @property
+    def missing(self) -> list[int]:
+        """Nodes that have not joined."""
+        joined = {node.hello.node for node in self._nodes.values() if node.has_joined}
+        return [node for node in range(1, self.num_nodes) if node not in joined]
+
+    def late(self) -> EngineDeadError:
+        """The error of a start to which not all nodes have come."""
+        missing, were = ", ".join(map(str, self.missing)), "nodes" if len(self.missing) > 1 else "node"
+        while self._refusals.poll(0):
+            self._refusals.recv_multipart()
+            self._num_refused += 1
+        hint = f" {self._num_refused} connections were refused: who made them has another launch key." if self._num_refused else ""
+        return EngineDeadError(
+            f"{were} {missing} of {self.num_nodes} did not come to {self._master} within start_timeout: `toolkit worker` must run there."
+            f"{hint}"
+        )
+
+    def machine(self, rank: int) -> str:
+        """Where a rank is, as the end of "on rank 1"."""
+        node = next((one for one in self._nodes.values() if one.hello.node == rank // self._ranks_per_node), None)
+        return " of node 0" if node is None else f" of node {node.hello.node} ({node.hello.host})"
+
+    def send(self, message: bytes) -> None:
+        """An encoded command, to the workers of all nodes."""
+        for one in self._plans.values():
+            one.send(message, 0, len(message) < 2**16)
+
+    def take(self) -> list[zmq.Frame]:
+        """What workers of other machines have reported. Greets nodes. Raises ConfigError for a node that does not fit."""
+        taken: list[zmq.Frame] = []
+        while True:
+            try:
+                name, *frames = self.door.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return taken
+            node = self._nodes.get(name.bytes)
+            if len(frames) > 1:
+                self._take(name.bytes, node, wire.decode_report(frames[1].buffer))
+            elif node is not None and node.has_joined:
+                taken += frames
+
+    def _take(self, name: bytes, node: _Node | None, report: wire.Report) -> None:
+        """What a node says itself: it has an empty frame before it."""
+        if node is None and isinstance(report, wire.NodeHello):
+            node = self._nodes[name] = _Node(report)
+            proof = wire.prove(self._key, "engine", report.node, report.nonce)
+            self._tell(name, wire.Challenge(proof, node.nonce))
+        elif node is not None and isinstance(report, wire.NodeFailed):
+            self._failure = self._failure or (node, report)
+        elif node is not None and isinstance(report, wire.NodeProof) and not node.has_joined:
+            number = node.hello.node
+            if not secrets.compare_digest(report.proof, wire.prove(self._key, "node", number, node.nonce)):
+                raise EngineDeadError(f"who calls itself node {number} does not know the key of the launch.")
+            self._check(node)
+            node.has_joined = True
+            port = int(self._plans[number].getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            self._tell(name, wire.Welcome([number * self._ranks_per_node + rank for rank in range(self._ranks_per_node)], port))
+
+    def _check(self, node: _Node) -> None:
+        number = node.hello.node
+        if not 1 <= number < self.num_nodes:
+            raise ConfigError(
+                f"{node} is not among the {self.num_nodes} nodes: its --node-rank must be from 1 to {self.num_nodes - 1}. "
+                f"Node 0 is here ({socket.gethostname()})."
+            )
+        for other in self._nodes.values():
+            if other.has_joined and other.hello.node == number:
+                raise ConfigError(f"two machines have the same --node-rank: {other} and {node}.")
+        there = node.hello.versions
+        different = [f"{name} {here} here, {there.get(name)} there" for name, here in self._versions.items() if here != there.get(name)]
+        if different:
+            raise ConfigError(
+                f"{node} has other versions than node 0 ({socket.gethostname()}; 'here': node 0; 'there': node {number}): "
+                f"{'; '.join(different)}."
+            )
+
+    def _tell(self, name: bytes, command: wire.Command) -> None:
+        # Who has gone meanwhile is noticed by `find_death`.
+        with suppress(zmq.ZMQError):
+            self.door.send_multipart([name, wire.encode(command)], zmq.NOBLOCK)
+
+    def find_death(self, doing: str) -> EngineDeadError | None:
+        """Says what has become of a node that has failed or gone. `doing`: such as "in step 7"."""
+        if self._failure is not None:
+            node, failed = self._failure
+            death = EngineDeadError(f"{failed.message.rstrip('.')} ({node}, {doing}).")
+            for note in failed.notes:
+                death.add_note(note)
+            return death
+        if time.monotonic() < self._next_look:
+            return None
+        self._next_look = time.monotonic() + _LOOK
+        for name, node in list(self._nodes.items()):
+            try:
+                self.door.send_multipart([name, _BEAT], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                del self._nodes[name]
+                if node.has_joined:
+                    return EngineDeadError(f"{node} has gone {doing}: its `toolkit worker` has died, or is not reached any more.")
+        return None
+
+    def dismiss(self, reason: str) -> None:
+        """Has the nodes end. `reason`: "" where nothing has failed."""
+        for name in self._nodes:
+            self._tell(name, wire.Farewell(reason))
+        self._nodes.clear()
+
+    def close(self, reason: str) -> None:
+        """Has the nodes end, and closes the sockets. A fork of the engine leaves them alone."""
+        if os.getpid() == self._owner:
+            self.dismiss(reason)
+        self.door.disable_monitor()
+        self._refusals.close(linger=0)
+        self.door.close(linger=_LINGER)
+        for one in self._plans.values():
+            one.close(linger=0)
+        self._store = None
