@@ -35,4 +35,8 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            if not gc.get_freeze_count():
+                # All of it is old now, and looked at when the host's old objects are: not at once.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

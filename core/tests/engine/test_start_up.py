@@ -1,0 +1,92 @@
+"""What makes starts short."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+from toolkit_lm.engine.start_up import no_garbage_collection
+
+ENGINE = """
+import sys, torch
+by_torch = set(sys.modules)
+from toolkit_lm.engine.process.loop import serve
+print("\\n".join(sys.modules.keys() - by_torch))
+"""
+HEAVY = (
+    "torch._dynamo",
+    "torch._inductor",
+    "sympy",
+    "transformers",
+    "tokenizers",
+    "fastapi",
+    "pydantic",
+    "httpx",
+    "PIL",
+    "jinja2",
+    "triton",
+)
+"""Packages that an engine process needs for few models, or never: a second or more of each start."""
+MOST = 220
+"""Modules, core's among them, that an engine process imports beside torch's, before it knows its model. They were 194."""
+
+
+def test_an_engine_process_imports_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ENGINE], capture_output=True, text=True, check=True)
+    modules = done.stdout.split()
+    assert "toolkit_lm.engine.core" in modules
+    assert [name for name in modules if name.startswith(tuple(f"{package}." for package in HEAVY)) or name in HEAVY] == []
+    assert len(modules) <= MOST
+
+
+def test_torch_is_mapped_and_not_imported() -> None:
+    code = (
+        "import sys, threading\nfrom toolkit_lm.engine.start_up import map_torch\nmap_torch()\n"
+        "[thread.join() for thread in threading.enumerate() if thread.name == 'toolkit_lm-torch']\n"
+        "assert 'torch' not in sys.modules\nassert 'libtorch_cpu' in open('/proc/self/maps').read()\n"
+        "import torch\nassert torch.ones(2).sum() == 2\nmap_torch()\nassert threading.active_count() == 1"
+    )
+    if sys.platform != "linux":
+        pytest.skip("it reads /proc")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_torch_nothing_is_mapped() -> None:
+    code = (
+        "import importlib.util, threading\nimportlib.util.find_spec = lambda name: None\n"
+        "from toolkit_lm.engine.start_up import map_torch\nmap_torch()\nassert threading.active_count() == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled) -> None:
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ValueError, match="within"), no_garbage_collection():
+            assert not gc.isenabled()
+            raise ValueError("within")
+        assert gc.isenabled() == enabled
+        assert gc.get_freeze_count() == 0
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_what_was_made_meanwhile_is_not_looked_at_when_it_ends() -> None:
+    before = gc.get_stats()
+    with no_garbage_collection():
+        made = [[] for _ in range(100_000)]
+    more = [[] for _ in range(10)]
+    assert [one["collections"] for one in gc.get_stats()] == [one["collections"] for one in before]
+    assert len(made) + len(more) == 100_010
+
+
+def test_what_the_host_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        with no_garbage_collection():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
