@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 import time
@@ -21,8 +22,10 @@ from toolkit_lm.messages import (
     MultiModalFeatureSpec,
     PlaceholderRange,
     SequenceInputs,
+    StepPlan,
 )
 from toolkit_lm.params import SamplingParams
+from toolkit_lm.scheduler.request_blocks import RequestBlocks
 
 PROMPT = [3, 1, 4, 1, 5, 9]
 
@@ -58,6 +61,34 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
 def lone_good_prompt(length: int, num_tokens: int) -> list[int]:
     """A prompt whose continuation fails nowhere."""
     return next(p for p in ([k] * length for k in range(40)) if max(continuation(p, num_tokens)) < POISON - 1)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("groups", [[(4, None)], [(8, None), (4, 5)], [(8, "late")], [(8, None), (4, "cross")]], ids=str)
+def test_the_usual_row_is_planned_as_all_others_are(groups, max_in_flight, monkeypatch):
+    prompt = lone_good_prompt(6, 12)
+
+    def plans() -> tuple[list[StepPlan], int]:
+        # Few blocks: some are preempted.
+        core = make_core(14, groups, max_in_flight, max_encoder_len=8, seed=0)
+        schedule, commit = core.scheduler.schedule, core.scheduler.request_blocks.commit_next
+        made, usual = [], []
+        monkeypatch.setattr(core.scheduler, "schedule", lambda: made.append(copy.deepcopy(plan := schedule())) or plan)
+        monkeypatch.setattr(core.scheduler.request_blocks, "commit_next", lambda *args: usual.append(commit(*args)) or usual[-1])
+        for index, n in enumerate((1, 2, 1)):
+            encoder = EncoderInput.of_tokens(ENCODER_INPUTS[0]) if groups[-1][1] == "cross" else None
+            params = SamplingParams(n=n, max_tokens=12 - index, ignore_eos=True)
+            inputs = SequenceInputs(second_text_start=0 if encoder else None)
+            core.add_request(EngineRequest(request_id=str(index), prompt_token_ids=prompt, params=params, encoder=encoder, inputs=inputs))
+            core.step()
+        finish_all(core)
+        return made, sum(usual)
+
+    found, num_usual = plans()
+    monkeypatch.setattr(RequestBlocks, "commit_next", lambda self, plan, request: False)
+    expected, none = plans()
+    assert found == expected
+    assert num_usual > 4 and none == 0
 
 
 def test_forks_of_a_leader_that_finds_its_own_output_cached():

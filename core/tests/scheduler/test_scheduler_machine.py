@@ -28,6 +28,7 @@ from toolkit_lm.scheduler.block_manager import NO_BLOCK
 
 MAX_MODEL_LEN = 20
 GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)], [(3, 1)], [(2, None), (2, 4), (2, 4)]]
+GROUPS += [[(8, None)], [(8, None), (4, 5)]]
 GROUPS += [
     [(2, "late")],
     [(2, None), (3, "late")],

@@ -33,7 +33,7 @@ SIGHT = {AttentionType.CROSS: 0, AttentionType.DECODER: 1, AttentionType.ENCODER
 """What keys a token sees, as in step.h."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Metadata:
     """One step, or some of its tokens, as the kernels take them."""
 
@@ -55,8 +55,9 @@ class Metadata:
 
     def __post_init__(self) -> None:
         table = (0, 0) if self.table is None else (self.table.data_ptr(), self.table.stride(0))
-        starts, seen, first, origins = self.starts.ctypes, self.seen.ctypes, self.first.ctypes, self.origins.ctypes
-        object.__setattr__(self, "arguments", (starts.data, seen.data, first.data, origins.data, len(self.seen), *table))
+        (starts, _), (seen, _) = self.starts.__array_interface__["data"], self.seen.__array_interface__["data"]
+        (first, _), (origins, _) = self.first.__array_interface__["data"], self.origins.__array_interface__["data"]
+        self.arguments = (starts, seen, first, origins, len(self.seen), *table)
 
     def part(self, begin: int, end: int) -> Metadata:
         """The tokens begin : end. Rows that have none of them are empty."""

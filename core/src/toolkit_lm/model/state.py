@@ -17,14 +17,14 @@ from toolkit_lm.messages import EncoderInput, NewSequence, StepPlan, StepResult
 
 @dataclass(slots=True)
 class GroupInputs:
-    """One step as one KV group sees it, on the host: R rows, T tokens. The arrays may be changed in place."""
+    """One step as one KV group sees it, on the host: R rows, T tokens. `seq_lens` and `slots` may be changed in place."""
 
     seq_lens: np.ndarray
     """[R] int32: keys that each row sees."""
     slots: np.ndarray
     """[T] int64: where each token's key and value go, in cross attention [E] of the encoders' tokens; empty where nothing is cached."""
     table: np.ndarray
-    """[R, most blocks] int32: block tables; empty where nothing is cached."""
+    """[R, most blocks] int32: block tables; empty where nothing is cached. Not to be changed: the next step may use it again."""
 
 
 @dataclass(slots=True)

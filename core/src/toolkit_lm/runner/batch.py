@@ -179,6 +179,8 @@ class PersistentBatch:
         self._free_rows = list(range(num_rows))[::-1]
         self._block_tables = [np.zeros_like(group.table.host) for group in buffers.groups[: len(specs)]]
         self._num_blocks = np.zeros((len(specs), num_rows), np.int64)
+        self._gathered: list[tuple[int, bytes] | None] = [None] * len(specs)
+        """Per KV group, the width and the rows of the table in its buffer; None: it is out of date."""
 
     def apply(self, plan: StepPlan) -> None:
         """Takes in what a plan says of sequences that leave, join and grow."""
@@ -194,11 +196,13 @@ class PersistentBatch:
             for group, blocks in enumerate(encoder.block_tables):
                 if self._of_encoder[group]:
                     self._block_tables[group][row, : len(blocks)] = blocks
+                    self._gathered[group] = None
         new = {seq.seq_id for seq in plan.new}
         for seq in plan.new:
             self._add(seq)
         for move in plan.moves:
             self._block_tables[move.group][self.row_of[move.seq_id], move.index] = move.block
+            self._gathered[move.group] = None
         for scheduled in plan.scheduled:
             if scheduled.seq_id not in new:
                 for group, blocks in enumerate(scheduled.new_blocks):
@@ -267,15 +271,17 @@ class PersistentBatch:
             np.subtract(blocks, slots, out=slots)
             slots *= size
             slots += token_index
-            step_table = buffer.table.mirror[: len(rows), :width]
-            torch.index_select(torch.from_numpy(table)[:, :width], 0, torch.from_numpy(rows), out=step_table)
-            groups.append(GroupInputs(seq_lens, slots, step_table.numpy()))
+            if (gathered := (width, rows.tobytes())) != self._gathered[index]:
+                self._gathered[index] = gathered
+                step_table = buffer.table.mirror[: len(rows), :width]
+                torch.index_select(torch.from_numpy(table)[:, :width], 0, torch.from_numpy(rows), out=step_table)
+            groups.append(GroupInputs(seq_lens, slots, buffer.table.host[: len(rows), :width]))
         return groups
 
     def append_tokens(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """Remembers a token drawn for each of `rows`, the input of a later step."""
         self.history.append(rows, token_ids)
-        np.add.at(self.sampling.position, rows, 1)
+        self.sampling.position[rows] += 1
 
     def _add(self, seq: NewSequence) -> None:
         row = self._free_rows.pop()
@@ -290,6 +296,6 @@ class PersistentBatch:
         self.sampling.set(row, seq)
 
     def _append_blocks(self, row: int, group: int, blocks: list[int]) -> None:
-        start = self._num_blocks[group, row]
+        start, self._gathered[group] = self._num_blocks[group, row], None
         self._block_tables[group][row, start : start + len(blocks)] = blocks
         self._num_blocks[group, row] += len(blocks)

@@ -280,20 +280,19 @@ class ModelRunner:
         """Logits, and tokens or candidates, of the rows whose last token was computed."""
         plan, sampling = inputs.plan, self._batch.sampling
         result = StepResult(token_ids=[[] for _ in plan.scheduled])
-        if sampling.prompt_logprobs.max() >= 0:
+        if sampling.read_prompts:
             result.prompt_logprobs = prompt_logprobs(inputs, self._batch, hidden_states, self.model.compute_logits)
         if not len(inputs.sampling):
             return result
-        if not (sampling.num_candidates.any() or inputs.num_drafts.any()):
-            # Each row draws one token, in a decode step after the only one that it has.
-            is_decode, ends = len(inputs.sampling) == len(hidden_states), inputs.query_start[1:]
-            rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
-            last = hidden_states if is_decode else hidden_states[self._to_device(ends[inputs.sampling] - 1)]
-            if sampling.plain[rows].all():
-                sampled = take_likeliest(*self.model.likeliest(last))
-            else:
-                sampled = sample(self.model.compute_logits(last), sampling.select(rows), self.model.kernels.likeliest)
-            self._take(plan, result, sampled, inputs.sampling, rows)
+        # In a decode step each row has one token, and draws one.
+        is_decode = len(inputs.sampling) == len(hidden_states)
+        rows = inputs.rows if is_decode else inputs.rows[inputs.sampling]
+        if not (sampling.unusual or (not is_decode and inputs.num_drafts.any())):
+            last = hidden_states if is_decode else hidden_states[self._to_device(inputs.query_start[1:][inputs.sampling] - 1)]
+            self._take(plan, result, take_likeliest(*self.model.likeliest(last)), inputs.sampling, rows)
+            return result
+        if is_decode and not sampling.num_candidates.any():
+            self._draw(plan, result, self.model.compute_logits(hidden_states), inputs.sampling, rows)
             return result
         # The logits of a row: those after its last token, and before them those that its drafts are compared with.
         num_drafts = inputs.num_drafts - _take_certain(inputs, result, self._certain, self._batch.sampling)
@@ -301,7 +300,6 @@ class ModelRunner:
         firsts = counts.cumsum() - counts
         within = np.arange(firsts[-1] + counts[-1]) + np.repeat(inputs.query_start[1:][inputs.sampling] - counts - firsts, counts)
         logits = self.model.compute_logits(hidden_states if len(within) == len(hidden_states) else hidden_states[self._to_device(within)])
-        rows = inputs.rows[inputs.sampling]
         candidates = sampling.num_candidates[rows]
         if len(searching := np.flatnonzero(candidates)):
             self._search(plan, result, logits[self._to_device(firsts[searching])], inputs.sampling[searching], rows[searching])
@@ -309,8 +307,7 @@ class ModelRunner:
         while len(going):
             # As if each token were drawn in a step of its own: a row goes on while the draft is the token that was drawn.
             part = logits if len(going) == len(logits) else logits[self._to_device(firsts[going])]
-            sampled = sample(part, sampling.select(rows[going]), self.model.kernels.likeliest)
-            self._take(plan, result, sampled, inputs.sampling[going], rows[going])
+            self._draw(plan, result, part, inputs.sampling[going], rows[going])
             firsts += 1
             drafted = going[num_drafts[going] > 0]
             going = np.array([i for i in drafted if self._agrees(plan, result, inputs.sampling[i])], np.int64)
@@ -328,6 +325,11 @@ class ModelRunner:
         seq_ids = [plan.scheduled[place].seq_id for place in places]
         result.candidates = {seq_ids[i]: candidates for i, candidates in found.candidates.items()}
         result.errors |= {seq_ids[i]: error for i, error in found.errors.items()}
+
+    def _draw(self, plan: StepPlan, result: StepResult, logits: Tensor, places: np.ndarray, rows: np.ndarray) -> None:
+        """Tokens for the others."""
+        sampled = sample(logits, self._batch.sampling.select(rows), self.model.kernels.likeliest)
+        self._take(plan, result, sampled, places, rows)
 
     def _take(self, plan: StepPlan, result: StepResult, sampled: Sampled, places: np.ndarray, rows: np.ndarray) -> None:
         """What was drawn for rows of the persistent batch, in these places of the plan."""

@@ -58,7 +58,6 @@ class TokenHistory:
         self.token_ids = np.zeros((num_rows, max_len), np.int32)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
-        self._ends, self._drawn = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
 
     def set(self, row: int, token_ids: list[int], num_prompt_tokens: int) -> None:
         self.token_ids[row, : len(token_ids)] = token_ids
@@ -73,12 +72,15 @@ class TokenHistory:
 
     def append(self, rows: np.ndarray, token_ids: list[int]) -> None:
         """One token for each of `rows` [R]. What a full row gets is counted, but no step will ever read it."""
-        ends, drawn, capacity = self._ends[: len(rows)], self._drawn[: len(rows)], self.token_ids.shape[1]
-        np.take(self.num_tokens, rows, out=ends, mode="clip")
-        drawn[:] = token_ids
-        inside = slice(None) if ends.max(initial=0) < capacity else ends < capacity
-        self.token_ids[rows[inside], ends[inside]] = drawn[inside]
-        np.add.at(self.num_tokens, rows, 1)
+        # Few operations, since most of what each takes is the way to its code: the model has had the caches since the last step.
+        ends = self.num_tokens[rows]
+        try:
+            self.token_ids[rows, ends] = token_ids
+        except IndexError:
+            inside = ends < self.token_ids.shape[1]
+            self.token_ids[rows[inside], ends[inside]] = np.array(token_ids)[inside]
+        ends += 1
+        self.num_tokens[rows] = ends
 
     def tokens(self, row: int) -> np.ndarray:
         """All tokens of a row: a view, [its number of tokens] int32."""
@@ -135,8 +137,10 @@ class SamplingBatch:
         """Some filter beside the temperature is on."""
         self.edited = np.zeros(num_rows, bool)
         """Logits are not used as they are: there are rules beside the stop tokens, penalties, or plugins' processors of them."""
-        self.plain = np.zeros(num_rows, bool)
-        """It takes the likeliest token of the model's logits, and nothing else of them is wanted: they need not be made."""
+        self.unusual: set[int] = set()
+        """Rows that do not just take the likeliest token of the model's logits. Where there are none, logits need not be made."""
+        self.read_prompts: set[int] = set()
+        """Rows that want log probabilities of their prompts."""
         self.follows = np.zeros(num_rows, bool)
         """What must follow the tokens needs no draw: nothing but one processor has a say in it, and nobody asks how likely it was."""
         self.forces = np.zeros(num_rows, bool)
@@ -177,7 +181,9 @@ class SamplingBatch:
         ruled = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
         self.edited[row] = penalized or ruled or "logits" in stages
         as_is = not (self.edited[row] or self.forces[row] or params.min_tokens or seq.inputs.logits_processors)
-        self.plain[row] = as_is and params.temperature < MIN_TEMPERATURE and self.logprobs[row] < 0
+        is_usual = as_is and params.temperature < MIN_TEMPERATURE and self.logprobs[row] < 0 and not seq.num_candidates
+        (self.unusual.discard if is_usual else self.unusual.add)(row)
+        (self.read_prompts.discard if params.prompt_logprobs is None else self.read_prompts.add)(row)
         self.follows[row] = len(seq.inputs.logits_processors) == 1 and not (ruled or self.forces[row] or self.logprobs[row] >= 0)
 
     def clear(self, row: int) -> None:
@@ -185,6 +191,8 @@ class SamplingBatch:
         if self.processors is not None and self.key[row] in self.processors.names:
             self.processors.remove(int(self.key[row]))
         self.rules[row] = _NO_RULES
+        self.unusual.discard(row)
+        self.read_prompts.discard(row)
         self.num_candidates[row], self.prompt_logprobs[row] = 0, -1
 
     def select(self, rows: np.ndarray) -> SamplingBatch:

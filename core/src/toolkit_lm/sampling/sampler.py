@@ -100,10 +100,10 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
 
 
 def take_likeliest(best: Tensor, token_ids: Tensor) -> Sampled:
-    """As `sample`, of rows that are plain: the greatest logit of each, and its token, [R] each."""
+    """As `sample`, of rows that just take the likeliest token: the greatest logit of each, and its token, [R] each."""
     errors = {}
-    # No sum of finite floats is too large for a double.
-    if not math.isfinite(best.sum(dtype=torch.float64)):
+    # No sum of finite float32 is too large for a double.
+    if not math.isfinite(sum(best.tolist())):
         errors = dict.fromkeys((~torch.isfinite(best)).nonzero()[:, 0].tolist(), _NOT_FINITE)
     return Sampled(token_ids.tolist(), [], errors, {})
 

@@ -180,7 +180,11 @@ class BlockManager:
         self._groups_per_pool = [sum(group.pool_index == pool for group in self._of_sequences) for pool in pools]
         self._growing = [any(group.pool_index == pool and group.spec.grows for group in self.groups) for pool in pools]
         """Pools whose tables grow with their sequences."""
-        self._gcd, self._lcm = (f(*(spec.block_size for spec in specs)) for f in (math.gcd, math.lcm))
+        self.none = [_NONE] * len(self.groups)
+        """New blocks, per KV group, of a row that needs none."""
+        self.stride = math.gcd(*(spec.block_size for spec in specs)) or 1
+        """Blocks begin at multiples of it, in each group."""
+        self._lcm = math.lcm(*(spec.block_size for spec in specs))
         self._trimmed = [group for group in self.groups if group.spec.first_needed(2**30)]
         self.trims = bool(self._trimmed)
         """Whether `trim` can give anything back."""
@@ -232,7 +236,7 @@ class BlockManager:
         tables = self._tables.get(seq_id)
         if tables is None:
             tables = self.new_tables(seq_id)
-        new_blocks: list[list[int]] = [_NONE] * len(self.groups)
+        new_blocks = list(self.none)
         for group in self._of_sequences:
             table = tables[group.index]
             new_blocks[group.index], copied = group.extend(table, start, end)
@@ -306,7 +310,7 @@ class BlockManager:
     def publish(self, seq_id: int, block_hashes: BlockHashes, num_tokens: int) -> None:
         """Lets others find the full blocks of a sequence's first `num_tokens` tokens, which are computed or will be in the planned step."""
         tables, before = self._tables.get(seq_id), self._published.get(seq_id, 0)
-        if tables is None or num_tokens // self._gcd == before // self._gcd:
+        if tables is None or num_tokens // self.stride == before // self.stride:
             return
         for group in self._of_sequences:
             group.publish(tables[group.index], block_hashes, before, num_tokens)

@@ -78,7 +78,7 @@ class Sequence:
             if len(self.token_ids) >= request.most_tokens:
                 return "length"
         # Of drafts that were not drawn, the keys and values are written over.
-        self.num_computed_tokens = self.num_kept_tokens
+        self.num_computed_tokens = min(self.num_computed_tokens, len(self.token_ids) + self.num_placeholders - 1)
         if drafts and request.forks_anywhere and not self.num_placeholders:
             # The last token of all is drawn, and never computed.
             fitting = drafts[: request.most_tokens - len(self.token_ids) - 1]

@@ -123,7 +123,7 @@ class RequestBlocks:
             total = self._commit_encoder(plan, request.encoder)
         for tokens in ranges:
             seq = self.roster.sequences[tokens.seq_id]
-            samples = request.draws_tokens and (num_drafts := tokens.end - seq.num_tokens) >= 0
+            samples = request.draws_tokens and (num_drafts := tokens.end - len(seq.token_ids) - seq.num_placeholders) >= 0
             row = ScheduledSequence(seq.seq_id, tokens.start, tokens.end - tokens.start, self.blocks.append_slots(tokens, plan), samples)
             row.num_drafts = num_drafts if samples else 0
             if row.num_drafts or (request.needs_tokens and seq.on_worker and tokens.end > request.num_prompt_tokens):
@@ -144,6 +144,20 @@ class RequestBlocks:
         if len(request.unfinished) > 1:
             self._fork_from_leader(request)
         return total
+
+    def commit_next(self, plan: StepPlan, request: Request) -> bool:
+        """As `commit` of a request that computes the one token that it has drawn, inside a block: most rows of most steps. Else False."""
+        seq = request.unfinished[0]
+        start, num_tokens, size = seq.num_computed_tokens, len(seq.token_ids) + seq.num_placeholders, self.blocks.stride
+        is_usual = seq.on_worker and request.draws_tokens and not (request.needs_tokens or request.media_end or seq.drafts)
+        # Where the token before it was written, there is room for it, and no block is full after it.
+        is_next = len(request.unfinished) == 1 and start + 1 == num_tokens < request.most_tokens and 0 < start % size < size - 1
+        if not (is_usual and is_next):
+            return False
+        seq.num_computed_tokens = num_tokens
+        seq.num_placeholders += 1
+        plan.scheduled.append(ScheduledSequence(seq.seq_id, start, 1, self.blocks.none, True))
+        return True
 
     def _commit_encoder(self, plan: StepPlan, encoder: Encoder) -> int:
         """Makes the worker know an encoder sequence. Returns how many tokens of it the step computes."""

@@ -134,8 +134,7 @@ class Scheduler:
                 # It ended while the step was on its way.
                 continue
             request = seq.request
-            if prompt_logprobs := result.prompt_logprobs.get(row.seq_id, []):
-                prompt_logprobs = request.take_prompt_logprobs(row, prompt_logprobs)
+            prompt_logprobs = request.take_prompt_logprobs(row, known) if (known := result.prompt_logprobs.get(row.seq_id)) else []
             if row.seq_id in result.errors:
                 outputs += self.fail(request.request_id, result.errors[row.seq_id])
             elif row.seq_id in result.pooled:
@@ -182,15 +181,16 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> tuple[int, bool]:
         """Returns what is left of the budget, and whether a request was preempted."""
-        if self.blocks.trims:
-            for request in self.roster.running:
-                self.request_blocks.trim(request)
+        for request in self.roster.running if self.blocks.trims else ():
+            self.request_blocks.trim(request)
         preempted, position = False, 0
         while position < len(self.roster.running) and budget > 0:
             request = self.roster.running[position]
-            ranges = request.token_ranges(self.policy.grant(request, budget))
-            if request.media_end:
-                ranges = self.items.fit(request, ranges)
+            granted = self.policy.grant(request, budget)
+            if granted > 0 and self.request_blocks.commit_next(plan, request):
+                budget, position = budget - 1, position + 1
+                continue
+            ranges = self.request_blocks.ranges(request, granted)
             while not self.blocks.fits(ranges):
                 victim = self.policy.gives_way(request, self.roster.running[position:]) or request
                 self._preempt(plan, victim)
