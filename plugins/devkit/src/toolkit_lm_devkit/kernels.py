@@ -24,7 +24,7 @@ Operation = Callable[[Kernels, Tensor, "Tensors"], Tensor]
 class Tensors:
     """Random weights of a size and dtype, and angles for 64 tokens."""
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
+    def __init__(self, size: int, dtype: torch.dtype, device: str = "cpu") -> None:
         random = torch.Generator().manual_seed(size)
         self.size, self.dtype = size, dtype
         self.weight, self.bias = (torch.randn(size, generator=random).to(dtype) for _ in range(2))
@@ -33,6 +33,7 @@ class Tensors:
         angles = torch.rand(ROWS[-1], 1, 16, generator=random) * 6
         self.cos = torch.cat([angles.cos(), angles.cos()], -1).to(dtype)
         self.sin = torch.cat([-angles.sin(), angles.sin()], -1).to(dtype)
+        self.__dict__.update({name: value.to(device) for name, value in self.__dict__.items() if isinstance(value, Tensor)})
 
     def to(self, dtype: torch.dtype) -> Tensors:
         """The same numbers in a wider dtype."""
@@ -46,7 +47,7 @@ def _product(kernels: Kernels, x: Tensor, t: Tensors) -> Tensor:
     if t.dtype is torch.float64:
         return x @ t.matrix.T
     config = VllmConfig.default(dtype=str(t.dtype).removeprefix("torch."))
-    with construction(kernels=kernels):
+    with construction(kernels=kernels), torch.device(x.device):
         layer: Any = ReplicatedLinear(t.size, len(t.matrix), vllm_config=config, prefix="layer")
     layer.weight.data.copy_(t.matrix)
     layer.requires_grad_(False)
@@ -82,10 +83,11 @@ OPERATIONS: Mapping[str, Operation] = {
 class KernelsConformance(Conformance):
     """Subclass it as `class TestMine(KernelsConformance)`, and name `kernels`.
 
-    Every operation is compared with plain torch in float64, on the CPU, in each dtype, and with itself on fewer rows.
+    Every operation is compared with plain torch in float64, on the device, in each dtype, and with itself on fewer rows.
     """
 
     kernels: ClassVar[type[Kernels]]
+    device: ClassVar[str] = "cpu"
     dtypes: ClassVar[Sequence[torch.dtype]] = (torch.float32, torch.bfloat16)
     sizes: ClassVar[Sequence[int]] = (64, 48, 7)
     """Of what is normed and multiplied: multiples of a vector's lanes, and not."""
@@ -100,12 +102,17 @@ class KernelsConformance(Conformance):
             "dtype": {str(dtype).removeprefix("torch."): dtype for dtype in cls.dtypes},
         }
 
+    @classmethod
+    def rows(cls, size: int, dtype: torch.dtype) -> Tensor:
+        """[64, size]"""
+        return torch.randn(ROWS[-1], size, generator=torch.Generator().manual_seed(1)).to(cls.device, dtype)
+
     def assert_same(self, ours: Tensor, expected: Tensor, what: str) -> None:
         rounding = 0.0 if self.bitwise else 4 * torch.finfo(ours.dtype).eps * max(expected.abs().max().item(), 1)
         torch.testing.assert_close(ours, expected, atol=rounding, rtol=0, msg=lambda text: f"{what}: {text}")
 
     def test_it_computes_what_torch_does(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        tensors, x = Tensors(size, dtype), _rows(size, dtype)
+        tensors, x = Tensors(size, dtype, self.device), self.rows(size, dtype)
         ours, wide = operation(self.kernels(), x, tensors), tensors.to(torch.float64)
         exact = operation(Kernels(), x.double(), wide)
         assert (ours.shape, ours.dtype) == (exact.shape, dtype)
@@ -116,30 +123,30 @@ class KernelsConformance(Conformance):
             assert_bf16_error([ours], [operation(Kernels(), x, tensors)], [exact])
 
     def test_a_row_is_computed_alike_whatever_is_beside_it(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        kernels, tensors, x = self.kernels(), Tensors(size, dtype), _rows(size, dtype)
+        kernels, tensors, x = self.kernels(), Tensors(size, dtype, self.device), self.rows(size, dtype)
         whole = operation(kernels, x, tensors)
         for rows in ROWS:
             self.assert_same(operation(kernels, x[:rows], tensors), whole[:rows], f"{rows} rows alone differ from those of {len(x)}")
 
     def test_what_it_is_given_stays(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        tensors, x = Tensors(size, dtype), _rows(size, dtype)
+        tensors, x = Tensors(size, dtype, self.device), self.rows(size, dtype)
         before = {name: value.clone() for name, value in tensors.__dict__.items() if isinstance(value, Tensor)}
         operation(self.kernels(), x, tensors)
-        assert torch.equal(x, _rows(size, dtype)), "x is changed"
+        assert torch.equal(x, self.rows(size, dtype)), "x is changed"
         changed = [name for name, value in before.items() if not torch.equal(getattr(tensors, name), value)]
         assert not changed, f"{changed} are changed"
 
     def test_rows_need_not_lie_side_by_side(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        kernels, tensors, x = self.kernels(), Tensors(size, dtype), _rows(size, dtype)
-        apart = torch.zeros(len(x), 2 * size, dtype=dtype)
+        kernels, tensors, x = self.kernels(), Tensors(size, dtype, self.device), self.rows(size, dtype)
+        apart = x.new_zeros(len(x), 2 * size)
         apart[:, :size] = x
         self.assert_same(operation(kernels, apart[:, :size], tensors), operation(kernels, x, tensors), "rows that lie apart differ")
 
     def test_no_rows_give_none(self, operation: Operation, size: int, dtype: torch.dtype) -> None:
-        assert len(operation(self.kernels(), _rows(size, dtype)[:0], Tensors(size, dtype))) == 0
+        assert len(operation(self.kernels(), self.rows(size, dtype)[:0], Tensors(size, dtype, self.device))) == 0
 
     def test_likeliest_is_the_first_of_the_greatest(self, size: int, dtype: torch.dtype) -> None:
-        scores = _rows(size, dtype)
+        scores = self.rows(size, dtype)
         scores[0], scores[1], scores[2, 3:5], scores[3, 1] = 1, -torch.inf, 50, torch.nan
         best, indices = self.kernels().likeliest(scores)
         expected, places = torch.max(scores, dim=-1)
@@ -162,15 +169,10 @@ class KernelsConformance(Conformance):
         kernels, before = self.kernels(), torch.get_num_threads()
         for tokens in (1, 4096):
             with kernels.step(tokens):
-                kernels.rms_norm(torch.randn(tokens, 64), torch.ones(64), EPS)
+                kernels.rms_norm(torch.randn(tokens, 64, device=self.device), torch.ones(64, device=self.device), EPS)
             assert torch.get_num_threads() == before, "a step leaves another number of threads"
 
     def test_a_refusal_is_a_reason(self) -> None:
         for device in ("cpu", "cuda", "meta"):
             refusal = self.kernels.refuses(VllmConfig.default(device=device))
             assert refusal is None or (isinstance(refusal, str) and refusal.strip())
-
-
-def _rows(size: int, dtype: torch.dtype) -> Tensor:
-    """[64, size]"""
-    return torch.randn(ROWS[-1], size, generator=torch.Generator().manual_seed(1)).to(dtype)
