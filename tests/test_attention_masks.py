@@ -13,6 +13,7 @@ import toolkit_lm_cpu
 import toolkit_lm_flash_attn
 import toolkit_lm_flex
 import toolkit_lm_sdpa
+import toolkit_lm_triton
 import toolkit_lm_xformers
 import torch
 from cross_step import CrossStep
@@ -24,6 +25,7 @@ from toolkit_lm_devkit import AttentionStep, assert_bf16_error
 from toolkit_lm_flash_attn.backend import FlashAttnBackend
 from toolkit_lm_flex.backend import FlexBackend
 from toolkit_lm_sdpa.backend import SdpaBackend
+from toolkit_lm_triton.backend import TritonBackend
 from toolkit_lm_xformers.backend import XformersBackend
 
 BACKENDS = {
@@ -36,6 +38,7 @@ BACKENDS = {
     "xformers": XformersBackend,
     "xformers' masks": materialized_masks.backend_of(None),
     "xformers' pages": materialized_masks.backend_of(16),
+    "triton": TritonBackend,
 }
 """Those that need a GPU also with stand-ins for their kernels, which run on a CPU."""
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
@@ -249,20 +252,20 @@ def test_a_span_that_ends_after_the_step_is_no_step(backend) -> None:
 @pytest.fixture(scope="module")
 def registry() -> AttentionBackendRegistry:
     found = AttentionBackendRegistry(owner=PluginInfo("all"))
-    for module in (toolkit_lm_sdpa, toolkit_lm_cpu, toolkit_lm_flex, toolkit_lm_flash_attn, toolkit_lm_xformers):
+    for module in (toolkit_lm_sdpa, toolkit_lm_cpu, toolkit_lm_flex, toolkit_lm_flash_attn, toolkit_lm_xformers, toolkit_lm_triton):
         module.toolkit_register_attention_backends(found)
     return found
 
 
 def test_the_selector_prefers_what_is_fastest(registry) -> None:
     spec = make_step(SdpaBackend, "cross", "plain", 0).spec()
-    order = ["flash_attn", "xformers", "cpu", "sdpa", "flex"]
+    order = ["flash_attn", "xformers", "cpu", "sdpa", "triton", "flex"]
     assert [entry.key for entry in sorted(registry.entries(), key=lambda entry: -entry.priority)] == order
     assert select_backend(spec, registry).name in ("cpu", "sdpa")
     assert select_backend(spec, registry, "flex").backend is FlexBackend
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "xformers"])
+@pytest.mark.parametrize("name", ["flash_attn", "xformers", "triton"])
 def test_the_selector_gives_the_reason_of_what_cannot_run(registry, name) -> None:
     spec = make_step(SdpaBackend, "cross", "plain", 0).spec()
     reason = BACKENDS[name].refuses(spec)

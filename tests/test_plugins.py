@@ -49,6 +49,7 @@ SHIPPED = [
     "structured_output",
     "tiny",
     "transformers",
+    "triton",
     "vision",
     "vllm_names",
     "whisper",

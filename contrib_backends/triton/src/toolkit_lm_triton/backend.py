@@ -1,0 +1,201 @@
+"""TritonBackend: paged attention of every kind, in kernels of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from toolkit_lm.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    AttentionType,
+    BatchView,
+    FullSpec,
+    GroupSetup,
+    KVCacheSpec,
+    LayerParams,
+    OffsetBias,
+    PageTensor,
+)
+from torch import Tensor
+
+from toolkit_lm_triton.device import refusal
+from toolkit_lm_triton.pieces import COLUMNS, SPLIT, Metadata, Part, power_of_2
+
+_MOST_SIZE = 256
+"""Of heads: larger ones do not fit the memory that a program has."""
+_MOST_BIASES = 2**24
+"""Most biases that are held at a time."""
+_TILE_BYTES = 2**14
+"""Of the keys, or values, that a program holds at a time."""
+
+
+class _Bias(NamedTuple):
+    """Of the pieces first : end of a part."""
+
+    first: int
+    end: int
+    tensor: Tensor | None
+    kind: int
+    """As in `attend`."""
+    origin: int
+
+
+class TritonBackend(AttentionBackend):
+    """Exact attention of all types on GPUs. A page holds (2, block_size, num_kv_heads, head_size): keys before values.
+
+    Scores, softmax and sums are in float32. The keys of rows with few queries are shared out to programs, `SPLIT` to each. Nothing is
+    padded. In an encoder, a window hides keys at a distance of `window` or more on both sides.
+    """
+
+    @classmethod
+    def refuses(cls, spec: AttentionSpec) -> str | None:
+        if (reason := refusal(spec.device, spec.dtype)) is not None:
+            return reason
+        if spec.type not in tuple(AttentionType):
+            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+        if spec.head_size > _MOST_SIZE:
+            return f"head_size {spec.head_size} is above {_MOST_SIZE}"
+        if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
+            return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
+        if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
+            return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        if spec.spans and spec.type is not AttentionType.DECODER:
+            return f"spans are of decoders, and this is attention of type {str(spec.type)!r}"
+        return None
+
+    @classmethod
+    def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
+        assert isinstance(spec, FullSpec)
+        return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
+
+    def __init__(self, setup: GroupSetup) -> None:
+        super().__init__(setup)
+        from toolkit_lm_triton.kernels import attention
+
+        self._kernels = attention
+        self._tables: dict[int, Tensor] = {}
+        """Of the biases that depend on offsets, by identity: layers hold them for as long as the backend lives."""
+
+    def build(self, batch: BatchView) -> Metadata:
+        return Metadata(batch)
+
+    def write_kv(self, layer: LayerParams, k: Tensor, v: Tensor, kv_cache: tuple[Tensor, ...], meta: Metadata) -> None:
+        slots = meta.batch.slot_mapping
+        assert slots is not None
+        k, v, (keys, values) = _side_by_side(k), _side_by_side(v), kv_cache[0].unbind(1)
+        if len(slots):
+            self._kernels.store_kv[len(slots), layer.num_kv_heads](
+                *(k, v, keys, values, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1), *keys.stride()[:3]),
+                BLOCK_SIZE=keys.shape[1],
+                SIZE=layer.head_size,
+                SIZE_FILLED=power_of_2(layer.head_size),
+            )
+
+    def forward(
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        kv_cache: tuple[Tensor, ...] | None,
+        meta: Metadata,
+        out: Tensor,
+    ) -> None:
+        q, to = _side_by_side(q), _side_by_side(out)
+        if kv_cache is None:
+            assert k is not None and v is not None
+            k, v = _side_by_side(k), _side_by_side(v)
+            pages: dict[str, Any] = {"k_block": 0, "v_block": 0, "block_table": None, "table_row": 0, "BLOCK_SIZE": 0}
+            strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+        else:
+            k, v = kv_cache[0].unbind(1)
+            table = meta.batch.block_table
+            assert table is not None
+            pages = {"k_block": k.stride(0), "v_block": v.stride(0), "block_table": table, "table_row": table.stride(0)}
+            pages["BLOCK_SIZE"] = k.shape[1]
+            strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
+        shared = pages | dict(zip(("k_token", "k_head", "v_token", "v_head"), strides, strict=True))
+        for part in meta.plan(layer):
+            for bias in self._biases(layer, meta, part):
+                self._attend(layer, q, k, v, to, meta, part, bias, shared)
+        if to is not out:
+            out.copy_(to)
+
+    def _attend(
+        self,
+        layer: LayerParams,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        meta: Metadata,
+        part: Part,
+        bias: _Bias,
+        shared: dict[str, Any],
+    ) -> None:
+        pieces, spans = part.device_table[bias.first : bias.end], layer.spans and meta.batch.spans is not None
+        filled, kv_heads, is_shared = power_of_2(max(layer.head_size, 16)), layer.num_kv_heads, part.splits > 1
+        shape = {"COLUMNS": COLUMNS, "GROUP": layer.num_heads // kv_heads, "GROUP_FILLED": part.tile.group, "QUERIES": part.tile.queries}
+        shape |= {"SIZE": layer.head_size, "SIZE_FILLED": filled, "SPLIT": SPLIT if is_shared else 0}
+        partial = stats = None
+        if is_shared:
+            shares = (len(pieces), part.splits, kv_heads, part.tile.rows)
+            partial, stats = (torch.empty(*shares, size, dtype=torch.float32, device=q.device) for size in (filled, 2))
+        self._kernels.attend[len(pieces), kv_heads, part.splits](
+            *(q, k, v, out, pieces),
+            sinks=layer.sinks,
+            bias=bias.tensor,
+            span_ends=meta.span_ends() if spans else None,
+            partial=partial,
+            stats=stats,
+            q_token=q.stride(0),
+            q_head=q.stride(1),
+            out_token=out.stride(0),
+            out_head=out.stride(1),
+            bias_head=0 if bias.tensor is None else bias.tensor.stride(0),
+            bias_query=0 if bias.tensor is None else bias.tensor.stride(-2),
+            bias_origin=bias.origin,
+            scale=layer.scale,
+            KEYS=min(64, max(16, _TILE_BYTES // (filled * q.element_size()))),
+            CAUSAL=layer.attention_type is AttentionType.DECODER,
+            SPANS=spans,
+            WINDOW=layer.window or 0,
+            SOFT_CAP=layer.soft_cap or 0.0,
+            SINKS=layer.sinks is not None,
+            BIAS=bias.kind,
+            **shape,
+            **shared,
+        )
+        if is_shared:
+            self._kernels.merge[len(pieces), kv_heads](
+                *(partial, stats, out, pieces, out.stride(0), out.stride(1), part.splits, kv_heads), **shape
+            )
+
+    def _biases(self, layer: LayerParams, meta: Metadata, part: Part) -> Iterator[_Bias]:
+        """Of all pieces of the part."""
+        if layer.bias is None:
+            yield _Bias(0, len(part.table), None, 0, 0)
+        elif isinstance(layer.bias, OffsetBias):
+            table = self._by_offset(layer.bias, int(part.table[:, 2:6].max()))
+            yield _Bias(0, len(part.table), table, 1, table.shape[1] // 2)
+        else:
+            device, num_keys = meta.batch.seq_lens_device.device, max(int(part.table[:, 5].max()), 1)
+            keys = torch.arange(num_keys, device=device)
+            for first, end in part.chunks(max(1, _MOST_BIASES // (layer.num_heads * num_keys))):
+                queries = torch.from_numpy(part.positions(first, end)).to(device)
+                yield _Bias(first, end, layer.bias(queries, keys).float().contiguous(), 2, int(part.table[first, 7]))
+
+    def _by_offset(self, bias: OffsetBias, most: int) -> Tensor:
+        """[num_heads, offsets] float32, of keys that are up to `most` before or after their query, or farther."""
+        table = self._tables.get(id(bias))
+        if table is None or table.shape[1] <= 2 * most:
+            # It grows by doubling, so that most steps find one.
+            table = self._tables[id(bias)] = bias.by_offset(1 << most.bit_length()).float().contiguous().to(self.setup.device)
+        return table
+
+
+def _side_by_side(x: Tensor) -> Tensor:
+    """x [T, heads, head_size] with a head's elements side by side, which they are as a model gives them."""
+    return x if x.stride(2) == 1 else x.contiguous()

@@ -1,0 +1,140 @@
+"""TritonKernels: what the layers of a model compute with on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+
+import torch
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.model import FusedLayer, Kernels, LayerParts, LinearMethod, LinearSpec, UnquantizedMethod
+from torch import Tensor
+
+from toolkit_lm_triton.device import interprets, refusal
+from toolkit_lm_triton.fused import FusedDecoderLayer, fits
+from toolkit_lm_triton.pieces import power_of_2
+
+GATES: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""The activations of the kernel `gate`, by the names of checkpoints."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_SIZE = 2**15
+"""Of a row that is normed: a program holds it whole."""
+_BLOCK = 1024
+_SCORES = 4096
+"""Scores of a program."""
+
+
+class GatedLinear(UnquantizedMethod):
+    """A weight as it was loaded, whose product passes the gate in one kernel."""
+
+    def __init__(self, kernels: TritonKernels) -> None:
+        self._kernels = kernels
+
+    def apply(
+        self, x: Tensor, bias: Tensor | None, *, activation: str | None = None, gated: bool = False, residual: Tensor | None = None
+    ) -> Tensor:
+        if not gated or activation is None or activation not in GATES or not self._kernels.runs(x):
+            return super().apply(x, bias, activation=activation, gated=gated, residual=residual)
+        return self._kernels.gate(self.multiply(x, bias), activation)
+
+
+class TritonKernels(Kernels):
+    """Norms with their residuals, rotations, gates and greedy tokens in one kernel each. Products are torch's."""
+
+    @classmethod
+    def refuses(cls, vllm_config: VllmConfig) -> str | None:
+        return refusal(vllm_config.device.device, vllm_config.model.dtype)
+
+    def __init__(self, vllm_config: VllmConfig | None = None) -> None:
+        super().__init__(vllm_config)
+        from toolkit_lm_triton.kernels import layers
+
+        self._kernels: ModuleType = layers
+        self._device = "cpu" if interprets() else "cuda"
+
+    def runs(self, x: Tensor) -> bool:
+        """Whether the kernels can compute with it. To a compiler, plain torch says more than a kernel does."""
+        return x.dtype in _DTYPES and x.device.type == self._device and not torch.compiler.is_compiling()
+
+    def linear_method(self, spec: LinearSpec) -> LinearMethod:
+        return GatedLinear(self) if spec.kind == "linear" else UnquantizedMethod()
+
+    def fuse(self, parts: LayerParts) -> FusedLayer | None:
+        return FusedDecoderLayer(parts, self._kernels) if fits(parts) else None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not self._norms(x, weight):
+            return super().rms_norm(x, weight, eps)
+        return self._norm(x, None, weight, eps)[0]
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if not (self._norms(x, weight) and x.dim() == 2 and residual.dtype is x.dtype and residual.stride(1) == 1):
+            return super().add_rms_norm(x, residual, weight, eps)
+        return self._norm(x, residual, weight, eps)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        size = cos.shape[-1]
+        if not self.runs(x) or size % 2 or x.stride(2) != 1 or cos.stride() != sin.stride() or cos.stride(2) != 1:
+            return super().rotate(x, cos, sin, interleaved)
+        if x.numel():
+            self._kernels.rotate[x.shape[:2]](
+                *(x, cos, sin, x.stride(0), x.stride(1), cos.stride(0)),
+                HALF=size // 2,
+                HALF_FILLED=power_of_2(size // 2),
+                INTERLEAVED=interleaved,
+                num_warps=1,
+            )
+        return x
+
+    def likeliest(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """In two passes: of parts of the rows, and of what these give."""
+        if not self.runs(scores) or scores.stride(1) != 1 or not len(scores):
+            return super().likeliest(scores)
+        best, places = scores, None
+        while places is None or best.shape[1] > 1:
+            num_parts = -(-best.shape[1] // _SCORES)
+            parts = scores.new_empty(len(scores), num_parts), scores.new_empty(len(scores), num_parts, dtype=torch.int64)
+            block = min(_SCORES, power_of_2(best.shape[1]))
+            self._kernels.likeliest[len(scores), num_parts](
+                *(best, places, *parts, best.stride(0), best.shape[1]), BLOCK=block, HAS_PLACES=places is not None
+            )
+            best, places = parts
+        return best[:, 0], places[:, 0]
+
+    def gate(self, x: Tensor, activation: str) -> Tensor:
+        """[gate, up] side by side [T, 2 * size], with rows' elements side by side -> activation(gate) * up [T, size]; one of GATES."""
+        size = x.shape[1] // 2
+        out = x.new_empty(len(x), size)
+        if out.numel():
+            block = min(_BLOCK, power_of_2(size))
+            self._kernels.gate[len(x), -(-size // block)](x, out, x.stride(0), SIZE=size, BLOCK=block, ACTIVATION=GATES[activation])
+        return out
+
+    def _norms(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the kernels can norm x [tokens, N] or [tokens, heads, N]."""
+        return self.runs(x) and x.dim() in (2, 3) and x.stride(-1) == 1 and x.shape[-1] <= _MOST_SIZE and weight.dim() == 1
+
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """And the sum, which is x where there is no residual."""
+        size, heads = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        total = x if residual is None else torch.empty_like(out)
+        if out.numel():
+            self._kernels.rms_norm[len(x) * heads,](
+                *(x, residual, weight, total, out, x.stride(0), x.stride(1) if x.dim() == 3 else 0),
+                *(0 if residual is None else residual.stride(0), heads, eps),
+                SIZE=size,
+                SIZE_FILLED=power_of_2(size),
+                ADDS=residual is not None,
+            )
+        return out, total

@@ -1,0 +1,146 @@
+"""What one step's batch means for a layer: which queries a program of the kernels computes, and which keys they can see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from toolkit_lm.attention import AttentionType, BatchView, LayerParams
+from torch import Tensor
+
+COLUMNS = 8
+"""Of a piece, as the kernels read it: row, token, position, count, first key, end of keys, first token of its row, its place in the part.
+
+`token` is its first query, of the step's tokens, `position` that query's, of its row. Its place in the part counts queries.
+"""
+SPLIT = 256
+"""Keys of a program, where few queries have many. It is fixed, so that what a row gives does not depend on the rows beside it."""
+_LEAST_ROWS = 16
+"""Rows of the smallest matrix that tensor cores multiply."""
+_ROWS = 64
+
+
+class Tile(NamedTuple):
+    """The queries of a program: its rows are `queries` times `group`, which is the query heads of a KV head, filled up to a power of 2."""
+
+    queries: int
+    group: int
+
+    @property
+    def rows(self) -> int:
+        return self.queries * self.group
+
+    @classmethod
+    def of(cls, group: int, least: int) -> Tile:
+        filled = power_of_2(group)
+        return cls(max(least // filled, 1), filled)
+
+
+class PlanKey(NamedTuple):
+    """The properties of a layer that a plan depends on."""
+
+    type: AttentionType
+    window: int | None
+    group: int
+    spans: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The pieces that one launch of the kernels computes."""
+
+    tile: Tile
+    table: np.ndarray
+    """[P, COLUMNS] int32."""
+    device_table: Tensor
+    """The same."""
+    splits: int
+    """Programs that share the keys of a piece, at most. 1: none are shared."""
+
+    def positions(self, first: int, end: int) -> np.ndarray:
+        """[queries] int64: of the queries of pieces first : end, one piece after the other."""
+        table = self.table[first:end].astype(np.int64)
+        ends = table[:, 3].cumsum()
+        positions: np.ndarray = np.arange(table[:, 3].sum()) + np.repeat(table[:, 2] - ends + table[:, 3], table[:, 3])
+        return positions
+
+    def chunks(self, most: int) -> Iterator[tuple[int, int]]:
+        """(first, end) of pieces that have at most so many queries together, or are one."""
+        first, queries = 0, 0
+        for index, count in enumerate(self.table[:, 3].tolist()):
+            if index > first and queries + count > most:
+                yield first, index
+                first, queries = index, 0
+            queries += count
+        yield first, len(self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """One step. Plans are made by the first layer that needs them: the batch knows neither windows nor head counts."""
+
+    batch: BatchView
+    _plans: dict[PlanKey, list[Part]] = field(default_factory=dict)
+    _span_ends: list[Tensor] = field(default_factory=list)
+
+    def plan(self, layer: LayerParams) -> list[Part]:
+        spans = layer.spans and self.batch.spans is not None
+        key = PlanKey(layer.attention_type, layer.window, layer.num_heads // layer.num_kv_heads, spans)
+        if key not in self._plans:
+            self._plans[key] = make_plan(self.batch, key)
+        return self._plans[key]
+
+    def span_ends(self) -> Tensor:
+        """[T] int32: the end of each token's span, as an index in its sequence."""
+        if not self._span_ends:
+            assert self.batch.spans is not None
+            ends = np.ascontiguousarray(self.batch.spans[:, 1], np.int32)
+            self._span_ends.append(torch.from_numpy(ends).to(self.batch.seq_lens_device.device))
+        return self._span_ends[0]
+
+
+def make_plan(batch: BatchView, key: PlanKey) -> list[Part]:
+    """Rows of few queries (decode, drafts), whose keys are shared out; and the other ones (prefill, chunks, encoders)."""
+    counts = np.diff(batch.query_start)
+    short = Tile.of(key.group, _LEAST_ROWS)
+    is_short, parts = counts <= short.queries, []
+    for tile, rows in ((short, np.flatnonzero(is_short & (counts > 0))), (Tile.of(key.group, _ROWS), np.flatnonzero(~is_short))):
+        if len(rows):
+            table = _pieces(batch, key, rows, tile.queries)
+            most = int((table[:, 5] - table[:, 4]).max())
+            splits = max(-(-most // SPLIT), 1) if tile is short else 1
+            parts.append(Part(tile, table, torch.from_numpy(table).to(batch.seq_lens_device.device), splits))
+    return parts
+
+
+def _pieces(batch: BatchView, key: PlanKey, rows: np.ndarray, queries: int) -> np.ndarray:
+    """[P, COLUMNS] int32, of these rows, with so many queries each."""
+    counts, lengths = np.diff(batch.query_start)[rows].astype(np.int64), batch.seq_lens[rows].astype(np.int64)
+    numbers = -(-counts // queries)
+    owner = np.repeat(np.arange(len(rows)), numbers)
+    first = (np.arange(numbers.sum()) - np.repeat(numbers.cumsum() - numbers, numbers)) * queries
+    starts, length = batch.query_start[rows][owner].astype(np.int64), lengths[owner]
+    count = np.minimum(queries, counts[owner] - first)
+    position = first + (length - counts[owner] if key.type is AttentionType.DECODER else 0)
+    begin, end = np.zeros_like(first), length
+    if key.type is AttentionType.DECODER:
+        end = np.minimum(length, position + count)
+        if key.spans:
+            assert batch.spans is not None
+            ends = batch.spans[:, 1].astype(np.int64)
+            end = np.minimum(length, np.array([ends[at : at + number].max() for at, number in zip(starts + first, count, strict=True)]))
+    elif key.window is not None:
+        end = np.minimum(length, position + count - 1 + key.window)
+    if key.window is not None:
+        # The blocks before the window may be gone.
+        begin = np.minimum(np.maximum(position + 1 - key.window, 0), end)
+    columns = (rows[owner], starts + first, position, count, begin, end, starts, count.cumsum() - count)
+    return np.stack(columns, axis=1).astype(np.int32)
+
+
+def power_of_2(number: int) -> int:
+    """The least one that is not below it."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,43 @@
+"""The kernels on a CPU, by Triton's interpreter. It is chosen when Triton is imported, so that these tests have processes of their own."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from toolkit_lm_triton.device import interprets
+
+FOLDER = Path(__file__).parent
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
+    pytest.mark.skipif(interprets(), reason="this process interprets already"),
+]
+
+
+def interpret(*arguments: str) -> None:
+    """Runs tests of this folder, all of which must pass, and none be skipped."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-x", "-p", "no:cacheprovider", "-W", "error", *arguments]
+    run = subprocess.run(command, cwd=FOLDER, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    summary = run.stdout.strip().splitlines()[-1]
+    assert "passed" in summary and "skipped" not in summary, summary
+
+
+def test_kernels() -> None:
+    interpret("test_triton_kernels.py")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kit", ["TestTriton", "TestTritonKernels"])
+def test_conformance(kit) -> None:
+    interpret(f"test_triton_kit.py::{kit}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_engine() -> None:
+    interpret("test_triton_engine.py")

@@ -1,0 +1,65 @@
+"""Small models in a whole engine: on a GPU, or by Triton's interpreter, which `test_interpreter.py` runs these tests with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from toolkit_lm_devkit import make_checkpoint
+from toolkit_lm_devkit.generation import generate, pool
+from toolkit_lm_triton.device import interprets, refusal
+from toolkit_lm_triton.fused import FusedDecoderLayer
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+DEVICE = "cpu" if interprets() else "cuda"
+pytestmark = pytest.mark.skipif(refusal(DEVICE, "float32") is not None, reason=str(refusal(DEVICE, "float32")))
+SHAPE = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(attention_bias=True, **SHAPE)),
+    "qwen3 with a window": lambda: Qwen3ForCausalLM(Qwen3Config(use_sliding_window=True, sliding_window=20, max_window_layers=1, **SHAPE)),
+}
+PROMPTS = [[5, 6, 7], list(range(9, 99)), [8], list(range(200, 240))]
+PLAIN = {"attention_backend": "sdpa", "kernels": "torch"}
+OURS = {"attention_backend": "triton", "kernels": "triton"}
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def model(request, tmp_path_factory):
+    torch.manual_seed(0)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), MODELS[request.param]())
+
+
+def test_generation(monkeypatch, model) -> None:
+    """Prompts in chunks, and several rows a step: the same tokens, by layers that rotate keys into the cache."""
+    calls, call = [], FusedDecoderLayer.__call__
+    monkeypatch.setattr(FusedDecoderLayer, "__call__", lambda self, *given: calls.append(call(self, *given)) or calls[-1])
+    options = {"vocab_size": 300, "max_tokens": 8, "dtype": "float32", "device": DEVICE, "max_num_batched_tokens": 50, "max_num_seqs": 4}
+    expected, none_yet = generate(model, PROMPTS, **options, **PLAIN), not calls
+    ours = generate(model, PROMPTS, **options, **OURS)
+    assert none_yet and calls and all(done is not None for done in calls)
+    assert ours.token_ids == expected.token_ids
+    for one, other in zip(ours.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+
+
+def test_kernels_without_the_attention_backend_and_the_other_way_round(model) -> None:
+    options = {"vocab_size": 300, "max_tokens": 3, "dtype": "float32", "device": DEVICE}
+    expected = generate(model, PROMPTS[:1], **options, **PLAIN)
+    for chosen in (PLAIN | {"kernels": "triton"}, PLAIN | {"attention_backend": "triton"}):
+        assert generate(model, PROMPTS[:1], **options, **chosen).token_ids == expected.token_ids
+
+
+def test_pooling(model) -> None:
+    """Without a cache."""
+    expected = pool(model, PROMPTS[:2], dtype="float32", device=DEVICE, **PLAIN)
+    ours = pool(model, PROMPTS[:2], dtype="float32", device=DEVICE, **OURS)
+    for one, other in zip(ours.hidden_states, expected.hidden_states, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
