@@ -40,6 +40,7 @@ TRANSLATED = [
     ({"generation_config": "vllm"}, {"generation_config": "none"}),
     ({"attention_backend": "FLASH_ATTN"}, {"attention_backend": "flash_attn"}),
     ({"attention_config": {"backend": "TORCH_SDPA"}}, {"attention_backend": "sdpa"}),
+    ({"attention_backend": "TRITON_ATTN"}, {"attention_backend": "triton"}),
     ({"pooler_config": {"pooling_type": "MEAN", "softmax": True}}, {"pooling_type": "MEAN", "use_activation": True}),
     ({"pooler_config": '{"normalize": false}'}, {"normalize": False}),
     ({"structured_outputs_config": {"backend": "auto"}}, {}),

@@ -10,7 +10,7 @@ from typing import Any
 _DTYPES = {"half": "float16", "float": "float32"}
 _GRAPH_KEYS = ("mode", "level", "custom_ops", "pass_config", "max_cudagraph_capture_size", "debug_dump_path", "full_cuda_graph")
 """Of compilation_config: what says nothing here."""
-_BACKENDS = {"torch_sdpa": "sdpa", "flex_attention": "flex", "cpu_attn": "cpu", "flash_attn_vllm_v1": "flash_attn"}
+_BACKENDS = {"torch_sdpa": "sdpa", "flex_attention": "flex", "cpu_attn": "cpu", "flash_attn_vllm_v1": "flash_attn", "triton_attn": "triton"}
 _TASKS: dict[str, dict[str, Any]] = {
     "auto": {},
     "generate": {"runner": "generate"},
