@@ -72,6 +72,7 @@ def _renamed(name: str, ours: str, convert: Convert | None = None, note: str = "
 
 
 _ONE_DEVICE = "no model is spread by this kind of parallelism. Use tensor_parallel_size, pipeline_parallel_size or data_parallel_size."
+_MASTER = "both are one option: master, HOST:PORT of node 0."
 _NO_ADAPTERS = "adapters (LoRA) are not loaded. Merge them into the checkpoint."
 _NO_GRAPHS = "there are no graphs to capture, and nothing is compiled unless optimization_level asks for it"
 _NO_OFFLOAD = "weights and caches stay on their device."
@@ -92,6 +93,7 @@ _ENGINE: list[Name] = [
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "data_parallel_size",
+        "node_rank",
         "scheduling_policy",
         "preemption_mode",
         "max_logprobs",
@@ -117,6 +119,7 @@ _ENGINE: list[Name] = [
     *_renamed("skip_tokenizer_init", "renderer", values.when("renderer", "tokens"), "True: tokens", is_switch=True),
     *_renamed("tokenizer_mode", "renderer", values.tokenizer_mode, "mistral: mistral; auto, hf: by the checkpoint"),
     *_renamed("distributed_executor_backend", "executor", values.executor, "mp, uni: auto"),
+    *_renamed("nnodes", "nodes"),
     *_renamed("async_scheduling", "overlap", is_switch=True),
     *_renamed("attention_config", "attention_backend", values.attention_config, "its backend"),
     *_renamed("pooler_config", "pooling_type, ...", values.pooler_config, "its fields are options of their own"),
@@ -147,7 +150,7 @@ _ENGINE: list[Name] = [
         "prompts and answers are never logged. A plugin may watch requests: the hook toolkit_watch.", "enable_log_requests", is_switch=True
     ),
     *_refused(_ONE_DEVICE, "data_parallel_size_local", "decode_context_parallel_size", neutral=(1,)),
-    *_refused(_ONE_DEVICE, "prefill_context_parallel_size", "nnodes", neutral=(1,)),
+    *_refused(_ONE_DEVICE, "prefill_context_parallel_size", neutral=(1,)),
     *_refused(_ONE_DEVICE, "data_parallel_rank", "data_parallel_start_rank", "data_parallel_address", "data_parallel_rpc_port"),
     *_refused(_ONE_DEVICE, "data_parallel_backend", neutral=("mp",)),
     *_refused(_ONE_DEVICE, "data_parallel_hybrid_lb", "data_parallel_external_lb", "enable_expert_parallel", is_switch=True),
@@ -157,7 +160,9 @@ _ENGINE: list[Name] = [
     *_free("no model is spread so", "eplb_window_size", "eplb_step_interval", "dcp_comm_backend", "dcp_kv_cache_interleave_size"),
     *_free("no model is spread so", "cp_kv_cache_interleave_size", "numa_bind_nodes", "numa_bind_cpus"),
     *_free("no model is spread so", "disable_nccl_for_dp_synchronization", is_switch=True),
-    *_refused(_ONE_DEVICE, "eplb_config", "expert_placement_strategy", "all2all_backend", "master_addr", "master_port", "node_rank"),
+    *_refused(_ONE_DEVICE, "eplb_config", "expert_placement_strategy", "all2all_backend"),
+    *_refused(_MASTER, "master_addr", neutral=("127.0.0.1",)),
+    *_refused(_MASTER, "master_port", neutral=(29501,)),
     *_refused(_NO_ADAPTERS, "enable_lora", "fully_sharded_loras", "enable_prompt_adapter", "enable_lora_bias", is_switch=True),
     *_free("no adapters are loaded", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype", "lora_extra_vocab_size"),
     *_free("no adapters are loaded", "max_prompt_adapters", "max_prompt_adapter_token", "long_lora_scaling_factors"),
@@ -264,7 +269,8 @@ _SERVER: list[Name] = [
     *_refused("the role is assistant.", "response_role", neutral=("assistant",), of_server=True),
     *_refused(_NO_ADAPTERS, "lora_modules", of_server=True),
     *_refused("one process serves; put several servers behind a proxy.", "api_server_count", neutral=(1,), of_server=True),
-    *_refused("one process serves; put several servers behind a proxy.", "headless", "grpc", is_switch=True, of_server=True),
+    *_refused("machines without a server run `toolkit worker`.", "headless", is_switch=True, of_server=True),
+    *_refused("one process serves; put several servers behind a proxy.", "grpc", is_switch=True, of_server=True),
     *_refused("set log_level and log_format.", "log_config_file", of_server=True),
     *_refused("timings are metrics and traces.", "enable_per_request_metrics", is_switch=True, of_server=True),
     *_refused("terminate TLS at a proxy for that.", "enable_ssl_refresh", is_switch=True, of_server=True),
