@@ -41,6 +41,7 @@ def bytes_renderer(tmp_path_factory):
 class Renderer:
     eos_token_ids = (EOS,)
     vocab_size = 256
+    plugins = None
 
     def __init__(self, config, tokenizer):
         self.config = config

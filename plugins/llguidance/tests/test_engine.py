@@ -169,3 +169,19 @@ def test_chats(llm):
     asked = {"regex": r"The capital of [A-Z][a-z]+ is [A-Z][a-z]+\."}
     [output] = llm.chat(question, params(asked, temperature=0.0), use_tqdm=False)
     assert output.outputs[0].text == "The capital of France is Paris."
+
+
+class OwnBackend:
+    name = "own_backend"
+
+    @hookimpl(optionalhook=True)
+    def toolkit_register_structured_output(self, backends):
+        backends.add("own", "toolkit_lm_llguidance.backend:LLGuidanceReader")
+
+
+def test_a_backend_of_a_plugin_that_is_an_object():
+    """The plugins of the engine are asked, and not loaded once more."""
+    options = {"plugins": [OwnBackend()], "plugin_option": ["structured_output.backend=own"]}
+    with LLM("tiny", dtype="float32", **options) as llm:
+        [output] = llm.generate("a", SamplingParams(max_tokens=8, structured_outputs={"choice": ["one", "two"]}), use_tqdm=False)
+        assert output.outputs[0].text in ("one", "two")

@@ -213,6 +213,20 @@ def test_plugins_are_loaded_once_for_a_renderer(folders, monkeypatch):
         answers(llm, params())
 
 
+class OwnFormat:
+    name = "own_format"
+
+    @hookimpl
+    def toolkit_register_parsers(self, parsers):
+        parsers.add("own", "toolkit_lm_parsers.thinking:ThinkFormat")
+
+
+def test_formats_of_plugins_that_are_objects_have_budgets(folders):
+    with engine(folders["letters"], plugins=[OwnFormat()]) as llm:
+        asked = params(0, extra_args={"thinking_format": "own"})
+        assert [one.token_ids for one in answers(llm, asked)] == [one.token_ids for one in answers(llm, params(0))]
+
+
 def test_a_tokenizer_without_the_mark_is_refused(checkpoint_with):
     folder = checkpoint_with(BEGUN.replace("A:<think>\n", "A:"))
     told = json.loads((folder / "tokenizer.json").read_text())
@@ -257,6 +271,7 @@ def test_special_tokens_are_forced_where_text_is_text():
         specials = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>"]
         vocab_size = 128 + len(specials)
         chat_template_source = "<|channel|><|message|>"
+        plugins = None
         config = Plugins.load().configure(VllmConfig.default())
 
         def token_texts(self, token_ids):

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm.plugin import Plugins
 from toolkit_lm_structured_output.checks import MAX_CHOICES, MAX_SCHEMA, MAX_TEXT, choices_of, schema_of, text_of
 from toolkit_lm_structured_output.preparing import _reader
 from toolkit_lm_structured_output.wishes import Wish
 
 
-def config(**options):
-    return SimpleNamespace(plugins=VllmConfig.make(model="any", **options).plugins)
+def plugins(**options):
+    return Plugins.load(VllmConfig.make(model="any", **options).plugins)
 
 
 def test_llguidance_is_the_default():
-    assert _reader(config()).compiler == "toolkit_lm_llguidance.backend:LLGuidanceCompiler"
+    assert _reader(plugins()).compiler == "toolkit_lm_llguidance.backend:LLGuidanceCompiler"
 
 
 def test_a_backend_that_is_not_there():
     with pytest.raises(RequestError, match=r"names 'lguidance'. Did you mean 'llguidance'\?"):
-        _reader(config(plugin_option=["structured_output.backend=lguidance"]))
+        _reader(plugins(plugin_option=["structured_output.backend=lguidance"]))
     with pytest.raises(RequestError, match="nothing that compiles grammars is installed; pip install toolkit-lm-llguidance"):
-        _reader(config(disable_plugins=["llguidance", "xgrammar"]))
+        _reader(plugins(disable_plugins=["llguidance", "xgrammar"]))
 
 
 def wish(kind, value):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError, UnsupportedError
 from toolkit_lm.messages import MultiModalFeatureSpec
+from toolkit_lm.plugin import Plugins
 from toolkit_lm.prompts import Conversation, SingletonPrompt
 from toolkit_lm.renderer.feature_lookup import FeatureLookup
 from toolkit_lm.renderer.multimodal import MultiModalRules
@@ -58,6 +59,8 @@ class Renderer(ABC):
     One instance serves all requests of an engine, from several threads. Methods raise RequestError for input that cannot be rendered.
     """
 
+    plugins: Plugins | None = None
+    """Those of the engine that made it, objects among them. None: nothing made it but its class."""
     rules: MultiModalRules | None = None
     """Of a multimodal model. None: images and other media in conversations and prompts are refused."""
     feature_cache: FeatureLookup | None = None

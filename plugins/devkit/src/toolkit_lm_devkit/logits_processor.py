@@ -16,7 +16,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import SamplerState
 from toolkit_lm.param_spec import ProcessorParams, params_of
 from toolkit_lm.params import SamplingParams
-from toolkit_lm.plugin import LogitsProcessorRegistry, PluginInfo
+from toolkit_lm.plugin import LogitsProcessorRegistry, PluginInfo, Plugins
 from toolkit_lm.renderer import Rendered
 from toolkit_lm.sampling import LogitsProcessor, ProcessorTable, Sampled, SamplingBatch, sample
 from torch import Tensor
@@ -34,6 +34,7 @@ class LetterRenderer:
 
     vocab_size = 256
     config = VllmConfig.default({"vocab_size": 256})
+    plugins: Plugins | None = None
 
     def render_prompt(self, prompt: str, *, add_special_tokens: bool = True) -> Rendered:
         return Rendered(list(prompt.encode()))

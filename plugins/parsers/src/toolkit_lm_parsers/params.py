@@ -17,7 +17,10 @@ _LOCK = Lock()
 
 
 def _parsers(renderer: Any) -> ParserRegistry:
-    """Those of the plugins that the renderer's config names. They are loaded once."""
+    """Those of the renderer's engine, else of the plugins that its config names, which are loaded once."""
+    if renderer.plugins is not None:
+        known: ParserRegistry = renderer.plugins.parsers
+        return known
     with _LOCK:
         if renderer not in _KNOWN:
             _KNOWN[renderer] = Plugins.load(renderer.config.plugins).parsers

@@ -24,7 +24,7 @@ class Preparation:
 
     def __init__(self, renderer: Any) -> None:
         self.source = Source.of(renderer)
-        self.reader = _reader(renderer.config)(self.source, renderer)
+        self.reader = _reader(renderer.plugins or Plugins.load(renderer.config.plugins))(self.source, renderer)
         self.trials = Trials(self.source, self.reader.compiler)
 
 
@@ -57,9 +57,8 @@ def prepare(given: Mapping[str, Any], renderer: Any) -> Mapping[str, Any] | None
     }
 
 
-def _reader(config: Any) -> type[WishReader]:
+def _reader(plugins: Plugins) -> type[WishReader]:
     """Of the backend that the option names. Raises RequestError where there is none."""
-    plugins = Plugins.load(config.plugins)
     registry = plugins.brought_registry(StructuredOutputRegistry)
     known, wanted = [entry.key for entry in registry.entries()], plugins.options("structured_output").backend
     if not known:
