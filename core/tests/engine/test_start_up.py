@@ -60,7 +60,7 @@ def test_without_torch_nothing_is_mapped() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_garbage_collector_is_left_as_it_was(enabled) -> None:
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     was_enabled = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
@@ -76,8 +76,8 @@ def test_the_garbage_collector_is_left_as_it_was(enabled) -> None:
 def test_what_was_made_meanwhile_is_not_looked_at_when_it_ends() -> None:
     before = gc.get_stats()
     with no_garbage_collection():
-        made = [[] for _ in range(100_000)]
-    more = [[] for _ in range(10)]
+        made: list[list[int]] = [[] for _ in range(100_000)]
+    more: list[list[int]] = [[] for _ in range(10)]
     assert [one["collections"] for one in gc.get_stats()] == [one["collections"] for one in before]
     assert len(made) + len(more) == 100_010
 
