@@ -79,6 +79,7 @@ class InProcessClient(EngineClient):
     def dump_stacks(self) -> None:
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback(sys.__stderr__)
+        self.core.executor.dump_stacks()
 
     def shutdown(self) -> None:
         self.core.shutdown()

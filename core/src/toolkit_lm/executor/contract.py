@@ -69,6 +69,9 @@ class Executor(ABC):
         What a step raises on a worker is in its future, with its traceback; where there are several workers, a note says "on rank 1".
         """
 
+    def dump_stacks(self) -> None:  # noqa: B027
+        """Has workers in other processes write the stacks of their threads to stderr. From any thread, and from a signal's handler."""
+
     @abstractmethod
     def shutdown(self) -> None:
         """Ends the workers and releases their memory. Safe to call twice."""

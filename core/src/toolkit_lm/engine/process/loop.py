@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 import traceback
 import warnings
@@ -61,7 +63,12 @@ def _load(start: wire.Start, on_phase: Callable[[str], object]) -> EngineCore:
     if difference := start.fingerprint.difference(plugins.fingerprint()):
         raise PluginError(f"the engine process has other plugins than its front ('here': the front; 'there': the process):\n{difference}")
     config = resolve_device(start.config)
-    return EngineCore(config, plugins, make_executor(config, plugins), listening=start.listening, on_phase=on_phase)
+    executor = make_executor(config, plugins)
+    # Whoever asks for the stacks of this process gets those of its workers as well.
+    faulthandler.unregister(signal.SIGUSR1)
+    signal.signal(signal.SIGUSR1, lambda *_: executor.dump_stacks())
+    faulthandler.register(signal.SIGUSR1, chain=True)
+    return EngineCore(config, plugins, executor, listening=start.listening, on_phase=on_phase)
 
 
 class _Loop:

@@ -30,7 +30,7 @@ def main() -> None:
 
 def _run(folder: str, lifeline: int, parent: int) -> None:
     # The terminal's and the service manager's signals go to front and engine alike: the front decides.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)

@@ -1,0 +1,53 @@
+"""A worker that hangs: the step watchdog sees it, and the stacks of the workers are in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from toolkit_lm import SamplingParams
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import EngineDeadError
+from toolkit_lm_async_llm import AsyncLLM
+from toolkit_lm_devkit.executor import write_llama
+
+
+def test_a_hung_worker_is_told_with_its_stack(tmp_path, monkeypatch, capfd):
+    folder = write_llama(tmp_path / "llama")
+    shutil.copy(Path(__file__).with_name("saboteur.py"), tmp_path / "toolkit_lm_saboteur.py")
+    info = tmp_path / "toolkit_lm_saboteur-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toolkit-lm-saboteur\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[toolkit_lm]\nsaboteur = toolkit_lm_saboteur\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SABOTAGE", json.dumps({"rank": 1, "when": "step", "how": "hang"}))
+    config = VllmConfig.make(
+        model=str(folder), tensor_parallel_size=2, device="cpu", block_size=4, max_model_len=64, num_kv_blocks=64, step_timeout=0.5,
+        engine_process=True,
+    )  # fmt: skip
+
+    async def body():
+        async with AsyncLLM(config) as llm:
+
+            async def ask():
+                params = SamplingParams(temperature=0, max_tokens=4)
+                async for _ in llm.generate({"prompt_token_ids": [5] * 13}, params, request_id="hangs"):
+                    pass
+
+            asked = asyncio.create_task(ask())
+            end = time.monotonic() + 30
+            while llm.health().status != "stalled" and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+            assert llm.health().status == "stalled"
+            await asyncio.sleep(1.0)
+        with pytest.raises(EngineDeadError):
+            await asked
+
+    asyncio.run(asyncio.wait_for(body(), 120))
+    told = capfd.readouterr().err
+    assert "in strike" in told, "the rank that hangs"
+    assert "in all_reduce" in told, "the rank that waits for it"
