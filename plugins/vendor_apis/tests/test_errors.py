@@ -104,3 +104,17 @@ async def test_messages_of_another_type(serve, path):
                     body = {**BODIES[path], "messages": [{"role": role, "content": "hi", field: value}], "stream": False}
                     response = await client.post(path, json=body)
                     assert response.status_code in (200, 400), (json.dumps(body), response.text[:300])
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "budget"),
+    [("/v1/messages", "thinking.budget_tokens", {"budget_tokens": 1024}), ("/v2/chat", "thinking.token_budget", {"token_budget": 9})],
+)
+async def test_a_budget_that_cannot_be_held_to_is_told(serve, path, field, budget):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "thinking": {"type": "enabled", **budget}}
+    for options, told in (({}, field), ({"strict_fields": True}, field), ({"reasoning_parser": "think"}, None)):
+        async with serve(**options) as client:
+            reply = await client.post(path, json=body)
+            assert (reply.status_code, reply.headers.get("x-ignored-fields")) == (200, told), reply.text
+            none = await client.post(path, json={**body, "thinking": {"type": "disabled"}})
+            assert (none.status_code, none.headers.get("x-ignored-fields")) == (200, None)

@@ -19,6 +19,7 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import tool_use
+from toolkit_lm_server.unknown_fields import UNKNOWN
 
 if TYPE_CHECKING:
     from toolkit_lm.prompts import Conversation
@@ -46,10 +47,14 @@ class Chat:
         is_large = body.prompt_logprobs is not None or are_large(choices)
         return await answer(lambda: reply.whole(choices), is_large=is_large)
 
-    @property
-    def budget_fields(self) -> tuple[str, ...]:
-        """The field that limits reasoning, where the model is known to reason."""
-        return () if self._parts.reasoning is None else (BUDGET,)
+    def budget(self, tokens: int | None, name: str) -> dict[str, Any]:
+        """The field that limits reasoning, where the model is known to reason. Else it is ignored, and `name`, another API's, told of."""
+        if tokens is None:
+            return {}
+        if self._parts.reasoning is not None:
+            return {BUDGET: tokens}
+        UNKNOWN.get().drop(name, "this model's chat template shows no reasoning that is known here, and --reasoning-parser names none.")
+        return {}
 
     async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> ChatAnswer:
         """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""

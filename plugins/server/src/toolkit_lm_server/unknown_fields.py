@@ -93,6 +93,13 @@ class UnknownFields(Struct):
             hint = nearest(name, known, 1, otherwise="")
             logger.warning("the field %s of a request is ignored: this server does not know it. %s", whole, hint)
 
+    def drop(self, name: str, why: str) -> None:
+        """Ignores a field that clients may not leave out, strict or not."""
+        self.names[name] = None
+        if name not in _told and len(_told) < _MOST_TOLD:
+            _told.add(name)
+            logger.warning("the field %s of a request is ignored: %s", name, why)
+
 
 UNKNOWN: ContextVar[UnknownFields] = ContextVar("UNKNOWN")
 """Of the request that is read."""

@@ -34,8 +34,8 @@ class Messages:
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answers a conversation."""
-        # Anthropic's clients may not leave a budget out. A model that does not reason keeps to any.
-        budget = dict.fromkeys(self._chat.budget_fields if body.budget() is not None else (), body.budget())
+        # Anthropic's clients may not leave a budget out.
+        budget = self._chat.budget(body.budget(), "thinking.budget_tokens")
 
         async def begin() -> ChatAnswer:
             try:

@@ -63,8 +63,7 @@ class CohereChats:
 
     async def create(self, body: CohereChatBody, request: Request) -> Response:
         """Answers a conversation."""
-        # A model that does not reason keeps to any budget.
-        budget = dict.fromkeys(self._chat.budget_fields if body.budget() is not None else (), body.budget())
+        budget = self._chat.budget(body.budget(), "thinking.token_budget")
 
         async def begin() -> ChatAnswer:
             try:
