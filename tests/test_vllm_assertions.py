@@ -33,8 +33,6 @@ from toolkit_lm_server.options import ServerOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "vllm_checks.md"
 CHECKS: dict[str, Callable[..., None]] = {}
-WORDED: dict[str, str] = {}
-"""Of these checks, those whose errors have other words than vLLM's tests look for: what ours say. Status and culprit are the same."""
 CHAT, COMPLETION, RESPONSES = "openai/chat_completion", "openai/completion", "openai/responses"
 NOT_HELD = {
     f"{CHAT}/test_chat.py::test_single_chat_session": (
@@ -210,15 +208,13 @@ class Asked:
         )
 
 
-def check(*tests: str, words: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Registers a check under the names of vLLM's tests, of one file or several. `words`: what an error says otherwise."""
+def check(*tests: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Registers a check under the names of vLLM's tests, of one file or several."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         name = "; ".join(tests)
         assert name not in CHECKS
         CHECKS[name] = function
-        if words is not None:
-            WORDED[name] = words
         return function
 
     return register
@@ -1457,9 +1453,8 @@ def test_holds(name, served):
 
 def page() -> str:
     """docs/vllm_checks.md."""
-    held = [one for name in CHECKS if name not in WORDED for one in each(name)] + [one for name in ELSEWHERE for one in each(name)]
-    worded, differing = [[one for name in names for one in each(name)] for names in (WORDED, NOT_HELD)]
-    total = len(held) + len(worded) + len(differing)
+    held, differing = [[one for names in group for name in names for one in each(name)] for group in ((CHECKS, ELSEWHERE), (NOT_HELD,))]
+    total = len(held) + len(differing)
 
     def listed(name: str) -> str:
         files: dict[str, list[str]] = {}
@@ -1473,12 +1468,11 @@ def page() -> str:
         "vLLM's tests of its OpenAI-compatible server assert much that has nothing to do with a model. These assertions, retyped, are",
         "asked of this server, with `tiny` and with random weights: `tests/test_vllm_assertions.py`. The names are those of vLLM's tests,",
         "in tests/entrypoints, of chats, completions, tokenization, embeddings, ranks, scores, classes, responses, errors and metrics",
-        "(with `--metrics-names vllm`).",
+        "(with `--metrics-names vllm`). A test holds where all that it asserts does, the words and types of errors among it.",
         "",
         "| tests that do not depend on a model | how many | |",
         "| --- | --- | --- |",
         f"| hold | {len(held)} | {len(held) / total:.0%} |",
-        f"| hold, but for an error's words | {len(worded)} | {len(worded) / total:.0%} |",
         f"| differ | {len(differing)} | {len(differing) / total:.0%} |",
         "",
         "## What differs",
@@ -1486,14 +1480,6 @@ def page() -> str:
         "| test of vLLM | what differs |",
         "| --- | --- |",
         *(f"| {listed(name)} | {why} |" for name, why in NOT_HELD.items()),
-        "",
-        "## What holds, but for an error's words",
-        "",
-        "The status and the field that is named are the same.",
-        "",
-        "| test of vLLM | ours says |",
-        "| --- | --- |",
-        *(f"| {listed(name)} | {why} |" for name, why in WORDED.items()),
         "",
         "## What is left out",
         "",
@@ -1505,7 +1491,7 @@ def page() -> str:
         "",
         "## What holds",
         "",
-        *(f"- {listed(name)}" for name in CHECKS if name not in WORDED),
+        *(f"- {listed(name)}" for name in CHECKS),
         *(f"- {listed(name)}, by `{ours}`" for name, ours in ELSEWHERE.items()),
     ]
     return "\n".join(lines) + "\n"
