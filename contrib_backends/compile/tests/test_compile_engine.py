@@ -8,10 +8,13 @@ import subprocess
 import sys
 
 import pytest
+import sympy
 import torch
 from compile_harness import PLUGINS, Stage, check, compiled
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_compile import compiler as compiler_module
+from toolkit_lm_compile.options import Band
+from toolkit_lm_compile.parts import ANY, NarrowError, _check_holds
 from toolkit_lm_devkit import hidden_states, load_checkpoint
 from toolkit_lm_server.metrics import Metrics
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -66,10 +69,11 @@ def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path
     assert (compiler.num_eager_steps, compiler.num_compiled, compiler.compiled_when_sealed) == (0, 0, 0)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_two_workers_give_the_same_tokens(folder, expected, tmp_path, backend):
     """Each in a process of its own, with collectives within the compiled parts."""
-    llm = LLM(**options_of(folder, tmp_path, backend=backend) | {"tensor_parallel_size": 2, "executor": "mp"})
+    llm = LLM(**options_of(folder, tmp_path, backend=backend) | {"optimization_level": 1, "tensor_parallel_size": 2, "executor": "mp"})
     assert tokens_of(llm) == expected
     if backend == "inductor":
         assert sorted(path.name for path in tmp_path.glob("*/rank_*")) == ["rank_0_0", "rank_1_0"]
@@ -88,6 +92,57 @@ def test_a_pass_that_was_not_foreseen_is_not_compiled(folder, tmp_path, caplog):
     assert torch.equal(ours, expected)
     assert (compiler.num_eager_steps, compiler.num_compiled) == (1, before)
     assert "inputs_embeds are not compiled" in caplog.text
+
+
+def test_a_step_takes_the_code_of_its_number_of_tokens(folder, tmp_path):
+    """A size before a band, a band before any number; bands have both their ends."""
+    model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
+    compiler = compiled(model, level=2, details={"compile_sizes": [24], "compile_ranges": [[16, 37], [2, 4]]})
+    [program] = compiler._programs.values()
+    names = {id(steps): str(band) for band, steps in program._of_bands}
+    taken = {size: names.get(id(program.steps_of(size)), "any") for size in (1, 2, 4, 5, 15, 16, 24, 37, 38)}
+    assert taken == {1: "any", 2: "2-4", 4: "2-4", 5: "any", 15: "any", 16: "16-37", 24: "24", 37: "16-37", 38: "any"}
+    assert not compiled(model, level=1, details={"compile_ranges": [[2, 4]]})._bands
+    check(compiler)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_bands_give_what_the_model_gives(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
+    details = {"compile_ranges": [[1, 4], [16, 37]]}
+    for was_cached in (False, True):
+        compiler = compiled(model, level=2, backend="inductor", details=details)
+        assert compiler.was_cached == was_cached
+        check(compiler, batches=[[1], [4], [5], [16], [37], [38], [20]])
+    assert len(list(tmp_path.glob("**/parts/*/16-37"))) == 3
+
+
+def test_what_inductor_assumes_of_a_number_of_tokens_is_checked():
+    """Nobody would check it in a step. That there are two tokens at least says nothing of what is computed."""
+    size = sympy.Symbol("s0", integer=True, nonnegative=True)
+    for guard in (sympy.Ne(size, 1), size >= 2, 8 * size < 2**31):
+        _check_holds([guard], ANY)
+    for guard in (sympy.Ne(size, 16), sympy.Eq(size % 8, 0), 4096 * size < 2**31, size <= 2**20 - 1):
+        with pytest.raises(NarrowError):
+            _check_holds([guard], ANY)
+    _check_holds([sympy.Ne(size, 16), size < 65], Band(17, 64))
+    with pytest.raises(NarrowError):
+        _check_holds([size < 64], Band(17, 64))
+
+
+def test_code_that_holds_for_some_numbers_only_is_not_taken(folder, tmp_path, monkeypatch, caplog):
+    def compile_part(graph, folder, band, patches):
+        raise NarrowError("s0 < 8, which 8 tokens are not")
+
+    monkeypatch.setattr(compiler_module, "compile_part", compile_part)
+    model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder)
+    details = {"cache_dir": str(tmp_path), "compile_ranges": [[2, 64]]}
+    compiler = compiled(model, level=2, backend="inductor", details=details)
+    assert "Inductor's code holds only where s0 < 8" in caplog.text
+    assert compiler.num_compiled == 0 and not list(tmp_path.glob("*/rank_*"))
+    check(compiler)
 
 
 def late(metrics):

@@ -36,20 +36,17 @@ def check_ranks(model_class, folder, backend, **options):
     whole = load_checkpoint(model_class, folder, **options)
     expected = [torch.cat(hidden_states([whole], sequences_of(lengths))) for lengths in BATCHES]
 
-    def work(rank):
-        model = load_checkpoint(model_class, folder, rank=rank, tensor_parallel_size=2, **options)
-        compiler = compiled(model, backend=backend)
-        found = [torch.cat(hidden_states([Stage(compiler)], sequences_of(lengths))) for lengths in BATCHES]
-        assert compiler.num_eager_steps == 0
-        [program] = compiler._programs.values()
-        return found, program.plan
-
-    ranks = run_ranks(work)
-    for found, _ in ranks:
+    # They compile one after the other, and would wait for each other in a step.
+    compilers = [
+        compiled(load_checkpoint(model_class, folder, rank=rank, tensor_parallel_size=2, **options), backend=backend) for rank in (0, 1)
+    ]
+    ranks = run_ranks(lambda rank: [torch.cat(hidden_states([Stage(compilers[rank])], sequences_of(lengths))) for lengths in BATCHES])
+    for found in ranks:
         for ours, one in zip(found, expected, strict=True):
             assert one.std() > 0.01
             torch.testing.assert_close(ours, one, atol=1e-4, rtol=1e-4)
-    return [plan for _, plan in ranks]
+    assert not any(compiler.num_eager_steps for compiler in compilers)
+    return [program.plan for compiler in compilers for program in compiler._programs.values()]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

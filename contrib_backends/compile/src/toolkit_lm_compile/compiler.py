@@ -34,8 +34,8 @@ from toolkit_lm_compile.capture import capture, module_files
 from toolkit_lm_compile.describe import describe_parts
 from toolkit_lm_compile.graphs import describe as describe_graphs, make_graphs
 from toolkit_lm_compile.key import ingredients, key_of, source_digest
-from toolkit_lm_compile.options import options_of, sizes_of
-from toolkit_lm_compile.parts import check_patches, compile_part, instructions_here, is_kept, load_part, symbols_of
+from toolkit_lm_compile.options import Band, bands_of, options_of
+from toolkit_lm_compile.parts import NarrowError, check_patches, compile_part, instructions_here, is_kept, load_part, symbols_of
 from toolkit_lm_compile.program import Program
 from toolkit_lm_compile.split import Plan, Split, split
 from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
@@ -71,7 +71,7 @@ class InductorCompiler(ModelCompiler):
         self.was_cached = False
         self._level = vllm_config.compilation.optimization_level
         self._options = options_of(vllm_config)
-        self._sizes = sizes_of(self._options, self._level)
+        self._bands = bands_of(self._options, self._level)
         self._patches = dict(self._options.inductor_compile_config)
         if self._level >= 3:
             self._patches = {"max_autotune": True, **self._patches}
@@ -164,11 +164,11 @@ class InductorCompiler(ModelCompiler):
             if source_digest(module) != digest:
                 logger.debug("compile cache: a miss, the source of %s has changed", module)
                 return False
-        parts: dict[tuple[str, int | None], Callable[..., Any]] = {}
+        parts: dict[tuple[str, Band | None], Callable[..., Any]] = {}
         # What the manifest does not name is not loaded.
         for key, place in manifest.parts:
-            parts[key, None if place == "any" else int(place)] = load_part(entry.folder / "parts" / key / place, manifest.instructions)
-        missing = {part for plan in manifest.plans for part in plan.parts} - {key for key, size in parts if size is None}
+            parts[key, None if place == "any" else Band.of(place)] = load_part(entry.folder / "parts" / key / place, manifest.instructions)
+        missing = {part for plan in manifest.plans for part in plan.parts} - {key for key, band in parts if band is None}
         if missing:
             raise DamagedError(f"it lacks the parts {sorted(missing)}")
         for plan in manifest.plans:
@@ -190,16 +190,23 @@ class InductorCompiler(ModelCompiler):
         for one in splits:
             for key, graph in one.graphs.items():
                 graphs.setdefault(key, graph)
-        parts: dict[tuple[str, int | None], Callable[..., Any]] = {}
+        parts: dict[tuple[str, Band | None], Callable[..., Any]] = {}
         kept = True
         for key, graph in graphs.items():
-            for size in [None, *(self._sizes if len(symbols_of(graph)) == 1 else [])]:
+            for band in [None, *(self._bands if len(symbols_of(graph)) == 1 else [])]:
                 if self._options.backend == "eager":
-                    parts[key, size] = graph.forward
+                    parts[key, band] = graph.forward
                     continue
-                start, place = time.perf_counter(), folder / "parts" / key / ("any" if size is None else str(size))
+                start, place = time.perf_counter(), folder / "parts" / key / ("any" if band is None else str(band))
                 place.mkdir(mode=0o700, parents=True)
-                parts[key, size] = compile_part(graph, place, size, self._patches)
+                try:
+                    parts[key, band] = compile_part(graph, place, band, self._patches)
+                except NarrowError as error:
+                    logger.warning("part %s is not compiled for %s tokens: Inductor's code holds only where %s", key, place.name, error)
+                    kept = False
+                    if band is None:
+                        parts[key, band] = graph.forward
+                    continue
                 kept = kept and is_kept(place)
                 shutil.rmtree(place / "locks", ignore_errors=True)
                 self.num_compiled += 1
@@ -217,13 +224,13 @@ class InductorCompiler(ModelCompiler):
             ingredients=found,
             sources=sources,
             plans=[one.plan for one in splits],
-            sizes=self._sizes,
+            bands=[str(band) for band in self._bands],
             instructions=instructions_here(),
         )
 
-    def _add(self, plan: Plan, parts: Mapping[tuple[str, int | None], Callable[..., Any]]) -> None:
+    def _add(self, plan: Plan, parts: Mapping[tuple[str, Band | None], Callable[..., Any]]) -> None:
         form = tuple((name, str(dtype), int(ndim)) for name, (dtype, ndim) in plan.arguments.items())
-        self._programs[form] = Program(plan, self.model, parts, self._sizes)
+        self._programs[form] = Program(plan, self.model, parts, self._bands)
 
 
 def _form(arguments: Mapping[str, Tensor]) -> tuple[tuple[str, str, int], ...]:

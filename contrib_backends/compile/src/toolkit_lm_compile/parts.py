@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,15 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from toolkit_lm.errors import ConfigError
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._inductor import cpu_vec_isa, standalone_compile
 from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 from torch._inductor.standalone_compile import CacheCompiledArtifact
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from toolkit_lm_compile.options import Band
 
 Compiled = Callable[..., Any]
 
@@ -33,21 +37,57 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def compile_part(graph: fx.GraphModule, folder: Path, size: int | None, patches: dict[str, Any]) -> Compiled:
-    """Compiles for any number of tokens, or for `size`. What it wrote stays in `folder`."""
+ANY = Band(1, 2**20)
+"""Any number of tokens that a step may have."""
+
+
+def compile_part(graph: fx.GraphModule, folder: Path, band: Band | None, patches: dict[str, Any]) -> Compiled:
+    """Compiles for any number of tokens, or for those of a band. What it wrote stays in `folder`.
+
+    Raises NarrowError where the code does not hold for all of them.
+    """
     placeholders = graph.graph.find_nodes(op="placeholder")
     examples = [node.meta["example_value"] for node in placeholders]
     options: dict[str, Any] = {"dynamic_shapes": "from_graph"}
-    if size is not None:
-        mode = FakeTensorMode(shape_env=ShapeEnv())
+    shape_env = _shape_env(examples)
+    if band is not None:
+        shape_env = ShapeEnv()
+        mode = FakeTensorMode(shape_env=shape_env)
         with mode:
-            examples = [_of_size(example, size) for example in examples]
+            examples = _in_band(examples, band, shape_env)
         options = {"dynamic_shapes": "from_example_inputs", "fake_mode": mode}
+    num_before = len(shape_env.guards) if shape_env is not None else 0
     # They are tried out before the folder is another one.
     instructions_here()
     with _settings(folder), torch.inference_mode(False), torch.no_grad():
         compiled: Compiled = standalone_compile(graph, examples, options={"config_patches": patches}, **options)
+    if shape_env is not None:
+        _check_holds([guard.expr for guard in shape_env.guards[num_before:]], band or ANY)
     return compiled
+
+
+class NarrowError(Exception):
+    """Code holds for some of the numbers of tokens only that it is for."""
+
+
+def _check_holds(guards: Sequence[Any], band: Band) -> None:
+    """What torch has assumed of a number of tokens, nobody checks in a step.
+
+    That there are two of them at least is assumed of layouts: in memory, an axis of one lies like any other.
+    """
+    near = range(max(band.first, 2), min(band.last, 130) + 1)
+    tried = {*near, *(2**k + one for k in range(1, 21) for one in (-1, 0, 1) if band.first <= 2**k + one <= band.last), band.last}
+    for guard in guards:
+        for size in sorted(tried - {1}):
+            if guard.subs(dict.fromkeys(guard.free_symbols, size)) == False:  # noqa: E712 - sympy's own truth
+                raise NarrowError(f"{guard}, which {size} tokens are not")
+
+
+def _shape_env(examples: Sequence[Any]) -> ShapeEnv | None:
+    """That of the symbols; None: there is none."""
+    sizes = (size for one in examples for size in (one.shape if isinstance(one, torch.Tensor) else (one,)))
+    found: ShapeEnv | None = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+    return found
 
 
 def is_kept(folder: Path) -> bool:
@@ -99,13 +139,25 @@ def symbols_of(graph: fx.GraphModule) -> set[Any]:
     return found
 
 
-def _of_size(example: Any, size: int) -> Any:
-    """The example, its only symbol being `size`."""
+def _in_band(examples: Sequence[Any], band: Band, shape_env: ShapeEnv) -> list[Any]:
+    """The examples, their only symbol being a number of the band."""
+    number: Any = band.first
+    if band.first < band.last:
+        source, limits = ConstantSource("num_tokens"), StrictMinMaxConstraint(vr=ValueRanges(band.first, band.last), warn_only=False)
+        number = shape_env.create_symbol(band.last, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=limits)
 
-    def known(one: Any) -> int:
-        return int(one.node.expr.subs(dict.fromkeys(one.node.expr.free_symbols, size))) if isinstance(one, torch.SymInt) else int(one)
+    def known(one: Any) -> Any:
+        if not isinstance(one, torch.SymInt):
+            return int(one)
+        expression = one.node.expr.subs(dict.fromkeys(one.node.expr.free_symbols, number))
+        if expression.is_number:
+            return int(expression)
+        return shape_env.create_symintnode(expression, hint=int(expression.subs(number, band.last)))
 
-    if not isinstance(example, torch.Tensor):
-        return known(example)
-    shape, strides = [known(one) for one in example.shape], [known(one) for one in example.stride()]
-    return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+    def remade(example: Any) -> Any:
+        if not isinstance(example, torch.Tensor):
+            return known(example)
+        shape, strides = [known(one) for one in example.shape], [known(one) for one in example.stride()]
+        return torch.empty_strided(shape, strides, dtype=example.dtype, device=example.device)
+
+    return [remade(example) for example in examples]

@@ -10,10 +10,11 @@ from toolkit_lm.model import Model
 from torch import Tensor
 
 from toolkit_lm_compile.capture import resolve
+from toolkit_lm_compile.options import Band
 from toolkit_lm_compile.split import Plan
 
-Parts = Mapping[tuple[str, int | None], Callable[..., Any]]
-"""Code by the part's key and the number of tokens that it is for; None: any number."""
+Parts = Mapping[tuple[str, Band | None], Callable[..., Any]]
+"""Code by the part's key and the numbers of tokens that it is for; None: any number."""
 
 Step = tuple[Callable[..., Any], list[tuple[bool, Any]], list[int], bool, list[int]]
 """A part or an op; its operands, each a register or a value; the registers that it fills; whether it is a part; those last read."""
@@ -22,7 +23,8 @@ Step = tuple[Callable[..., Any], list[tuple[bool, Any]], list[int], bool, list[i
 class Program:
     """Computes forward passes of one set of arguments."""
 
-    def __init__(self, plan: Plan, model: Model, parts: Parts, sizes: list[int]) -> None:
+    def __init__(self, plan: Plan, model: Model, parts: Parts, bands: list[Band]) -> None:
+        """`bands`: those of one number first, so that a step takes them before others."""
         self.plan = plan
         self._registers: list[Any] = [None] * plan.num_registers
         """Those of the model's tensors, filled."""
@@ -36,9 +38,9 @@ class Program:
             else:
                 self._symbols.append((register, value[0], value[1]))
         self._any = self._steps(parts, None)
-        self._of_size = {size: self._steps(parts, size) for size in sizes}
+        self._of_bands = [(band, self._steps(parts, band)) for band in bands]
 
-    def _steps(self, parts: Parts, size: int | None) -> list[Step]:
+    def _steps(self, parts: Parts, band: Band | None) -> list[Step]:
         steps = []
         held = {register for register, (kind, _) in enumerate(self.plan.inputs) if kind == "tensor"}
         for step in self.plan.steps:
@@ -46,14 +48,14 @@ class Program:
                 space, name = step.name.split("::")
                 call: Callable[..., Any] = getattr(getattr(torch.ops, space), name)
             else:
-                call = parts.get((step.name, size)) or parts[step.name, None]
+                call = parts.get((step.name, band)) or parts[step.name, None]
             operands = [(kind == "register", value) for kind, value in step.inputs]
             steps.append((call, operands, step.outputs, step.kind == "part", [one for one in step.last if one not in held]))
         return steps
 
     def steps_of(self, num_tokens: int) -> list[Step]:
         """What is called, in turn, for so many tokens."""
-        return self._of_size.get(num_tokens, self._any)
+        return next((steps for (first, last), steps in self._of_bands if first <= num_tokens <= last), self._any)
 
     def filled(self, arguments: Mapping[str, Tensor]) -> list[Any]:
         """The registers as a pass begins."""

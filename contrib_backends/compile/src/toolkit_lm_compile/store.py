@@ -62,7 +62,8 @@ class Manifest(Struct, frozen=True, kw_only=True):
     sources: dict[str, str]
     """SHA-256 of each module that was traced."""
     plans: list[Plan]
-    sizes: list[int] = field(default_factory=list)
+    bands: list[str] = field(default_factory=list)
+    """Numbers of tokens with code of their own."""
     instructions: list[str] = field(default_factory=list)
     """Names of the sets of vector instructions that were there."""
     files: dict[str, FileRecord] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class Manifest(Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[tuple[str, str]]:
-        """Key and place, "any" or a number of tokens, of each compiled part among the files."""
+        """Key and place, "any" or a band of numbers of tokens, of each compiled part among the files."""
         paths = [Path(name).parts for name in self.files]
         return sorted({(path[1], path[2]) for path in paths if len(path) > 3 and path[0] == "parts"})
 
