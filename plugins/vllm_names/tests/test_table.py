@@ -65,7 +65,14 @@ TRANSLATED = [
         },
         {},
     ),
-    ({"compilation_config": {"mode": 3, "compile_sizes": [1], "cudagraph_mode": "FULL"}}, {"compilation_config": '{"compile_sizes": [1]}'}),
+    (
+        {"compilation_config": {"mode": 3, "compile_sizes": [1], "cudagraph_num_of_warmups": 1, "cudagraph_capture_sizes": None}},
+        {"compilation_config": '{"compile_sizes": [1]}'},
+    ),
+    (
+        {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 8]}},
+        {"compilation_config": '{"cudagraph_mode": "full_and_piecewise", "cudagraph_capture_sizes": [1, 8]}'},
+    ),
     ({"optimization_level": 2}, {"optimization_level": 2}),
     ({"enforce_eager": True, "compilation_config": 3, "disable_log_stats": True, "max_seq_len_to_capture": 8192}, {}),
     ({"nobody_has_it": 1, "block_size": 8}, {"nobody_has_it": 1, "block_size": 8}),

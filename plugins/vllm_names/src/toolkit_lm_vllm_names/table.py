@@ -74,7 +74,7 @@ def _renamed(name: str, ours: str, convert: Convert | None = None, note: str = "
 _ONE_DEVICE = "no model is spread by this kind of parallelism. Use tensor_parallel_size, pipeline_parallel_size or data_parallel_size."
 _MASTER = "both are one option: master, HOST:PORT of node 0."
 _NO_ADAPTERS = "adapters (LoRA) are not loaded. Merge them into the checkpoint."
-_NO_GRAPHS = "there are no graphs to capture, and nothing is compiled unless optimization_level asks for it"
+_NO_GRAPHS = "nothing is compiled unless optimization_level asks for it, and no graph is captured unless compilation_config does"
 _NO_OFFLOAD = "weights and caches stay on their device."
 _NO_TRANSFER = "an engine neither sends nor fetches KV caches or weights."
 _OWN_LAYOUT = "there is one layout of weights and caches, and the results are the same"
@@ -108,7 +108,7 @@ _ENGINE: list[Name] = [
     *_same("limit_mm_per_prompt", convert=values.limits, note="a mapping, too"),
     *_same("generation_config", convert=values.generation_config, note="auto: checkpoint; vllm: none"),
     *_same("optimization_level", note="-O2, too"),
-    *_same("compilation_config", convert=values.compilation_config, note="without what it says of graphs and passes"),
+    *_same("compilation_config", convert=values.compilation_config, note="without what it says of passes"),
     *_same("attention_backend", convert=values.attention_backend, note="FLASH_ATTN: flash_attn; ..."),
     *_renamed("task", "runner, convert", values.task, "one task: the runner type and the pooling adapter that serve it"),
     *_renamed("gpu_memory_utilization", "kv_cache_memory", values.memory_share, "a share of what the model leaves; 0.9 is auto"),

@@ -179,7 +179,10 @@ def compilation_config(value: Any) -> dict[str, Any]:
     value = parsed(value)
     if not isinstance(value, Mapping):
         return {}
-    kept = {key: one for key, one in value.items() if key not in _GRAPH_KEYS and not key.startswith(("cudagraph_", "use_"))}
+    dropped = [key for key in value if key.startswith(("cudagraph_", "use_")) and key not in ("cudagraph_mode", "cudagraph_capture_sizes")]
+    kept = {key: one for key, one in value.items() if key not in (*_GRAPH_KEYS, *dropped) and one is not None}
+    if "cudagraph_mode" in kept:
+        kept["cudagraph_mode"] = str(getattr(kept["cudagraph_mode"], "name", kept["cudagraph_mode"])).lower()
     return {"compilation_config": json.dumps(kept)} if kept else {}
 
 
