@@ -54,6 +54,7 @@ BERT = {
 LABELS = {"0": "angry", "1": "calm", "2": "glad"}
 CONFIGS = {
     "embedder": LLAMA,
+    "matryoshka": {**LLAMA, "matryoshka_dimensions": [8, 16]},
     "encoder": {**BERT, "architectures": ["BertModel"]},
     "generator": LLAMA,
     "classifier": {**BERT, "architectures": ["BertForSequenceClassification"], "id2label": LABELS},
@@ -407,6 +408,16 @@ async def test_a_task_that_is_not_served_is_told_those_that_are(ask, name, path,
     vllms = path in ("/pooling", "/classify", "/score", "/v1/score")
     assert error["type"] == (("NotFoundError" if scores else "BadRequestError") if vllms else "invalid_request_error")
     assert ("--convert " in error["message"]) == (name == "generator")
+
+
+async def test_dimensions_that_a_model_is_made_for(engine_of, client_of):
+    async with client_of(create_app(engine_of("matryoshka", convert="embed"))) as client:
+        for dimensions in (8, 16, 32):
+            [one] = (await client.post("/v1/embeddings", json={"input": "a", "dimensions": dimensions})).json()["data"]
+            assert len(one["embedding"]) == dimensions
+        wrong = await client.post("/v1/embeddings", json={"input": "a", "dimensions": 5})
+        error = wrong.json()["error"]
+        assert (wrong.status_code, error["param"]) == (400, "dimensions") and "made for 8, 16, 32" in error["message"]
 
 
 async def test_pooling_lists_pooling_tasks_only(engine_of, client_of):

@@ -15,7 +15,7 @@ from toolkit_lm.prompts import Prompt, TextPair, parse_prompt
 from toolkit_lm.renderer import RenderedText, Renderer
 
 from toolkit_lm_pooling_adapters.late_interaction import LateInteractionRole, make_roles
-from toolkit_lm_pooling_adapters.limits import check_params
+from toolkit_lm_pooling_adapters.limits import check_params, matryoshka_dimensions
 from toolkit_lm_pooling_adapters.pair_renderer import PairRenderer
 from toolkit_lm_pooling_adapters.pooling_details import PoolingDetails, details_of
 from toolkit_lm_pooling_adapters.registry import PairRendererRegistry
@@ -42,6 +42,7 @@ class PoolingInputProcessor(PoolingInputs):
         self.renderer = renderer
         self._boundary = plugins.boundary
         self.max_tokens = config.max_model_len
+        self._matryoshka = matryoshka_dimensions(config.checkpoint.hf_config)
         self.prompts: dict[str, str] = {}
         """Of the checkpoint: texts that go before the input, by name."""
         self.default_prompt_name: str | None = None
@@ -85,7 +86,7 @@ class PoolingInputProcessor(PoolingInputs):
                 self.prompts = {"query": "", "document": ""} | self.prompts
 
     def check(self, params: PoolingParams, size: int) -> None:
-        check_params(params, size)
+        check_params(params, size, self._matryoshka)
 
     def render(self, prompts: Sequence[Prompt | TextPair], **options: Unpack[TextOptions]) -> list[RenderedText | RequestError]:
         most, instruction = self._most(options.get("truncate_prompt_tokens")), options.get("instruction")

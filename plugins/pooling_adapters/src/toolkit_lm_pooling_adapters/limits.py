@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from toolkit_lm.errors import CheckpointError, RequestError
@@ -22,15 +23,31 @@ _MEANINGLESS = {
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
 
 
-def check_params(params: PoolingParams, size: int) -> None:
-    """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding, or the number of logits."""
+def check_params(params: PoolingParams, size: int, matryoshka: Sequence[int] = ()) -> None:
+    """Raises RequestError, with `param` set, for what a task cannot give. `size`: of an embedding, or the number of logits.
+
+    `matryoshka`: the numbers of dimensions that the model was trained for, beside all; empty: the checkpoint names none.
+    """
     for name in _MEANINGLESS[params.task]:
         if getattr(params, name) is not None:
             raise RequestError(f"{name} has no effect on the task {params.task!r}: leave it out.", name)
     if params.dimensions is not None and params.dimensions > size:
         raise RequestError(f"dimensions is {params.dimensions}, but the model's embeddings have {size}: ask for 1 to {size}.", "dimensions")
+    if params.dimensions is not None and matryoshka and params.dimensions not in (*matryoshka, size):
+        known = ", ".join(map(str, sorted({*matryoshka, size})))
+        raise RequestError(f"dimensions is {params.dimensions}, but the model is made for {known} (matryoshka_dimensions).", "dimensions")
     if wrong := [i for i in params.returned_token_ids or () if i >= size]:
         raise RequestError(f"returned_token_ids has {wrong[0]}, but the model gives {size} logits.", "returned_token_ids")
+
+
+def matryoshka_dimensions(hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """What a checkpoint's config.json says of them. Raises CheckpointError."""
+    found = hf_config.get("matryoshka_dimensions")
+    if found is None:
+        return ()
+    if not isinstance(found, list) or not all(type(one) is int and one > 0 for one in found):
+        raise CheckpointError("config.json: matryoshka_dimensions must be a list of numbers of dimensions.")
+    return tuple(found)
 
 
 def hidden_size(hf_config: dict[str, Any]) -> int:
