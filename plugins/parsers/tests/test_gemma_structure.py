@@ -9,6 +9,7 @@ import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.errors import RequestError
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_parsers.gemma_structure import GemmaArguments
 
 MARKS = {
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -42,6 +43,12 @@ SCHEMAS = {
             "code": {"type": "string", "pattern": "^[a-z]{2}-[0-9]{1,3}$"},
         },
         "required": ["people", "size", "odd key: 1", "code"],
+        "additionalProperties": False,
+    },
+    "short texts": {
+        "type": "object",
+        "properties": {"a": {"type": "string", "minLength": 2, "maxLength": 3}, "b": {"type": "string", "maxLength": 0}},
+        "required": ["a", "b"],
         "additionalProperties": False,
     },
     "recursive": {
@@ -120,6 +127,26 @@ def test_one_of_several_is_called_and_several_where_they_may_be(model):
 )
 def test_a_schema_that_is_none_is_no_error(model, schema):
     assert drawn(model, [tool("f", {"type": "object", **schema})], n=1)
+
+
+def test_open_values_hold_fewer_levels_where_there_are_many():
+    def levels(found):
+        inner = [one for one in (found.get("elements") or found.get("tags") or [found.get("content")]) if isinstance(one, dict)]
+        return (found["type"] == "tags_with_separator") + max(map(levels, inner), default=0)
+
+    def opened(count, functions=1):
+        schema = {
+            "type": "object",
+            "properties": {f"p{number}": {} for number in range(count)},
+            "required": [f"p{n}" for n in range(count)],
+        }
+        return levels(GemmaArguments("<escape>", schema, functions).structure())
+
+    assert [opened(1), opened(10), opened(60), opened(1, 60)] == [4, 3, 2, 2]
+
+
+def test_many_functions_with_open_values_are_a_grammar(model):
+    assert drawn(model, [tool(f"f{number}", {"type": "object", "properties": {"any": {}}}) for number in range(30)], n=1)
 
 
 def test_a_large_schema_is_a_grammar_or_an_error(model):

@@ -136,5 +136,5 @@ class GemmaFormat(AnswerFormat):
             _CLOSES[opening],
             parallel=parallel,
             separator="",
-            content=lambda schema: GemmaArguments(quote, schema).structure(),
+            content=lambda schema: GemmaArguments(quote, schema, len(tools)).structure(),
         )

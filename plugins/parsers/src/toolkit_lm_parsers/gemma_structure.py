@@ -10,8 +10,12 @@ from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, json_sche
 
 _MOST_DEPTH = 4
 """Levels of objects and lists that follow their schema. What is deeper has no values but texts, numbers, true, false and null."""
-_FREE_DEPTH = 2
-"""Levels of what a schema leaves open."""
+_FREE_DEPTHS = (4, 3, 2)
+"""Levels of what a schema leaves open: the most of which the grammar is small enough."""
+_MOST_FORMATS = 2048
+"""Of all functions together. Whatever compiles the grammar takes a bounded number."""
+_MOST_LENGTH = 1000
+"""Characters of a text whose length is held to."""
 _MOST_OPTIONAL = 12
 """Properties of an object that requires none, in their order: its grammar grows with the square. More may come in any order, and twice."""
 _LITERALS = ("integer", "number", "boolean", "null")
@@ -24,24 +28,31 @@ class GemmaArguments:
     """The arguments of one function.
 
     Held to are types, properties, their order and which are required, `enum`, `const`, `anyOf`, `oneOf`, references within the schema, the
-    limits of numbers, and whether a list may be empty. What else a schema says is left out.
+    limits of numbers, short limits of texts, and whether a list may be empty. What else a schema says is left out.
     """
 
-    def __init__(self, quote: str, schema: Mapping[str, Any]) -> None:
-        """`quote`: the mark around texts."""
+    def __init__(self, quote: str, schema: Mapping[str, Any], num_functions: int = 1) -> None:
+        """`quote`: the mark around texts. `num_functions`: as many grammars are one."""
         self._quote = quote
+        self._most_formats = _MOST_FORMATS // max(num_functions, 1)
+        self._free_depth = _FREE_DEPTHS[-1]
         self._definitions = {f"#/{name}/{key}": one for name in _NO_PROPERTIES for key, one in _mapping(schema.get(name)).items()}
         self._definitions["#"] = schema
         self._schema = schema
 
     def structure(self) -> Structure:
         """With the braces around them."""
-        return self._object(self._schema, 0)
+        for depth in _FREE_DEPTHS:
+            self._free_depth = depth
+            found = self._object(self._schema, 0)
+            if _num_formats(found) <= self._most_formats:
+                break
+        return found
 
     def _value(self, schema: Any, depth: int) -> Structure:
         schema = self._resolved(schema)
         if not isinstance(schema, Mapping):
-            return self._free(_FREE_DEPTH if depth <= _MOST_DEPTH else 0)
+            return self._free(self._free_depth if depth <= _MOST_DEPTH else 0)
         if "const" in schema:
             return self._written(schema["const"])
         if isinstance(values := schema.get("enum"), list) and values:
@@ -54,7 +65,7 @@ class GemmaArguments:
         if not known:
             known = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
         if not known or (depth > _MOST_DEPTH and not {"object", "array"}.isdisjoint(known)):
-            return self._free(_FREE_DEPTH if depth <= _MOST_DEPTH else 0)
+            return self._free(self._free_depth if depth <= _MOST_DEPTH else 0)
         return choice(*(self._of_type(kind, schema, depth) for kind in known))
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], depth: int) -> Structure:
@@ -70,9 +81,19 @@ class GemmaArguments:
                 return json_schema({"type": kind, **{name: schema[name] for name in limits if name in schema}})
 
     def _string(self, schema: Mapping[str, Any]) -> Structure:
-        if isinstance(pattern := schema.get("pattern"), str) and pattern.startswith("^") and pattern.endswith("$"):
+        pattern = schema.get("pattern")
+        if not (isinstance(pattern, str) and pattern.startswith("^") and pattern.endswith("$")):
+            pattern = self._of_length(schema)
+        if pattern is not None:
             return sequence(text(self._quote), {"type": "regex", "pattern": pattern[1:-1]}, text(self._quote))
         return tag(self._quote, ANY_TEXT, self._quote)
+
+    def _of_length(self, schema: Mapping[str, Any]) -> str | None:
+        """A pattern of texts of these lengths; None: of any. They have no character with which the mark around them begins."""
+        least, most = schema.get("minLength", 0), schema.get("maxLength")
+        if not (type(least) is type(most) is int and 0 <= least <= most <= _MOST_LENGTH):
+            return None
+        return f"^[^{self._quote[0]}]{{{least},{most}}}$"
 
     def _object(self, schema: Mapping[str, Any], depth: int) -> Structure:
         properties = _mapping(schema.get("properties"))
@@ -104,7 +125,7 @@ class GemmaArguments:
         return choice(*plain, self._array(inner, is_empty=True), self._pairs(inner))
 
     def _free_object(self, depth: int) -> Structure:
-        return self._pairs(self._free(_FREE_DEPTH - 1 if depth <= _MOST_DEPTH else 0))
+        return self._pairs(self._free(self._free_depth - 1 if depth <= _MOST_DEPTH else 0))
 
     def _pairs(self, value: Structure) -> Structure:
         return sequence(text("{"), _separated(tag("", sequence(_KEY, text(":"), value), ""), at_least_one=False), text("}"))
@@ -143,6 +164,12 @@ class GemmaArguments:
 
 def _separated(*tags: Structure, at_least_one: bool) -> Structure:
     return {"type": "tags_with_separator", "tags": [*tags], "separator": ",", "at_least_one": at_least_one, "stop_after_first": False}
+
+
+def _num_formats(found: Any) -> int:
+    if isinstance(found, dict):
+        return 1 + sum(_num_formats(found.get(name)) for name in ("elements", "tags", "content"))
+    return sum(map(_num_formats, found)) if isinstance(found, list) else 0
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
