@@ -35,7 +35,7 @@ from toolkit_lm_compile.describe import describe_parts
 from toolkit_lm_compile.graphs import describe as describe_graphs, make_graphs
 from toolkit_lm_compile.key import ingredients, key_of, source_digest
 from toolkit_lm_compile.options import Band, bands_of, options_of
-from toolkit_lm_compile.parts import NarrowError, check_patches, compile_part, instructions_here, is_kept, load_part, symbols_of
+from toolkit_lm_compile.parts import ANY, NarrowError, check_patches, compile_part, instructions_here, is_kept, load_part, symbols_of
 from toolkit_lm_compile.program import Program
 from toolkit_lm_compile.split import Plan, Split, split
 from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
@@ -85,7 +85,7 @@ class InductorCompiler(ModelCompiler):
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
         given = {"input_ids": input_ids, **{name: value for name, value in arguments.items() if value is not None}}
         form = _form(given)
-        program = self._programs.get(form)
+        program = self._programs.get(form) if len(input_ids) <= ANY.last else None
         with nullcontext() if program is None else op_layers(self._layers):
             if self.graphs is None:
                 return self._compute(program, given)
@@ -114,7 +114,8 @@ class InductorCompiler(ModelCompiler):
 
     def _eager(self, given: Mapping[str, Tensor]) -> Tensor | IntermediateTensors:
         if not self.num_eager_steps:
-            logger.warning("steps with the arguments %s are not compiled: they are computed as without compilation", ", ".join(given))
+            what = f"{', '.join(given)} ({len(given['input_ids'])} tokens)"
+            logger.warning("steps with the arguments %s are not compiled: they are computed as without compilation", what)
         self.num_eager_steps += 1
         out: Tensor | IntermediateTensors = self.model(**given)
         return out

@@ -37,8 +37,8 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-ANY = Band(1, 2**20)
-"""Any number of tokens that a step may have."""
+ANY = Band(1, 2**15)
+"""Any number of tokens. A larger step is not computed by compiled code: its indices need not fit into 32 bits."""
 
 
 def compile_part(graph: fx.GraphModule, folder: Path, band: Band | None, patches: dict[str, Any]) -> Compiled:
@@ -76,7 +76,7 @@ def _check_holds(guards: Sequence[Any], band: Band) -> None:
     That there are two of them at least is assumed of layouts: in memory, an axis of one lies like any other.
     """
     near = range(max(band.first, 2), min(band.last, 130) + 1)
-    tried = {*near, *(2**k + one for k in range(1, 21) for one in (-1, 0, 1) if band.first <= 2**k + one <= band.last), band.last}
+    tried = {*near, *(2**k + one for k in range(1, 16) for one in (-1, 0, 1) if band.first <= 2**k + one <= band.last), band.last}
     for guard in guards:
         for size in sorted(tried - {1}):
             if guard.subs(dict.fromkeys(guard.free_symbols, size)) == False:  # noqa: E712 - sympy's own truth
