@@ -20,7 +20,7 @@ from toolkit_lm.attention import (
 )
 from torch import Tensor
 
-from toolkit_lm_triton.device import refusal
+from toolkit_lm_triton.device import LAUNCH, refusal
 from toolkit_lm_triton.pieces import COLUMNS, SPLIT, Metadata, Part, power_of_2
 
 _MOST_SIZE = 256
@@ -91,6 +91,7 @@ class TritonBackend(AttentionBackend):
                 BLOCK_SIZE=keys.shape[1],
                 SIZE=layer.head_size,
                 SIZE_FILLED=power_of_2(layer.head_size),
+                **LAUNCH,
             )
 
     def forward(
@@ -138,7 +139,7 @@ class TritonBackend(AttentionBackend):
         pieces, spans = part.device_table[bias.first : bias.end], layer.spans and meta.batch.spans is not None
         filled, kv_heads, is_shared = power_of_2(max(layer.head_size, 16)), layer.num_kv_heads, part.splits > 1
         shape = {"COLUMNS": COLUMNS, "GROUP": layer.num_heads // kv_heads, "GROUP_FILLED": part.tile.group, "QUERIES": part.tile.queries}
-        shape |= {"SIZE": layer.head_size, "SIZE_FILLED": filled, "SPLIT": SPLIT if is_shared else 0}
+        shape |= {"SIZE": layer.head_size, "SIZE_FILLED": filled, "SPLIT": SPLIT if is_shared else 0, **LAUNCH}
         partial = stats = None
         if is_shared:
             shares = (len(pieces), part.splits, kv_heads, part.tile.rows)

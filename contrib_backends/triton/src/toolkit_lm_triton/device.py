@@ -9,6 +9,8 @@ import torch
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _INTERPRETED = ("float32", "float16")
+LAUNCH = {"enable_fp_fusion": True}
+"""Of every kernel. Triton 3.9 warns where it is not said, and 3.10 has another default: products and sums are rounded together."""
 
 
 def refusal(device: str, dtype: str) -> str | None:

@@ -11,6 +11,7 @@ from toolkit_lm.model import LayerParts, Rotation
 from torch import Tensor
 
 from toolkit_lm_triton.backend import TritonBackend
+from toolkit_lm_triton.device import LAUNCH
 from toolkit_lm_triton.pieces import power_of_2
 
 
@@ -59,6 +60,7 @@ class FusedDecoderLayer:
             INTERLEAVED=rotation.interleaved,
             BLOCK_SIZE=keys.shape[1],
             num_warps=1,
+            **LAUNCH,
         )
 
 

@@ -10,7 +10,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import FusedLayer, Kernels, LayerParts, LinearMethod, LinearSpec, UnquantizedMethod
 from torch import Tensor
 
-from toolkit_lm_triton.device import interprets, refusal
+from toolkit_lm_triton.device import LAUNCH, interprets, refusal
 from toolkit_lm_triton.fused import FusedDecoderLayer, fits
 from toolkit_lm_triton.pieces import power_of_2
 
@@ -93,6 +93,7 @@ class TritonKernels(Kernels):
                 HALF_FILLED=power_of_2(size // 2),
                 INTERLEAVED=interleaved,
                 num_warps=1,
+                **LAUNCH,
             )
         return x
 
@@ -106,7 +107,7 @@ class TritonKernels(Kernels):
             parts = scores.new_empty(len(scores), num_parts), scores.new_empty(len(scores), num_parts, dtype=torch.int64)
             block = min(_SCORES, power_of_2(best.shape[1]))
             self._kernels.likeliest[len(scores), num_parts](
-                *(best, places, *parts, best.stride(0), best.shape[1]), BLOCK=block, HAS_PLACES=places is not None
+                *(best, places, *parts, best.stride(0), best.shape[1]), BLOCK=block, HAS_PLACES=places is not None, **LAUNCH
             )
             best, places = parts
         return best[:, 0], places[:, 0]
@@ -117,7 +118,9 @@ class TritonKernels(Kernels):
         out = x.new_empty(len(x), size)
         if out.numel():
             block = min(_BLOCK, power_of_2(size))
-            self._kernels.gate[len(x), -(-size // block)](x, out, x.stride(0), SIZE=size, BLOCK=block, ACTIVATION=GATES[activation])
+            self._kernels.gate[len(x), -(-size // block)](
+                *(x, out, x.stride(0)), SIZE=size, BLOCK=block, ACTIVATION=GATES[activation], **LAUNCH
+            )
         return out
 
     def _norms(self, x: Tensor, weight: Tensor) -> bool:
@@ -136,5 +139,6 @@ class TritonKernels(Kernels):
                 SIZE=size,
                 SIZE_FILLED=power_of_2(size),
                 ADDS=residual is not None,
+                **LAUNCH,
             )
         return out, total

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def attend(
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    pieces: Any,
-    block_table: Any,
-    sinks: Any,
-    bias: Any,
-    span_ends: Any,
-    partial: Any,
-    stats: Any,
-    q_token: Any,
-    q_head: Any,
-    k_block: Any,
-    k_token: Any,
-    k_head: Any,
-    v_block: Any,
-    v_token: Any,
-    v_head: Any,
-    out_token: Any,
-    out_head: Any,
-    table_row: Any,
-    bias_head: Any,
-    bias_query: Any,
-    bias_origin: Any,
-    scale: Any,
+    q,
+    k,
+    v,
+    out,
+    pieces,
+    block_table,
+    sinks,
+    bias,
+    span_ends,
+    partial,
+    stats,
+    q_token,
+    q_head,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
+    out_token,
+    out_head,
+    table_row,
+    bias_head,
+    bias_query,
+    bias_origin,
+    scale,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_FILLED: tl.constexpr,
@@ -103,7 +101,7 @@ def attend(
         # What no query of the piece sees may be NaN, and is never read.
         key = tl.load(k + k_places[None, :] + kv_head * k_head + dims[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
         scores = tl.dot(queries, key, input_precision="ieee") * scale
-        if SOFT_CAP:
+        if SOFT_CAP > 0.0:
             # tanh(x) = (1 - exp(-2x)) / (1 + exp(-2x)), of |x|: nothing overflows.
             shrunk = tl.exp(tl.abs(scores) * (-2.0 / SOFT_CAP))
             capped = SOFT_CAP * (1.0 - shrunk) / (1.0 + shrunk)
@@ -150,14 +148,14 @@ def attend(
 
 @triton.jit
 def merge(
-    partial: Any,
-    stats: Any,
-    out: Any,
-    pieces: Any,
-    out_token: Any,
-    out_head: Any,
-    num_splits: Any,
-    num_kv_heads: Any,
+    partial,
+    stats,
+    out,
+    pieces,
+    out_token,
+    out_head,
+    num_splits,
+    num_kv_heads,
     COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_FILLED: tl.constexpr,
@@ -197,18 +195,18 @@ def merge(
 
 @triton.jit
 def store_kv(
-    k: Any,
-    v: Any,
-    keys: Any,
-    values: Any,
-    slots: Any,
-    k_token: Any,
-    k_head: Any,
-    v_token: Any,
-    v_head: Any,
-    block: Any,
-    token: Any,
-    head: Any,
+    k,
+    v,
+    keys,
+    values,
+    slots,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    block,
+    token,
+    head,
     BLOCK_SIZE: tl.constexpr,
     SIZE: tl.constexpr,
     SIZE_FILLED: tl.constexpr,

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def rms_norm(
-    x: Any,
-    residual: Any,
-    weight: Any,
-    total: Any,
-    out: Any,
-    x_token: Any,
-    x_head: Any,
-    residual_token: Any,
-    num_heads: Any,
-    eps: Any,
+    x,
+    residual,
+    weight,
+    total,
+    out,
+    x_token,
+    x_head,
+    residual_token,
+    num_heads,
+    eps,
     SIZE: tl.constexpr,
     SIZE_FILLED: tl.constexpr,
     ADDS: tl.constexpr,
@@ -43,12 +41,12 @@ def rms_norm(
 
 @triton.jit
 def rotate(
-    x: Any,
-    cos: Any,
-    sin: Any,
-    x_token: Any,
-    x_head: Any,
-    cos_token: Any,
+    x,
+    cos,
+    sin,
+    x_token,
+    x_head,
+    cos_token,
     HALF: tl.constexpr,
     HALF_FILLED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -67,24 +65,24 @@ def rotate(
 
 @triton.jit
 def rotate_and_store(
-    q: Any,
-    k: Any,
-    v: Any,
-    cos: Any,
-    sin: Any,
-    keys: Any,
-    values: Any,
-    slots: Any,
-    q_token: Any,
-    q_head: Any,
-    k_token: Any,
-    k_head: Any,
-    v_token: Any,
-    v_head: Any,
-    cos_token: Any,
-    block: Any,
-    place: Any,
-    page_head: Any,
+    q,
+    k,
+    v,
+    cos,
+    sin,
+    keys,
+    values,
+    slots,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    cos_token,
+    block,
+    place,
+    page_head,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -125,7 +123,7 @@ def rotate_and_store(
 
 
 @triton.jit
-def _pair(pairs: Any, HALF: tl.constexpr, INTERLEAVED: tl.constexpr) -> Any:
+def _pair(pairs, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two dimensions of each pair."""
     if INTERLEAVED:
         first, second = 2 * pairs, 2 * pairs + 1
@@ -135,7 +133,7 @@ def _pair(pairs: Any, HALF: tl.constexpr, INTERLEAVED: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _turned(x: Any, cos: Any, sin: Any, pairs: Any, is_pair: Any, HALF: tl.constexpr, INTERLEAVED: tl.constexpr) -> Any:
+def _turned(x, cos, sin, pairs, is_pair, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Both of each pair, in fp32. `sin` is negative where the other one is subtracted."""
     to, other = _pair(pairs, HALF, INTERLEAVED)
     first, second = tl.load(x + to, mask=is_pair).to(tl.float32), tl.load(x + other, mask=is_pair).to(tl.float32)
@@ -145,7 +143,7 @@ def _turned(x: Any, cos: Any, sin: Any, pairs: Any, is_pair: Any, HALF: tl.const
 
 
 @triton.jit
-def gate(x: Any, out: Any, x_token: Any, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr) -> None:
+def gate(x, out, x_token, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr) -> None:
     """[gate, up] side by side, [T, 2 * SIZE] -> activation(gate) * up [T, SIZE]. Programs (T, SIZE / BLOCK)."""
     token = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -166,19 +164,19 @@ def gate(x: Any, out: Any, x_token: Any, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _sigmoid(x: Any) -> Any:
+def _sigmoid(x):
     """What lies below -80 is 0 but for rounding, and exp(-x) does not overflow."""
     return tl.sigmoid(tl.maximum(x, -80.0))
 
 
 @triton.jit
 def likeliest(
-    scores: Any,
-    places: Any,
-    best: Any,
-    found: Any,
-    row_stride: Any,
-    size: Any,
+    scores,
+    places,
+    best,
+    found,
+    row_stride,
+    size,
     BLOCK: tl.constexpr,
     HAS_PLACES: tl.constexpr,
 ) -> None:
