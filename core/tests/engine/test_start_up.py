@@ -44,7 +44,7 @@ def test_torch_is_mapped_and_not_imported() -> None:
         "import sys, threading\nfrom toolkit_lm.engine.start_up import map_torch\nmap_torch()\n"
         "[thread.join() for thread in threading.enumerate() if thread.name == 'toolkit_lm-torch']\n"
         "assert 'torch' not in sys.modules\nassert 'libtorch_cpu' in open('/proc/self/maps').read()\n"
-        "import torch\nassert torch.ones(2).sum() == 2\nmap_torch()\nassert threading.active_count() == 1"
+        "import torch\nassert torch.ones(2).sum() == 2"
     )
     if sys.platform != "linux":
         pytest.skip("it reads /proc")

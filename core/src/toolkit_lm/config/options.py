@@ -17,6 +17,7 @@ import types
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -154,7 +155,8 @@ def _nested(items: list[str]) -> dict[str, dict[str, str]]:
     return nested
 
 
-def options_of(section: type[msgspec.Struct]) -> list[Option]:
+@cache
+def options_of(section: type[msgspec.Struct]) -> Sequence[Option]:
     """The options that a section states, in order. Fields without `option(...)` are derived values, not options."""
     hints = get_type_hints(section, include_extras=True)
     found = []
@@ -165,7 +167,7 @@ def options_of(section: type[msgspec.Struct]) -> list[Option]:
         (spec,) = (m for m in get_args(hint)[1:] if isinstance(m, OptionSpec))
         default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
         found.append(Option(field.name, hint, default, spec))
-    return found
+    return tuple(found)
 
 
 def load_options(

@@ -5,25 +5,23 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib.util
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from threading import Thread
 
 
 def map_torch() -> None:
     """Has the libraries of torch mapped by a thread, which takes a fifth of a second and no interpreter lock. `import torch` finds them."""
-    if "torch" not in sys.modules and (spec := importlib.util.find_spec("torch")) and spec.origin:
-        Thread(target=_map, args=[Path(spec.origin).with_name("lib")], name="toolkit_lm-torch", daemon=True).start()
+    if (spec := importlib.util.find_spec("torch")) and spec.submodule_search_locations:
+        Thread(target=_map, args=spec.submodule_search_locations, name="toolkit_lm-torch", daemon=True).start()
 
 
-def _map(folder: Path) -> None:
+def _map(folder: str) -> None:
     # Where they have other names, or are missing, the import finds out.
     with suppress(OSError):
         # In the order and the mode in which torch loads them.
-        ctypes.CDLL(str(folder / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(folder / "libtorch_python.so"))
+        ctypes.CDLL(f"{folder}/lib/libtorch_global_deps.so", mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(f"{folder}/lib/libtorch_python.so")
 
 
 @contextmanager

@@ -48,12 +48,7 @@ class LLMEngine:
 
     @no_garbage_collection()
     def __init__(
-        self,
-        config: VllmConfig,
-        *,
-        plugins: Plugins | Sequence[object] = (),
-        wait: bool = True,
-        process: EngineProcess | None = None,
+        self, config: VllmConfig, *, plugins: Plugins | Sequence[object] = (), wait: bool = True, process: EngineProcess | None = None
     ) -> None:
         """Loads the plugins (or takes loaded ones), resolves the config and loads the model. Raises ToolkitError.
 
@@ -61,10 +56,10 @@ class LLMEngine:
         before, should the config want any. From now on it is the engine's.
         """
         # Of a start, importing torch takes the longest: it begins at once.
-        if process is None and config.engine.engine_process and config.parallel.data_parallel_size == 1:
-            process = EngineProcess()
         if not config.engine.engine_process:
             map_torch()
+        elif process is None and config.parallel.data_parallel_size == 1:
+            process = EngineProcess()
         try:
             self.plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
             self._asked = self.config = resolve_configured(self.plugins.configure(config), self.plugins)

@@ -38,15 +38,6 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
     threading.Thread(target=_watch, args=(folder, is_connected, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
-    # Extensions would wait for torch's libraries, if they came second.
-    import msgspec  # noqa: F401
-    import zmq  # noqa: F401
-
-    from toolkit_lm.engine.start_up import map_torch
-
-    map_torch()
-    import toolkit_lm.engine.process.wire
-    import toolkit_lm.plugin  # noqa: F401
     from toolkit_lm.engine.process.loop import serve
 
     gc.freeze()
