@@ -15,7 +15,7 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import EngineCore
 from toolkit_lm.errors import EngineDeadError
-from toolkit_lm.executor import Executor, make_executor
+from toolkit_lm.executor import Executor, Known, make_executor
 from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.outputs import CompletionOutput, RequestOutput
 from toolkit_lm.plugin import Plugins
@@ -181,7 +181,7 @@ class ExecutorConformance(Conformance):
         steps += [StepPlan(scheduled=[row(0, 1, start=6 + i, tokens=[token])]) for i, token in enumerate(tokens[6:])]
         logits = reference(tokens)
         results: list[StepResult] = []
-        on_their_way: list[Future[StepResult]] = []
+        on_their_way: list[Future[StepResult] | Known] = []
         for plan in steps:
             if len(on_their_way) == core.executor.max_in_flight:
                 results.append(on_their_way.pop(0).result(PATIENCE))
@@ -225,7 +225,9 @@ class ExecutorConformance(Conformance):
         self, core: EngineCore, reference: Callable[[Sequence[int]], Tensor], sizes: tuple[int, int]
     ) -> None:
         """Its error has a traceback, and says on which of several ranks; the workers live on."""
-        error = core.executor.execute(StepPlan(scheduled=[row(99, 1)])).exception(PATIENCE)
+        future = core.executor.execute(StepPlan(scheduled=[row(99, 1)]))
+        assert isinstance(future, Future), "a step that fails has a result"
+        error = future.exception(PATIENCE)
         assert isinstance(error, Exception)
         assert error.__traceback__ is not None
         assert sizes == (1, 1) or any(note.startswith("on rank ") for note in error.__notes__)
@@ -250,7 +252,8 @@ class WorkersConformance(ExecutorConformance):
         core.executor.execute(plan).result(PATIENCE)
         self.kill(core.executor)
         for _ in range(core.executor.max_in_flight + 1):
-            error = core.executor.execute(StepPlan(scheduled=[row(0, 1, start=5, tokens=[3])])).exception(PATIENCE)
+            future = core.executor.execute(StepPlan(scheduled=[row(0, 1, start=5, tokens=[3])]))
+            error = future.exception(PATIENCE) if isinstance(future, Future) else future.result()
             assert isinstance(error, EngineDeadError), f"a dead worker's step has the result {error!r}"
             assert "rank" in str(error), f"it does not say whose: {error}"
         core.executor.shutdown()
