@@ -26,6 +26,11 @@ def interpret(*arguments: str) -> None:
     assert "passed" in summary and "skipped" not in summary, summary
 
 
+def test_some_kernels() -> None:
+    interpret("test_triton_kernels.py", "-k", "row_without_keys or large_scores or many_scores or rotated_into or gated_layer")
+
+
+@pytest.mark.slow
 def test_kernels() -> None:
     interpret("test_triton_kernels.py")
 
