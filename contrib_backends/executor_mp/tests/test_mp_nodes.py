@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -49,10 +51,11 @@ def master():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def worker(master: str, node_rank: int = 1, *options: str, **environ: str) -> subprocess.Popen[str]:
+def worker(master: str, node_rank: int = 1, *options: str, prefix: Sequence[str] = (), **environ: str) -> subprocess.Popen[str]:
     """`toolkit worker`, in a process group of its own."""
     code = "import sys; from toolkit_lm_cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "worker", "--master", master, "--node-rank", str(node_rank), "--start-timeout", "60", *options]
+    words = ["worker", "--master", master, "--node-rank", str(node_rank), "--start-timeout", "60", *options]
+    command = [*prefix, sys.executable, "-c", code, *words]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environ}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
 
@@ -312,3 +315,57 @@ def test_a_key_that_is_none(folder, master, monkeypatch, tmp_path, text):
     (tmp_path / "key").write_text(text)
     with pytest.raises(ConfigError, match=f"has {len(text)} characters: it needs 16"):
         nodes(folder, master, launch_key_file=str(tmp_path / "key"))
+
+
+# Two network namespaces
+
+
+@pytest.fixture
+def namespaces():
+    """The names of two, with the addresses 10.199.77.1 and .2, joined by a cable."""
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and the command ip")
+    names = [f"toolkit{os.getpid()}-{number}" for number in (1, 2)]
+    ends = [f"tk{os.getpid()}-{number}" for number in (1, 2)]
+    try:
+        for name in names:
+            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {made.stderr.strip()}")
+        commands = [f"ip link add {ends[0]} type veth peer name {ends[1]}"]
+        for name, end, number in zip(names, ends, (1, 2), strict=True):
+            commands += [
+                f"ip link set {end} netns {name}",
+                f"ip -n {name} addr add 10.199.77.{number}/24 dev {end}",
+                f"ip -n {name} link set {end} up",
+                f"ip -n {name} link set lo up",
+            ]
+        for command in commands:
+            made = subprocess.run(command.split(), capture_output=True, text=True)
+            if made.returncode:
+                pytest.skip(f"no network between namespaces here: {command}: {made.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_tokens_over_two_network_namespaces(folder, namespaces, expected, sizes):
+    """Nothing is reached on the loopback interface: each machine has its own."""
+    master = "10.199.77.1:29500"
+    options = {"tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1], "nodes": 2, "master": master, **OPTIONS}
+    code = (
+        "import json, sys; from toolkit_lm import LLM, SamplingParams\n"
+        f"with LLM({str(folder)!r}, **{options!r}) as llm:\n"
+        f"    params = SamplingParams(temperature=0, max_tokens={PARAMS.max_tokens}, ignore_eos=True)\n"
+        f"    outputs = llm.generate({PROMPTS!r}, params, use_tqdm=False)\n"
+        "    print(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with working(master, prefix=["ip", "netns", "exec", namespaces[1]]) as process:
+        command = ["ip", "netns", "exec", namespaces[0], sys.executable, "-c", code]
+        front = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=100)
+        assert front.returncode == 0, front.stderr
+        assert json.loads(front.stdout) == expected
+        assert process.end() == 0, process.words
