@@ -58,8 +58,10 @@ def race(model: Path, names: list[str], works: dict[str, tuple[int, int, int]], 
     systems = {}
     try:
         for name, options in SYSTEMS.items():
+            start = time.perf_counter()
             systems[name] = LLM(str(model), max_model_len=2048, max_num_seqs=32, num_kv_blocks=1024, engine_process=True, **options)
             seconds(systems[name], (4, 64, 4), 0)
+            print(f"{name} was ready after {time.perf_counter() - start:.0f} s", flush=True)
         print(f"{'':12}{'':>12}{'tokens/s':>10}{'ratio':>8}{'from':>8}{'to':>8}{'goal':>8}", flush=True)
         for name in names:
             number, length, new = works[name]
