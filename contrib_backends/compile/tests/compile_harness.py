@@ -35,9 +35,12 @@ def compiled(model, level=1, backend="eager", **options):
     return InductorCompiler(model, config, PLUGINS)
 
 
-def check(compiler, vocab_size=90, batches=BATCHES, **inputs):
-    """Compiled and eager hidden states are alike, over batches of all kinds, and every pass was a compiled one."""
+def check(compiler, vocab_size=90, batches=BATCHES, *, whole=True, **inputs):
+    """Compiled and eager hidden states are alike, over batches of all kinds, and every pass was a compiled one. `whole`: with all parts."""
     model = compiler.model
+    if whole and compiler._options.backend == "inductor" and not compiler.was_cached:
+        parts = {part for program in compiler._programs.values() for part in program.plan.parts}
+        assert compiler.num_compiled >= len(parts), "a part is computed as it was traced"
     for lengths in batches:
         generator = torch.Generator().manual_seed(sum(lengths))
         sequences = [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]

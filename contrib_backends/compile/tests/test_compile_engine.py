@@ -151,7 +151,7 @@ def test_code_that_holds_for_some_numbers_only_is_not_taken(folder, tmp_path, mo
     compiler = compiled(model, level=2, backend="inductor", details=details)
     assert "Inductor's code holds only where s0 < 8" in caplog.text
     assert compiler.num_compiled == 0 and not list(tmp_path.glob("*/rank_*"))
-    check(compiler)
+    check(compiler, whole=False)
 
 
 def late(metrics):
