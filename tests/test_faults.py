@@ -6,6 +6,7 @@ The servers are processes of their own that run the model `tiny` in float32, wit
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import signal
@@ -252,6 +253,21 @@ def test_a_dead_engine_is_started_anew(serve):
     assert server.figures()["engine_restarts"] == 1
     server.post({"prompt": [DIES, DIES], "max_tokens": 2})
     assert server.end()[0] == 1
+
+
+@pytest.mark.slow
+def test_an_engine_is_started_anew_when_one_of_its_ranks_is_killed(serve):
+    server = serve("--restart-engine", "1", "--tensor-parallel-size", "2").wait_ready()
+    expected = good(server, 3)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.pids()}
+    ranks = [pid for pid, command in commands.items() if b"worker 1 " in command.replace(b"\0", b" ")]
+    assert len(ranks) == 1
+    os.kill(ranks[0], signal.SIGKILL)
+    # An idle engine finds out with the next step.
+    response = server.post(TEXT)
+    assert response.status_code == 503 and "the worker of rank 1" in response.text and "killed by SIGKILL" in response.text
+    wait_for(lambda: server.status() == 200 and server.figures()["engine_restarts"] == 1, 60)
+    assert good(server, 3) == expected
 
 
 @pytest.mark.slow
