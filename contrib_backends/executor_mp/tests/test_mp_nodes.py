@@ -209,9 +209,10 @@ def test_a_master_that_is_not_there(master):
     assert f"node 1 could not reach node 0 at {master} within 1 s: nobody answers there" in process.words
 
 
-def test_a_node_that_never_comes(folder, master):
+@pytest.mark.parametrize("engine_process", [False, True])
+def test_a_node_that_never_comes(folder, master, engine_process):
     with pytest.raises(EngineDeadError, match=rf"node 1 of 2 did not come to {master} within start_timeout: `toolkit worker` must run"):
-        nodes(folder, master, start_timeout=4)
+        nodes(folder, master, start_timeout=16, engine_process=engine_process)
 
 
 def test_a_node_of_another_key(folder, master):

@@ -198,9 +198,9 @@ class Link:
             self._look_for_deaths("while importing")
             if self._death is not None:
                 raise self._death
+            if self._nodes is not None and self._nodes.missing and time.monotonic() >= end - self._nodes.margin:
+                raise self._nodes.late()
             if time.monotonic() >= end:
-                if self._nodes is not None and self._nodes.missing:
-                    raise self._nodes.late()
                 raise _late(self._workers.unknown, "while importing")
 
     def _run(self) -> None:

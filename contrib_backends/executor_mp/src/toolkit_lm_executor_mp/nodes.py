@@ -65,6 +65,8 @@ class Nodes:
         parallel = config.parallel
         self.num_nodes, self._ranks_per_node = parallel.nodes, parallel.ranks_per_node
         self._timeout = config.engine.start_timeout
+        self.margin = min(10.0, self._timeout / 2)
+        """Seconds that nodes must come before the end of the start: the front began to wait earlier, and is to hear who is missing."""
         self._key = read_key(config.node)
         self._versions = versions()
         self._master = Master.parse(config.node.master)
