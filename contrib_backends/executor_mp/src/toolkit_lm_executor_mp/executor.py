@@ -124,11 +124,6 @@ class MpExecutor(Executor):
         for process in self.link.processes if self._descriptions else ():
             process.dump_stacks()
 
-    def dump_stacks(self) -> None:
-        # Before they are loaded, the signal may come before they have imported what takes it.
-        for process in self.link.processes if self._descriptions else ():
-            process.dump_stacks()
-
     def shutdown(self) -> None:
         self._finalizer()
 

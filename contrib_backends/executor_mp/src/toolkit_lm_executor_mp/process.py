@@ -70,10 +70,6 @@ class WorkerProcess:
         """Has it write the stacks of its threads to stderr. No error when it has ended."""
         self._process.send_signal(signal.SIGUSR1)
 
-    def dump_stacks(self) -> None:
-        """Has it write the stacks of its threads to stderr. No error when it has ended."""
-        self._process.send_signal(signal.SIGUSR1)
-
     def kill(self) -> None:
         """At once. No error when it has ended."""
         self.lifeline.close()
