@@ -128,7 +128,7 @@ def test_bench_examples_run(block, request, tmp_path):
 def test_yaml_examples_are_config_files(tmp_path):
     from toolkit_lm_cli.config_file import merge_options
 
-    options = VllmConfig.options() + options_of(ServerOptions)
+    options = [*VllmConfig.options(), *options_of(ServerOptions)]
     examples = [block.text for page in GUIDES for block in blocks(page) if block.language == "yaml"]
     assert examples
     for example in examples:
@@ -224,12 +224,12 @@ def test_the_tables_of_options_are_current():
     for page, text in generator.pages().items():
         assert read(page) == text, f"{name(page)} is out of date: run python docs/generate_options.py"
     page = read(DOCS / "configuration.md")
-    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions) + options_of(BatchOptions)
+    options = [o for section in (ServerOptions, ClientOptions, BatchOptions) for o in options_of(section)] + VllmConfig.options()
     assert [o.name for o in options if f"| `{o.name}` |" not in page] == []
 
 
 def test_the_flags_in_the_guides_exist():
-    options = VllmConfig.options() + options_of(ServerOptions) + options_of(ClientOptions) + options_of(BatchOptions)
+    options = [o for section in (ServerOptions, ClientOptions, BatchOptions) for o in options_of(section)] + VllmConfig.options()
     known = (
         {o.flag for o in options}
         | {f"--no-{o.flag[2:]}" for o in options if o.is_flag}
