@@ -39,26 +39,6 @@ def test_an_engine_process_imports_nothing_heavy() -> None:
     assert len(modules) <= MOST
 
 
-def test_torch_is_mapped_and_not_imported() -> None:
-    code = (
-        "import sys, threading\nfrom toolkit_lm.engine.start_up import map_torch\nmap_torch()\n"
-        "[thread.join() for thread in threading.enumerate() if thread.name == 'toolkit_lm-torch']\n"
-        "assert 'torch' not in sys.modules\nassert 'libtorch_cpu' in open('/proc/self/maps').read()\n"
-        "import torch\nassert torch.ones(2).sum() == 2"
-    )
-    if sys.platform != "linux":
-        pytest.skip("it reads /proc")
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_without_torch_nothing_is_mapped() -> None:
-    code = (
-        "import importlib.util, threading\nimportlib.util.find_spec = lambda name: None\n"
-        "from toolkit_lm.engine.start_up import map_torch\nmap_torch()\nassert threading.active_count() == 1"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
     was_enabled = gc.isenabled()

@@ -13,7 +13,7 @@ from toolkit_lm.config.tasks import Task
 from toolkit_lm.engine.client import EngineClient
 from toolkit_lm.engine.process.launch import EngineProcess
 from toolkit_lm.engine.start import start_engine
-from toolkit_lm.engine.start_up import map_torch, no_garbage_collection
+from toolkit_lm.engine.start_up import no_garbage_collection
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.frontend.waiting import WaitingRequests
 from toolkit_lm.messages import EngineOutput, EngineOutputs
@@ -56,9 +56,7 @@ class LLMEngine:
         before, should the config want any. From now on it is the engine's.
         """
         # Of a start, importing torch takes the longest: it begins at once.
-        if not config.engine.engine_process:
-            map_torch()
-        elif process is None and config.parallel.data_parallel_size == 1:
+        if config.engine.engine_process and process is None and config.parallel.data_parallel_size == 1:
             process = EngineProcess()
         try:
             self.plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)

@@ -46,14 +46,11 @@ def main(begun: float) -> None:
     clock.end("interpreter", begun)
     from toolkit_lm import LLM, SamplingParams
     from toolkit_lm.config import VllmConfig
-    from toolkit_lm.engine.start_up import map_torch, no_garbage_collection
+    from toolkit_lm.engine.start_up import no_garbage_collection
     from toolkit_lm.plugin import Plugins
     from toolkit_lm_cli.config_file import read_file
 
     config = VllmConfig.make(**read_file(options))
-    # An LLM does so, too. Here it is given its plugins, so that their time is known.
-    if not config.engine.engine_process:
-        map_torch()
     plugins = Plugins.load(config.plugins)
     clock.end("plugins and options")
     if not config.engine.engine_process:
