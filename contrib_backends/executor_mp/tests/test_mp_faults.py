@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -97,6 +98,20 @@ def test_a_worker_that_dies_in_a_step(folder, sabotage, nothing_is_left, sizes, 
         while workers() and time.monotonic() - start < 5:
             time.sleep(0.05)
         assert workers() == set()
+
+
+def test_a_worker_that_dies_while_nothing_is_asked(folder, nothing_is_left):
+    """The engine's process ends with it, and says so: whoever polls the health need not send a request."""
+    with ranks(folder, (2, 1), engine_process=True) as llm:
+        assert len(llm.generate([prompt(5)], PARAMS, use_tqdm=False)) == 1
+        [killed] = [pid for pid in workers() if b"worker 1 " in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")]
+        os.kill(killed, signal.SIGKILL)
+        end = time.monotonic() + 5
+        while workers() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert workers() == set()
+        with pytest.raises(EngineDeadError, match=r"the worker of rank 1 \(process \d+\) has died between steps: it was killed by SIGKILL"):
+            llm.generate([prompt(5)], PARAMS, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

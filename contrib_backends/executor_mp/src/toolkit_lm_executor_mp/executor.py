@@ -119,6 +119,9 @@ class MpExecutor(Executor):
         self._num_steps += 1
         return self.link.call(wire.Step(plan), f"in step {self._num_steps}", [self._answering], lambda done: done[0].result).future
 
+    def check(self) -> None:
+        self.link.check()
+
     def dump_stacks(self) -> None:
         # Before they are loaded, the signal may come before they have imported what takes it.
         for process in self.link.processes if self._descriptions else ():

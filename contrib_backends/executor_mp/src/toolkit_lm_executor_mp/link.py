@@ -159,6 +159,11 @@ class Link:
                 self._nodes.send(message)
         return call
 
+    def check(self) -> None:
+        """Raises EngineDeadError where a worker has died."""
+        if self._death is not None:
+            raise self._death
+
     def end(self) -> None:
         """Ends the workers. Safe to call twice, and from the thread itself, where garbage may be collected."""
         with self._lock:
@@ -196,8 +201,7 @@ class Link:
             for report in self._take_reports():
                 self._workers.greet(report)
             self._look_for_deaths("while importing")
-            if self._death is not None:
-                raise self._death
+            self.check()
             if self._nodes is not None and self._nodes.missing and time.monotonic() >= end - self._nodes.margin:
                 raise self._nodes.late()
             if time.monotonic() >= end:

@@ -83,6 +83,9 @@ class Executor(ABC):
         a note says "on rank 1".
         """
 
+    def check(self) -> None:  # noqa: B027
+        """Raises EngineDeadError where a worker has died. An engine process without work asks once a second: it is told by no step."""
+
     def dump_stacks(self) -> None:  # noqa: B027
         """Has workers in other processes write the stacks of their threads to stderr. From any thread, and from a signal's handler."""
 

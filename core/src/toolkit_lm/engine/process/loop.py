@@ -26,6 +26,8 @@ from toolkit_lm.resolution.resolution import resolve_device
 
 _SEQUENCES_AT_ONCE = 256
 """Sequences that are added before a step. More would keep those that run waiting."""
+_LOOK = 1000
+"""Milliseconds between two looks of an idle engine at whether its workers live."""
 _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
 
@@ -104,6 +106,8 @@ class _Loop:
     def _take_commands(self) -> None:
         """All that have come; where there is nothing else to do, waits for one."""
         if not self._core.has_unfinished and not self._arriving:
+            while not self._socket.poll(_LOOK):
+                self._core.executor.check()
             self._handle(self._socket.recv())
         with suppress(zmq.Again):
             while True:
