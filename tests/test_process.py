@@ -490,7 +490,7 @@ class TestRestart:
             async with AsyncLLM(VllmConfig.make(**SMALL, restart_engine=1)) as llm:
                 expected = (await ask(llm)).token_ids
                 lost = asyncio.create_task(ask(llm, GREEDY.replace(max_tokens=200)))
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.01)
                 os.kill(llm.engine.client.process.pid, signal.SIGKILL)
                 with pytest.raises(EngineDeadError, match="SIGKILL"):
                     await lost
