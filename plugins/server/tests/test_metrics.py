@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.config import PluginsConfig
+from toolkit_lm import LLM, AsyncLLM, SamplingParams
+from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.engine import EngineState
 from toolkit_lm.errors import QueueFullError
 from toolkit_lm.events import LoadEvent, RequestEvent, StepEvent
@@ -288,3 +289,11 @@ def engine_of(pid: int | None) -> SimpleNamespace:
 
 async def test_two_metrics_do_not_meet(metrics):
     assert metrics.registry is not Metrics().registry
+
+
+def test_an_engine_that_starts_has_figures(metrics):
+    """They are asked for while it loads: it has no KV cache yet."""
+    with contextlib.closing(AsyncLLM(VllmConfig.make(model="tiny", engine_process=True))) as llm:
+        metrics.observe(llm)
+        found = parsed(metrics.text().decode())
+    assert [value for name, value in found.items() if "engine_status{" in name and 'status="ready"' in name] == [0]

@@ -263,10 +263,11 @@ class Metrics:
             self._status.labels(one).set(one == status)
         self._restarts.set(engine.num_restarts)
         self._queued_tokens.set(engine.num_queued_tokens)
-        limits = getattr(getattr(engine, "processor", None), "limits", None)
+        processor = getattr(engine, "processor", None)
         self._kv_cache.clear()
-        if limits is not None and limits.kv_cache.pools:
-            self._tell_kv_cache(limits.kv_cache, engine.config)  # type: ignore[attr-defined]  # What has a processor has a config.
+        # It knows no tasks before the engine has been ready.
+        if processor is not None and processor.tasks and processor.limits.kv_cache.pools:
+            self._tell_kv_cache(processor.limits.kv_cache, engine.config)  # type: ignore[attr-defined]  # What has a processor has a config.
 
     def _tell_kv_cache(self, kv_cache: KVCacheConfig, config: VllmConfig) -> None:
         fit = num_fitting(kv_cache, config)
