@@ -93,7 +93,7 @@ def test_toolkit_register_models(example):
 
 def test_the_page_of_toolkit_register_models_shows_a_fallback():
     module = types.ModuleType("fallback_example")
-    exec(page_example(PAGES / "toolkit_register_models.md", block=3), module.__dict__)
+    exec(page_example(PAGES / "toolkit_register_models.md", block=4), module.__dict__)
     models = load(module).models
     assert (models.fallbacks(), models.architectures()) == (["mine"], [])
     assert models.get("mine").is_fallback
