@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from pathlib import Path
@@ -291,9 +290,9 @@ async def test_two_metrics_do_not_meet(metrics):
     assert metrics.registry is not Metrics().registry
 
 
-def test_an_engine_that_starts_has_figures(metrics):
+async def test_an_engine_that_starts_has_figures(metrics):
     """They are asked for while it loads: it has no KV cache yet."""
-    with contextlib.closing(AsyncLLM(VllmConfig.make(model="tiny", engine_process=True))) as llm:
+    async with AsyncLLM(VllmConfig.make(model="tiny", engine_process=True), wait=False) as llm:
         metrics.observe(llm)
         found = parsed(metrics.text().decode())
     assert [value for name, value in found.items() if "engine_status{" in name and 'status="ready"' in name] == [0]
