@@ -125,7 +125,9 @@ def test_explain_names_every_choice():
     assert shown["architecture"] == "LlamaForCausalLM" and shown["renderer"] == "hf"
     assert shown["plugin"] == "decoder" and shown["runner"] == "generate"
     assert {layer["backend"] for layer in shown["layers"]} == {"sdpa"}
-    assert shown["kernels"] == "cpu" and shown["kernels_considered"] == [["cpu", None], ["torch", None]]
+    assert shown["kernels"] == "cpu" and shown["kernels_considered"][:2] == [["cpu", None], ["torch", None]]
+    [[name, why]] = shown["kernels_considered"][2:]
+    assert name == "triton" and "no kernel for device cpu" in why
     assert "sdpa" in toolkit("explain", "tiny").stdout
 
 

@@ -18,7 +18,7 @@ def narrow(toolkit, monkeypatch):
 def test_the_help_shows_every_option(narrow):
     shown = narrow("serve", "--help=all").out
     flags = set(re.findall(r"--[a-z][\w-]*", shown))
-    for o in VllmConfig.options() + options_of(ServerOptions):
+    for o in [*VllmConfig.options(), *options_of(ServerOptions)]:
         assert o.name == "model" or o.flag in flags
         assert o.is_flag is (f"--no-{o.flag[2:]}" in flags)
     for part in ("MODEL", "Default: 16.", "--no-trust-remote-code", "auto|float32|bfloat16|float16"):
