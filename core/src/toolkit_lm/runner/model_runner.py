@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -47,7 +48,6 @@ from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import cache_layers, graph_supports, has_cache, load_model_class, select_backends
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
-from toolkit_lm.runner.compilations import num_compiled_graphs
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
 from toolkit_lm.sampling import ProcessorTable, Sampled, SamplingBatch, sample, take_likeliest, top_candidates
@@ -80,6 +80,8 @@ class ModelRunner:
         self._buffers: StepBuffers
         self._batch: PersistentBatch
         self._certain: dict[int, list[int]] = {}
+        self._num_compiled = 0
+        """Graphs that torch.compile has made in this process. It is to be the same when the warm-up is over."""
         """By seq_id, the tokens that must follow those that the last step has drawn."""
 
     def load(self) -> None:
@@ -206,7 +208,6 @@ class ModelRunner:
         users = self._batch.sampling.users(inputs.rows[inputs.sampling]) if self._processors.names else None
         if users is not None:
             self._processors.begin(*users)
-        num_before = num_compiled_graphs()
         with self.model.kernels.step(len(inputs.token_index) + num_encoded):
             hidden_states = self._forward(inputs)
             if hidden_states is None:
@@ -217,7 +218,10 @@ class ModelRunner:
             if users is not None:
                 self._certain = self._processors.drafts(*users)
                 result.drafts |= self._certain
-            result.num_compilations = num_compiled_graphs() - num_before
+            if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+                # Importing it would take seconds, where nobody compiles.
+                num_compiled = dynamo.counters["stats"]["unique_graphs"]
+                result.num_compilations, self._num_compiled = num_compiled - self._num_compiled, num_compiled
             return result
 
     def _forward(self, inputs: StepInputs) -> Tensor | None:
