@@ -14,7 +14,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import EngineDeadError, RequestError, ToolkitError
 from toolkit_lm.events import Event, LoadEvent, StepEvent
-from toolkit_lm.executor import Executor, Known
+from toolkit_lm.executor import Executor
 from toolkit_lm.messages import EngineOutput, EngineOutputs, EngineRequest, StepPlan, StepResult
 from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
@@ -31,7 +31,7 @@ class InFlightStep(NamedTuple):
 
     plan: StepPlan
     start: float
-    future: Future[StepResult] | Known
+    future: Future[StepResult]
 
 
 class EngineCore:
@@ -206,7 +206,7 @@ class EngineCore:
         steps, self._in_flight = self._in_flight, deque()
         self.scheduler.reset_after_failure([step.plan for step in steps])
         # What runs already cannot be stopped; its result counts no more.
-        wait([step.future for step in steps if not isinstance(step.future, Known)])
+        wait([step.future for step in steps])
 
     def _drain_scheduler(self) -> None:
         """Takes over what the scheduler has to tell."""

@@ -13,19 +13,6 @@ from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 
 
-class Known:
-    """A future of a step that is over. Nobody waits for it, so that it needs none of a Future's locks."""
-
-    def __init__(self, outcome: StepResult) -> None:
-        self._outcome = outcome
-
-    def result(self, timeout: float | None = None) -> StepResult:
-        return self._outcome
-
-    def done(self) -> bool:
-        return True
-
-
 class Executor(ABC):
     """One worker per device, all of them running the same plans. Methods are called from the engine's thread, in the order below.
 
@@ -76,11 +63,10 @@ class Executor(ABC):
         """
 
     @abstractmethod
-    def execute(self, plan: StepPlan) -> Future[StepResult] | Known:
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
         """Starts a step. Steps run in the order of the calls.
 
-        `Known`: it is over already. What a step raises on a worker is in its future, with its traceback; where there are several workers,
-        a note says "on rank 1".
+        What a step raises on a worker is in its future, with its traceback; where there are several workers, a note says "on rank 1".
         """
 
     def check(self) -> None:  # noqa: B027

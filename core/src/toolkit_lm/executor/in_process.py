@@ -10,7 +10,7 @@ import torch
 from toolkit_lm.attention import KVCacheConfig, KVCacheSpec
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask
-from toolkit_lm.executor.contract import Executor, Known
+from toolkit_lm.executor.contract import Executor
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
@@ -50,15 +50,15 @@ class InProcessExecutor(Executor):
     def warm_up(self) -> None:
         warm_up(self.runner)
 
-    def execute(self, plan: StepPlan) -> Future[StepResult] | Known:
+    def execute(self, plan: StepPlan) -> Future[StepResult]:
         if self._thread is not None:
             return self._thread.submit(self.runner.execute, plan)
+        future: Future[StepResult] = Future()
         try:
-            return Known(self.runner.execute(plan))
+            future.set_result(self.runner.execute(plan))
         except BaseException as error:
-            future: Future[StepResult] = Future()
             future.set_exception(error)
-            return future
+        return future
 
     def shutdown(self) -> None:
         if self._thread is not None:
