@@ -27,7 +27,7 @@ def renderer(folder=TINY, eos_token_ids=(3,), texts=None):
     config = SimpleNamespace(
         checkpoint=SimpleNamespace(path=str(folder)), renderer=SimpleNamespace(tokenizer=None), plugins=VllmConfig.make(model="any").plugins
     )
-    made = SimpleNamespace(config=config, eos_token_ids=list(eos_token_ids), vocab_size=1536)
+    made = SimpleNamespace(config=config, plugins=None, eos_token_ids=list(eos_token_ids), vocab_size=1536)
     made.token_texts = texts or (lambda ids: [Vocabulary.of(SOURCE).tokenizer.decode_str([token]) for token in ids])
     return made
 
