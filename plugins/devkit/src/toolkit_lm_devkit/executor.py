@@ -15,7 +15,7 @@ from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import EngineCore
 from toolkit_lm.errors import EngineDeadError
-from toolkit_lm.executor import Executor, Known, make_executor
+from toolkit_lm.executor import Executor, make_executor
 from toolkit_lm.messages import NewSequence, ScheduledSequence, StepPlan, StepResult
 from toolkit_lm.outputs import CompletionOutput, RequestOutput
 from toolkit_lm.plugin import Plugins
@@ -181,7 +181,7 @@ class ExecutorConformance(Conformance):
         steps += [StepPlan(scheduled=[row(0, 1, start=6 + i, tokens=[token])]) for i, token in enumerate(tokens[6:])]
         logits = reference(tokens)
         results: list[StepResult] = []
-        on_their_way: list[Future[StepResult] | Known] = []
+        on_their_way: list[Future[StepResult]] = []
         for plan in steps:
             if len(on_their_way) == core.executor.max_in_flight:
                 results.append(on_their_way.pop(0).result(PATIENCE))
