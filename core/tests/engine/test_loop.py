@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import zmq
 from toolkit_lm.engine.process import loop, wire
+from toolkit_lm.errors import EngineDeadError
 from toolkit_lm.messages import Array, EngineOutputs, EngineRequest, MultiModalFeatureSpec, PlaceholderRange
 from toolkit_lm.params import SamplingParams
 
@@ -34,6 +35,9 @@ class Socket:
         if not self.messages:
             raise zmq.Again
         return self.messages.pop(0)
+
+    def poll(self, timeout):
+        return bool(self.messages)
 
 
 def call(name: str, count: int, n: int = 128) -> wire.Add:
@@ -132,6 +136,9 @@ def test_a_request_whose_data_is_not_there_is_asked_for_again():
         pass
 
     class Recording(Socket):
+        def poll(self, timeout):
+            return True
+
         def recv(self, flags=0):
             if not self.messages and not flags:
                 raise NothingMoreError
@@ -150,3 +157,18 @@ def test_a_request_whose_data_is_not_there_is_asked_for_again():
             engine_loop.run()
     assert core.told == ["a", "b", "d", "f"]
     assert missing == [{"c": ["z"]}, {"e": ["y"]}, None]
+
+
+def test_an_idle_engine_looks_at_its_workers():
+    class Executor:
+        looks = 0
+
+        def check(self):
+            self.looks += 1
+            if self.looks == 3:
+                raise EngineDeadError("the worker has died")
+
+    core = Core()
+    core.has_unfinished, core.executor = False, Executor()
+    with pytest.raises(EngineDeadError, match="the worker has died"):
+        loop._Loop(core, Socket())._take_commands()
