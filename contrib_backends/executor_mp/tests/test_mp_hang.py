@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 import time
-from pathlib import Path
 
 import pytest
 from toolkit_lm import SamplingParams
@@ -16,15 +13,9 @@ from toolkit_lm_async_llm import AsyncLLM
 from toolkit_lm_devkit.executor import write_llama
 
 
-def test_a_hung_worker_is_told_with_its_stack(tmp_path, monkeypatch, capfd):
+def test_a_hung_worker_is_told_with_its_stack(tmp_path, sabotage, capfd):
     folder = write_llama(tmp_path / "llama")
-    shutil.copy(Path(__file__).with_name("saboteur.py"), tmp_path / "toolkit_lm_saboteur.py")
-    info = tmp_path / "toolkit_lm_saboteur-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toolkit-lm-saboteur\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[toolkit_lm]\nsaboteur = toolkit_lm_saboteur\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("SABOTAGE", json.dumps({"rank": 1, "when": "step", "how": "hang"}))
+    sabotage(1, "step", "hang")
     config = VllmConfig.make(
         model=str(folder), tensor_parallel_size=2, device="cpu", block_size=4, max_model_len=64, num_kv_blocks=64, step_timeout=0.5,
         engine_process=True,
