@@ -25,9 +25,9 @@ def worker(
     Node 0 runs `toolkit serve MODEL --nodes N --master HOST:PORT`; each of the others this command, with its number. What is served and
     how, node 0 says. The exit code is 1 where anything has failed.
     """
-    from toolkit_lm_executor_mp.node import Node
+    from toolkit_lm_executor_mp.node import make_node
 
     def joined(welcome: Welcome) -> None:
         typer.echo(f"node {node.node_rank} has joined {node.master}: rank {', '.join(map(str, welcome.ranks))}", err=True)
 
-    Node(node, timeout).run(joined)
+    make_node(node, timeout).run(joined)

@@ -41,10 +41,15 @@ class MpExecutor(Executor):
         self._descriptions: list[wire.Description] = []
         self._end: float | None = time.monotonic() + config.engine.start_timeout
         """When the workers must be ready."""
-        _check(config, plugins)
-        self.link = Link(config)
+        _check_plugins(plugins)
+        self.link = self.make_link()
         # Whoever makes an engine may fail before there is one to shut down.
         self._finalizer = weakref.finalize(self, self.link.end)
+
+    def make_link(self) -> Link:
+        """Starts the workers, or has them started. Raises ConfigError, EngineDeadError, UnsupportedError."""
+        _check_devices(self.config)
+        return Link(self.config)
 
     @property
     def pids(self) -> list[int]:
@@ -131,7 +136,7 @@ class MpExecutor(Executor):
         self._finalizer()
 
 
-def _check(config: VllmConfig, plugins: Plugins) -> None:
+def _check_plugins(plugins: Plugins) -> None:
     for info in plugins.infos:
         registers = [hook.partition("toolkit_register_") for hook in info.hooks]
         needed = [f"{mark}{what}" for _, mark, what in registers if mark and what not in _OF_ENGINE]
@@ -140,6 +145,9 @@ def _check(config: VllmConfig, plugins: Plugins) -> None:
                 f"{info} implements {', '.join(needed)}, which the workers need too, but an object is known to this process only. "
                 "Install it as a distribution with an entry point."
             )
+
+
+def _check_devices(config: VllmConfig) -> None:
     parallel, device = config.parallel, torch.device(config.device.device)
     if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < parallel.ranks_per_node:
         over = f" over {parallel.nodes} nodes" if parallel.nodes > 1 else ""

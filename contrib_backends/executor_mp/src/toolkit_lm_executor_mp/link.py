@@ -27,6 +27,10 @@ _LOOK = 1.0
 """Seconds between two looks at whether the processes live, should a fork of one hold its lifeline open."""
 
 
+MakeNodes = Callable[[zmq.Context[zmq.Socket[bytes]], VllmConfig], Nodes | None]
+"""Makes the engine's side of the other machines, where there are any."""
+
+
 class Call:
     """A command on its way, and what the ranks that it waits for have answered."""
 
@@ -64,7 +68,7 @@ class Link:
     all calls fail. Where a worker dies, all are ended, and all calls fail with EngineDeadError, for good.
     """
 
-    def __init__(self, config: VllmConfig) -> None:
+    def __init__(self, config: VllmConfig, make_nodes: MakeNodes = make_nodes) -> None:
         """Starts the processes of this machine. Raises EngineDeadError where that fails, ConfigError for what nodes cannot run."""
         self.num_ranks = config.parallel.num_ranks
         self.has_failed = False
@@ -92,8 +96,10 @@ class Link:
         """Why the workers are ended, where something has failed: other machines are told."""
         try:
             self._nodes = make_nodes(self._context, config)
-            master = self._nodes.address if self._nodes is not None else ""
-            self._local = LocalWorkers(self._context, range(config.parallel.ranks_per_node), master)
+            if self._nodes is None:
+                self._local = LocalWorkers(self._context, range(self.num_ranks))
+            else:
+                self._local = LocalWorkers(self._context, self._nodes.local_ranks, self._nodes.address)
         except BaseException:
             self.end()
             raise

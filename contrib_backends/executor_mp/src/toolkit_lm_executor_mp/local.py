@@ -34,7 +34,7 @@ class LocalWorkers:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ranks: Sequence[int], master: str = "") -> None:
-        """Starts a process for each of `ranks`. Raises EngineDeadError where that fails.
+        """Starts a process for each of `ranks`, which may be none. Raises EngineDeadError where that fails.
 
         `master`: the address of the machine that holds the engine, where ranks are on several.
         """
@@ -49,7 +49,7 @@ class LocalWorkers:
         self.reports.bind(f"ipc://{self.folder}/reports")
         self._commands = {rank: wire.make_socket(context, zmq.PUSH) for rank in ranks}
         try:
-            num_threads = max(1, _engine_threads() // len(ranks))
+            num_threads = max(1, _engine_threads() // max(1, len(ranks)))
             for rank in ranks:
                 self._commands[rank].connect(f"ipc://{self.folder}/{rank}")
                 self.processes.append(WorkerProcess(rank, num_threads, self.folder, self._key, master))

@@ -28,22 +28,26 @@ _MOST_REFUSALS = 5
 """Connections that the master closes without a word before the node gives up."""
 
 
+def make_node(config: NodeConfig, start_timeout: float) -> Node:
+    """The node that the options describe. Raises ConfigError."""
+    if not config.node_rank:
+        raise ConfigError(
+            "node 0 holds the engine: run `toolkit serve MODEL --nodes N --master HOST:PORT` there. A worker needs --node-rank 1 or higher."
+        )
+    return Node(config.node_rank, Master.parse(config.master), read_key(config), start_timeout)
+
+
 class Node:
     """A node of a launch, from its start to the end of the engine.
 
     What it passes on, it does not read. What it needs of the config, the engine says.
     """
 
-    def __init__(self, config: NodeConfig, start_timeout: float) -> None:
-        """`start_timeout`: seconds until node 0 must be there. Raises ConfigError."""
-        if not config.node_rank:
-            raise ConfigError(
-                "node 0 holds the engine: run `toolkit serve MODEL --nodes N --master HOST:PORT` there. "
-                "A worker needs --node-rank 1 or higher."
-            )
-        self.rank = config.node_rank
-        self._master = Master.parse(config.master)
-        self._key = read_key(config)
+    def __init__(self, rank: int, master: Master, key: bytes, start_timeout: float) -> None:
+        """`rank`: of the node, from 1 on. `key`: 32 bytes. `start_timeout`: seconds until node 0 must be there."""
+        self.rank = rank
+        self._master = master
+        self._key = key
         self._timeout = start_timeout
         self._end = time.monotonic() + start_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

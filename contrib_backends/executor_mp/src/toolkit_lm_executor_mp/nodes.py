@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -39,7 +40,7 @@ def make_nodes(context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> N
         )
     if config.parallel.data_parallel_size > 1:
         raise ConfigError("data_parallel_size is for one machine: with --nodes, put a balancer in front of several servers.")
-    return Nodes(context, config)
+    return Nodes(context, config, Master.parse(node.master), read_key(node), range(config.parallel.ranks_per_node))
 
 
 class _Node:
@@ -55,21 +56,32 @@ class _Node:
 
 
 class Nodes:
-    """Nodes 1 and up: each is a `toolkit worker`, which passes on what is for its ranks, and what they report.
+    """Nodes 1 and up: each is a node.Node, which passes on what is for its ranks, and what they report.
 
     `door` is for the thread that listens, `send` for who has the lock of the calls.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig) -> None:
-        """Raises ConfigError where the master's address is no address of this machine, or its port is in use."""
+    runs = "`toolkit worker`"
+    """What runs on a node, in errors."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], config: VllmConfig, master: Master, key: bytes, local_ranks: Sequence[int]
+    ) -> None:
+        """Raises ConfigError where the master's address is no address of this machine, or its port is in use.
+
+        `local_ranks`: those of node 0, the first ones; the other nodes share the rest evenly.
+        """
         parallel = config.parallel
-        self.num_nodes, self._ranks_per_node = parallel.nodes, parallel.ranks_per_node
+        self.local_ranks = local_ranks
+        self._ranks_per_node = parallel.ranks_per_node
+        self.num_nodes = 1 + (parallel.num_ranks - len(local_ranks)) // self._ranks_per_node
         self._timeout = config.engine.start_timeout
         self.margin = min(10.0, self._timeout / 2)
         """Seconds that nodes must come before the end of the start: the front began to wait earlier, and is to hear who is missing."""
-        self._key = read_key(config.node)
+        self._key = key
         self._versions = versions()
-        self._master = Master.parse(config.node.master)
+        self.master = master
+        """Where the nodes reach the engine; port 0 is any that is free."""
         self._owner = os.getpid()
         self._nodes: dict[bytes, _Node] = {}
         """By the door's name of its connection."""
@@ -93,10 +105,11 @@ class Nodes:
 
     def _bind(self) -> str:
         try:
-            address = self._master.resolve()
-            self.door.bind(endpoint(address, self._master.port))
+            address = self.master.resolve()
+            self.door.bind(endpoint(address, self.master.port))
         except (OSError, zmq.ZMQError) as error:
-            raise ConfigError(f"node 0 cannot listen at {self._master} (master): {error.strerror}.") from error
+            raise ConfigError(f"node 0 cannot listen at {self.master} (master): {error.strerror}.") from error
+        self.master = self.master._replace(port=_port(self.door))
         return address
 
     def _make_store(self) -> tuple[Any, int]:
@@ -129,13 +142,17 @@ class Nodes:
             self._num_refused += 1
         hint = f" {self._num_refused} connections were refused: who made them has another launch key." if self._num_refused else ""
         return EngineDeadError(
-            f"{were} {missing} of {self.num_nodes} did not come to {self._master} within start_timeout: `toolkit worker` must run there."
-            f"{hint}"
+            f"{were} {missing} of {self.num_nodes} did not come to {self.master} within start_timeout: {self.runs} must run there.{hint}"
         )
+
+    def ranks_of(self, number: int) -> list[int]:
+        """Those that a node holds, from 1 on."""
+        first = len(self.local_ranks) + (number - 1) * self._ranks_per_node
+        return list(range(first, first + self._ranks_per_node))
 
     def machine(self, rank: int) -> str:
         """Where a rank is, as the end of "on rank 1"."""
-        node = next((one for one in self._nodes.values() if one.hello.node == rank // self._ranks_per_node), None)
+        node = next((one for one in self._nodes.values() if rank in self.ranks_of(one.hello.node)), None)
         return " of node 0" if node is None else f" of node {node.hello.node} ({node.hello.host})"
 
     def send(self, message: bytes) -> None:
@@ -171,8 +188,7 @@ class Nodes:
                 raise EngineDeadError(f"who calls itself node {number} does not know the key of the launch.")
             self._check(node)
             node.has_joined = True
-            port = int(self._plans[number].getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-            self._tell(name, wire.Welcome([number * self._ranks_per_node + rank for rank in range(self._ranks_per_node)], port))
+            self._tell(name, wire.Welcome(self.ranks_of(number), _port(self._plans[number])))
 
     def _check(self, node: _Node) -> None:
         number = node.hello.node
@@ -214,7 +230,7 @@ class Nodes:
             except zmq.ZMQError:
                 del self._nodes[name]
                 if node.has_joined:
-                    return EngineDeadError(f"{node} has gone {doing}: its `toolkit worker` has died, or is not reached any more.")
+                    return EngineDeadError(f"{node} has gone {doing}: its {self.runs} has died, or is not reached any more.")
         return None
 
     def dismiss(self, reason: str) -> None:
@@ -233,3 +249,8 @@ class Nodes:
         for one in self._plans.values():
             one.close(linger=0)
         self._store = None
+
+
+def _port(socket: zmq.Socket[bytes]) -> int:
+    """At which it listens."""
+    return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
