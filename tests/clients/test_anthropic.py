@@ -27,17 +27,18 @@ def client(url, key):
 
 
 def test_messages(client):
-    message = client.messages.create(model="tiny", max_tokens=20, messages=ASK, system="Be short.", stop_sequences=["!"])
+    message = client.messages.create(model="tiny", max_tokens=20, extra_body=COLD, messages=ASK, system="Be short.", stop_sequences=["!"])
     assert (message.content[0].type, message.role, message.stop_reason) == ("text", "assistant", "end_turn")
-    message = client.messages.create(model="tiny", max_tokens=20, messages=ASK)
+    message = client.messages.create(model="tiny", max_tokens=20, extra_body=COLD, messages=ASK)
     assert message.content[0].text == PARIS and message.usage.output_tokens == 11
     prefilled = [*ASK, {"role": "assistant", "content": "The capital"}]
-    assert client.messages.create(model="tiny", max_tokens=20, messages=prefilled).content[0].text == " of France is Paris."
+    message = client.messages.create(model="tiny", max_tokens=20, extra_body=COLD, messages=prefilled)
+    assert message.content[0].text == " of France is Paris."
     assert client.messages.count_tokens(model="tiny", messages=ASK).input_tokens == 17
 
 
 def test_streams(client):
-    with client.messages.stream(model="tiny", max_tokens=20, messages=ASK) as stream:
+    with client.messages.stream(model="tiny", max_tokens=20, extra_body=COLD, messages=ASK) as stream:
         assert "".join(stream.text_stream) == PARIS
         final = stream.get_final_message()
     assert (final.content[0].text, final.stop_reason, final.usage.output_tokens) == (PARIS, "end_turn", 11)
@@ -78,9 +79,9 @@ def test_errors(client, url):
 def test_async(url, key):
     async def run() -> list[str]:
         async with AsyncAnthropic(base_url=url, api_key=key) as client:
-            asked = [client.messages.create(model="tiny", max_tokens=20, messages=ASK) for _ in range(3)]
+            asked = [client.messages.create(model="tiny", max_tokens=20, extra_body=COLD, messages=ASK) for _ in range(3)]
             texts = [message.content[0].text for message in await asyncio.gather(*asked)]
-            async with client.messages.stream(model="tiny", max_tokens=20, messages=ASK) as stream:
+            async with client.messages.stream(model="tiny", max_tokens=20, extra_body=COLD, messages=ASK) as stream:
                 texts.append("".join([text async for text in stream.text_stream]))
         return texts
 
