@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -57,6 +58,18 @@ def test_an_unknown_variable_is_a_warning_of_one_line(toolkit, monkeypatch):
     done = toolkit("plugins", "list", "--json")
     assert done.code == 0
     assert done.err == "warning: environment variable TOOLKIT_LM_BLOCK_SISE sets no option. Did you mean TOOLKIT_LM_BLOCK_SIZE?\n"
+
+
+def test_variables_that_are_no_options_import_no_other_command():
+    """Some commands need torch, which the front of a server does without."""
+    code = (
+        "import atexit, sys; from toolkit_lm_cli import main\n"
+        "atexit.register(lambda: sys.stderr.write(str('torch' in sys.modules)))\n"
+        "main()"
+    )
+    environ = {**os.environ, "TOOLKIT_LM_LAUNCH_KEY": "a secret of two nodes", "TOOLKIT_LM_SERVICE_HOST": "10.0.0.1"}
+    done = subprocess.run([sys.executable, "-c", code, "plugins", "list", "--json"], capture_output=True, text=True, env=environ)
+    assert (done.returncode, done.stderr) == (0, "False")
 
 
 def test_plugins_list_and_show(toolkit):

@@ -15,7 +15,7 @@ import difflib
 import re
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -175,12 +175,12 @@ def load_options(
     given: Mapping[str, Any],
     *,
     environ: Mapping[str, str] | None = None,
-    foreign: Sequence[str] = (),
+    foreign: Container[str] = (),
 ) -> dict[str, Any]:
     """Merges the sources of options: `given` (flags or keywords) over `environ`; defaults are left to the sections.
 
-    `foreign` names options of other commands, which a shared environment may also hold. Raises ConfigError for an unknown key in
-    `given`. An unknown `TOOLKIT_LM_*` variable may be another program's: it is a warning where it looks like a slip.
+    `foreign` names options of other commands, which a shared environment may also hold; it is asked of slips alone. Raises ConfigError for
+    an unknown key in `given`. An unknown `TOOLKIT_LM_*` variable may be another program's: it is a warning where it looks like a slip.
     """
     known = {o.name: o for o in options}
     merged: dict[str, Any] = {}
@@ -190,7 +190,7 @@ def load_options(
         key = re.sub(f"^{ENV_PREFIX}", "", variable).lower()
         if key in known:
             merged[key] = known[key].convert(text, f"environment variable {variable}")
-        elif key not in (*foreign, *_SECRETS) and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75)):
+        elif key not in _SECRETS and (similar := difflib.get_close_matches(key, known, n=1, cutoff=0.75)) and key not in foreign:
             # Without a similar name it is somebody else's: another command's, or another program's.
             warnings.warn(f"environment variable {variable} sets no option. Did you mean {known[similar[0]].env}?", stacklevel=3)
     for key, value in given.items():

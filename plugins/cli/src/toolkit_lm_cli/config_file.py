@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def merge_options(
     *,
     environ: Mapping[str, str],
     file: str | Path | None,
-    foreign: Sequence[str] = (),
+    foreign: Container[str] = (),
     translate: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
     """As `load_options`, with the values of a file below those of the environment. `foreign` may stand in the file too.

@@ -7,16 +7,17 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, Protocol, Self, get_type_hints, runtime_checkable
 
 import msgspec
 import typer
-from toolkit_lm.config import ENV_PREFIX, Option, VllmConfig, options_of
+from toolkit_lm.config import Option, VllmConfig, options_of
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import LogitsProcessorRegistry, Plugins
 
 from toolkit_lm_cli.completion import models, values_of
-from toolkit_lm_cli.config_file import merge_options, read_file
+from toolkit_lm_cli.config_file import merge_options
 from toolkit_lm_cli.prescan import flag_value
 from toolkit_lm_cli.registry import CommandRegistry
 
@@ -62,7 +63,7 @@ def engine_command(*extra_sections: Section) -> Callable[[Callable[..., Any]], C
                 plugins: Plugins = ctx.obj
                 given = _given(ctx, options, values)
                 file = given.pop("config", None)
-                foreign = _foreign_names(plugins, file, {o.name for o in options})
+                foreign = _ForeignNames(plugins)
                 translate = plugins.option_names.translate
                 merged = merge_options(options, given, environ=os.environ, file=file, foreign=foreign, translate=translate)
                 config = VllmConfig.make(**{o.name: merged[o.name] for o in VllmConfig.options() if o.name in merged})
@@ -167,18 +168,24 @@ def _present(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: values[name] for name in names if values.get(name) not in (None, [], ())}
 
 
-def _foreign_names(plugins: Plugins, file: str | None, known: set[str]) -> list[str]:
-    """Names of other commands' options. Their modules are imported only when file or environment holds a name that is not known."""
-    variables = {name[len(ENV_PREFIX) :].lower() for name in os.environ if name.startswith(ENV_PREFIX)}
-    if not (set(read_file(file) if file else ()) | variables) - known:
-        return []
-    names: list[str] = []
-    commands = plugins.brought_registry(CommandRegistry)
-    for command in commands:
-        # A command that cannot be imported is an error when it is invoked, not when another one is.
-        with contextlib.suppress(PluginError):
-            names += getattr(commands.load(command), "option_names", ())
-    return names
+class _ForeignNames:
+    """Names of other commands' options. The modules of all commands, some of which need torch, are imported at the first question."""
+
+    def __init__(self, plugins: Plugins) -> None:
+        self._plugins = plugins
+
+    @cached_property
+    def _names(self) -> set[str]:
+        names: set[str] = set()
+        commands = self._plugins.brought_registry(CommandRegistry)
+        for command in commands:
+            # A command that cannot be imported is an error when it is invoked, not when another one is.
+            with contextlib.suppress(PluginError):
+                names.update(getattr(commands.load(command), "option_names", ()))
+        return names
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
 
 
 def _disguise(command: Any, function: Callable[..., Any], parameters: list[inspect.Parameter], option_names: list[str]) -> None:
