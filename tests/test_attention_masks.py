@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import flashinfer_stand_in
 import materialized_masks
 import msgspec
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import stand_in_kernel
 import toolkit_lm_cpu
 import toolkit_lm_flash_attn
+import toolkit_lm_flashinfer
 import toolkit_lm_flex
 import toolkit_lm_sdpa
 import toolkit_lm_triton
@@ -23,6 +25,7 @@ from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_devkit import AttentionStep, assert_bf16_error
 from toolkit_lm_flash_attn.backend import FlashAttnBackend
+from toolkit_lm_flashinfer.backend import FlashInferBackend
 from toolkit_lm_flex.backend import FlexBackend
 from toolkit_lm_sdpa.backend import SdpaBackend
 from toolkit_lm_triton.backend import TritonBackend
@@ -35,6 +38,8 @@ BACKENDS = {
     "flash_attn": FlashAttnBackend,
     "flash_attn's arguments": stand_in_kernel.backend_of(stand_in_kernel.GATHERING),
     "flash_attn's pages": stand_in_kernel.backend_of(stand_in_kernel.PAGING),
+    "flashinfer": FlashInferBackend,
+    "flashinfer's wrappers": flashinfer_stand_in.StandInBackend,
     "xformers": XformersBackend,
     "xformers' masks": materialized_masks.backend_of(None),
     "xformers' pages": materialized_masks.backend_of(16),
@@ -252,20 +257,21 @@ def test_a_span_that_ends_after_the_step_is_no_step(backend) -> None:
 @pytest.fixture(scope="module")
 def registry() -> AttentionBackendRegistry:
     found = AttentionBackendRegistry(owner=PluginInfo("all"))
-    for module in (toolkit_lm_sdpa, toolkit_lm_cpu, toolkit_lm_flex, toolkit_lm_flash_attn, toolkit_lm_xformers, toolkit_lm_triton):
+    nvidia = (toolkit_lm_flash_attn, toolkit_lm_flashinfer, toolkit_lm_xformers, toolkit_lm_triton)
+    for module in (toolkit_lm_sdpa, toolkit_lm_cpu, toolkit_lm_flex, *nvidia):
         module.toolkit_register_attention_backends(found)
     return found
 
 
 def test_the_selector_prefers_what_is_fastest(registry) -> None:
     spec = make_step(SdpaBackend, "cross", "plain", 0).spec()
-    order = ["flash_attn", "xformers", "cpu", "sdpa", "triton", "flex"]
+    order = ["flash_attn", "xformers", "cpu", "sdpa", "triton", "flashinfer", "flex"]
     assert [entry.key for entry in sorted(registry.entries(), key=lambda entry: -entry.priority)] == order
     assert select_backend(spec, registry).name in ("cpu", "sdpa")
     assert select_backend(spec, registry, "flex").backend is FlexBackend
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "xformers", "triton"])
+@pytest.mark.parametrize("name", ["flash_attn", "flashinfer", "xformers", "triton"])
 def test_the_selector_gives_the_reason_of_what_cannot_run(registry, name) -> None:
     spec = make_step(SdpaBackend, "cross", "plain", 0).spec()
     reason = BACKENDS[name].refuses(spec)

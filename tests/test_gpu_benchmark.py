@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -39,18 +40,30 @@ def test_one_table_tells_what_ran_and_what_did_not():
 def test_what_the_seconds_do_not_suffice_for_is_told():
     done = run("--quick", "--only", "sdpa,flashinfer", "--seconds", "14")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("skipped: no time was left") == 2
-    assert done.stdout.count("skipped: not installed: pip install toolkit-lm-flashinfer") == 2
+    assert done.stdout.count("skipped: no time was left") == 4
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_backend_that_is_known_is_in_the_table(gpu, monkeypatch):
+    assert [(name, reason) for name, graphs, reason in gpu.cases(gpu.QUICK, None) if graphs == "yes"] == [
+        (name, None) for name in ("flash_attn", "xformers", "sdpa", "triton", "flashinfer", "flex")
+    ]
+    monkeypatch.setattr(gpu, "KNOWN", ("sdpa", "not_there"))
+    missing = "not installed: pip install toolkit-lm-not-there"
+    assert list(gpu.cases(gpu.QUICK, "not_there")) == [("not_there", "no", missing), ("not_there", "yes", missing)]
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(1, 0), (64, 100)])
-def test_a_decode_step_reads_weights_keys_and_values(rows, keys):
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
-    gpu = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_benchmark"] = gpu
-    spec.loader.exec_module(gpu)
+def test_a_decode_step_reads_weights_keys_and_values(gpu, rows, keys):
     # As in the model card of Llama 3 8B: 8.03 B parameters, of which 0.53 B are the embedding, which a step does not read.
     weights = gpu.FULL.product_weights + 2 * gpu.FULL.vocab_size * gpu.FULL.hidden
     assert round(weights / 1e9, 2) == 8.03

@@ -29,6 +29,7 @@ SHIPPED = [
     "encoder",
     "executor_mp",
     "flash_attn",
+    "flashinfer",
     "flex",
     "llguidance",
     "loaders",
