@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -40,8 +41,9 @@ def load_parameters(
     Raises CheckpointError that names all weights that are missing, unexpected or do not fit.
     """
     targets, aliases = _targets(module, packed)
-    elsewhere = [rf"^{re.escape(name)}\." for name, child in module.named_modules() if isinstance(child, Absent)]
-    skipped = re.compile("|".join([*ignored, *elsewhere]) or "(?!)")
+    # They may be many, such as the experts that other ranks hold: a name and those of its parents are looked up.
+    elsewhere = {name for name, child in module.named_modules() if isinstance(child, Absent)}
+    skipped = re.compile("|".join(ignored) or "(?!)")
     seen: dict[str, set[int | None]] = {}
     unexpected, misfits, kept = [], [], {}
 
@@ -59,7 +61,7 @@ def load_parameters(
             kept[name] = tensor
         elif name in targets:
             load(name, targets[name], tensor)
-        elif not skipped.search(name):
+        elif elsewhere.isdisjoint(accumulate(name.split("."), "{}.{}".format)) and not skipped.search(name):
             unexpected.append(name)
     # A tied weight has several names. The checkpoint may hold any of them, and the first is the one that counts.
     for name, tensor in kept.items():
