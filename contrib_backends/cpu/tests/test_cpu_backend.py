@@ -107,7 +107,7 @@ def test_a_sequence_is_computed_the_same_whatever_is_beside_it() -> None:
         ),
         ({"kv_cache": FullSpec(block_size=24, num_kv_heads=4, head_size=32, dtype="float32")}, "block_size 24 is not a multiple of 16"),
         ({"spans": True}, "spans are of decoders, and this is attention of type 'encoder'"),
-        ({"type": AttentionType.CROSS, "bias": True}, "bias relate positions of one sequence, and cross attention has two"),
+        ({"type": AttentionType.CROSS, "bias": True}, "bias relates positions of one sequence, and cross attention has two"),
     ],
 )
 def test_refusals(change, reason) -> None:

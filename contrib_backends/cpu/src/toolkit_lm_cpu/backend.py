@@ -18,6 +18,7 @@ from toolkit_lm.attention import (
     LayerParams,
     OffsetBias,
     PageTensor,
+    common_refusal,
 )
 from torch import Tensor
 
@@ -84,23 +85,15 @@ class CpuBackend(AttentionBackend):
             return f"no kernel for device {spec.device}"
         if not TYPES:
             return refusal()
-        if spec.dtype not in _DTYPES:
-            return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
-        if spec.type not in tuple(AttentionType):
-            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+        if (reason := common_refusal(spec, _DTYPES)) is not None:
+            return reason
         if spec.head_size > _MOST_SIZE:
             return f"head_size {spec.head_size} is above {_MOST_SIZE}"
         if spec.kv_cache is not None:
             if spec.head_size % _TILE:
                 return f"head_size {spec.head_size} is not a multiple of {_TILE}, as what is cached must be"
-            if not isinstance(spec.kv_cache, FullSpec):
-                return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
             if spec.kv_cache.block_size % _TILE:
                 return f"block_size {spec.kv_cache.block_size} is not a multiple of {_TILE}"
-        if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
-            return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
-        if spec.spans and spec.type is not AttentionType.DECODER:
-            return f"spans are of decoders, and this is attention of type {str(spec.type)!r}"
         return None
 
     @classmethod

@@ -5,13 +5,13 @@ from __future__ import annotations
 from toolkit_lm.attention import (
     AttentionBackend,
     AttentionSpec,
-    AttentionType,
     BatchView,
     FullSpec,
     GroupSetup,
     KVCacheSpec,
     LayerParams,
     PageTensor,
+    common_refusal,
 )
 from torch import Tensor
 
@@ -92,16 +92,10 @@ class FlashAttnBackend(AttentionBackend):
 
 def lacks(kernel: Kernel, spec: AttentionSpec) -> str | None:
     """What a layer needs and the kernel has not; None: nothing."""
-    if spec.dtype not in kernel.dtypes:
-        return f"no kernel for {spec.dtype}, only for {', '.join(kernel.dtypes)}"
-    if spec.type not in tuple(AttentionType):
-        return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+    if (reason := common_refusal(spec, kernel.dtypes)) is not None:
+        return reason
     if spec.head_size % kernel.head_step or spec.head_size > kernel.most_head_size:
         return f"head_size {spec.head_size} is not a multiple of {kernel.head_step} up to {kernel.most_head_size}"
-    if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
-        return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
-    if spec.type is AttentionType.CROSS and spec.window is not None:
-        return "window relates positions of one sequence, and cross attention has two"
     if spec.soft_cap is not None and not kernel.soft_caps:
         return f"FlashAttention of {kernel.name} has no soft caps; that of the package flash_attn has"
     if asked := [name for name in ("bias", "sinks", "spans") if getattr(spec, name)]:

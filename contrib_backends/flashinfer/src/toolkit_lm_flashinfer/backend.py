@@ -19,6 +19,7 @@ from toolkit_lm.attention import (
     KVCacheSpec,
     LayerParams,
     PageTensor,
+    common_refusal,
 )
 from torch import Tensor
 
@@ -78,16 +79,10 @@ class FlashInferBackend(AttentionBackend):
     @classmethod
     def lacks(cls, spec: AttentionSpec) -> str | None:
         """What a layer needs and FlashInfer has not; None: nothing."""
-        if spec.dtype not in cls.dtypes:
-            return f"no kernel for {spec.dtype}, only for {', '.join(cls.dtypes)}"
-        if spec.type not in tuple(AttentionType):
-            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+        if (reason := common_refusal(spec, cls.dtypes)) is not None:
+            return reason
         if spec.head_size not in cls.head_sizes:
             return f"no kernel for head_size {spec.head_size}, only for {', '.join(map(str, cls.head_sizes))}"
-        if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
-            return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
-        if spec.type is AttentionType.CROSS and spec.window is not None:
-            return "window relates positions of one sequence, and cross attention has two"
         if spec.type is AttentionType.ENCODER and spec.window is not None:
             return "FlashInfer's windows end at the query, and an encoder's reach beyond it"
         if asked := [name for name in ("bias", "sinks", "spans") if getattr(spec, name)]:

@@ -10,7 +10,6 @@ from toolkit_lm.attention import (
     AttentionBackend,
     AttentionBias,
     AttentionSpec,
-    AttentionType,
     BatchView,
     FullSpec,
     GroupSetup,
@@ -18,6 +17,7 @@ from toolkit_lm.attention import (
     LayerParams,
     OffsetBias,
     PageTensor,
+    common_refusal,
 )
 from torch import Tensor
 
@@ -44,14 +44,8 @@ class FlexBackend(AttentionBackend):
     def refuses(cls, spec: AttentionSpec) -> str | None:
         if spec.device not in _DEVICES:
             return f"no kernel for device {spec.device}, only for {', '.join(_DEVICES)}"
-        if spec.dtype not in _DTYPES:
-            return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
-        if spec.type not in tuple(AttentionType):
-            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
-        if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
-            return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
-        if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
-            return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
+        if (reason := common_refusal(spec, _DTYPES)) is not None:
+            return reason
         if spec.spans:
             return "tokens see only what came before them, and spans are seen from both sides"
         return None

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import torch
-from toolkit_lm.attention import AttentionBackend, AttentionSpec, AttentionType, BatchView, FullSpec, KVCacheSpec, LayerParams, PageTensor
+from toolkit_lm.attention import (
+    AttentionBackend,
+    AttentionSpec,
+    BatchView,
+    FullSpec,
+    KVCacheSpec,
+    LayerParams,
+    PageTensor,
+    common_refusal,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -26,19 +35,7 @@ class SdpaBackend(AttentionBackend):
 
     @classmethod
     def refuses(cls, spec: AttentionSpec) -> str | None:
-        if spec.dtype not in _DTYPES:
-            return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
-        if spec.type not in tuple(AttentionType):
-            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
-        if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
-            return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
-        if spec.type is AttentionType.CROSS:
-            asked = [name for name in ("window", "bias") if getattr(spec, name)]
-            if asked:
-                return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
-        if spec.spans and spec.type is not AttentionType.DECODER:
-            return f"spans are of decoders, and this is attention of type {spec.type!r}"
-        return None
+        return common_refusal(spec, _DTYPES)
 
     @classmethod
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:

@@ -17,10 +17,11 @@ from toolkit_lm.attention import (
     LayerParams,
     OffsetBias,
     PageTensor,
+    common_refusal,
 )
 from torch import Tensor
 
-from toolkit_lm_triton.device import LAUNCH, refusal
+from toolkit_lm_triton.device import DTYPES, LAUNCH, refusal
 from toolkit_lm_triton.pieces import COLUMNS, SPLIT, Metadata, Part, power_of_2
 
 _MOST_SIZE = 256
@@ -53,17 +54,9 @@ class TritonBackend(AttentionBackend):
     def refuses(cls, spec: AttentionSpec) -> str | None:
         if (reason := refusal(spec.device, spec.dtype)) is not None:
             return reason
-        if spec.type not in tuple(AttentionType):
-            return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
         if spec.head_size > _MOST_SIZE:
             return f"head_size {spec.head_size} is above {_MOST_SIZE}"
-        if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
-            return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
-        if spec.type is AttentionType.CROSS and (asked := [name for name in ("window", "bias") if getattr(spec, name)]):
-            return f"{' and '.join(asked)} relate positions of one sequence, and cross attention has two"
-        if spec.spans and spec.type is not AttentionType.DECODER:
-            return f"spans are of decoders, and this is attention of type {str(spec.type)!r}"
-        return None
+        return common_refusal(spec, DTYPES)
 
     @classmethod
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:

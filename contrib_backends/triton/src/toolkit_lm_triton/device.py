@@ -7,7 +7,7 @@ import os
 
 import torch
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 _INTERPRETED = ("float32", "float16")
 LAUNCH = {"enable_fp_fusion": True}
 """Of every kernel. Triton 3.9 warns where it is not said, and 3.10 has another default: products and sums are rounded together."""
@@ -15,8 +15,8 @@ LAUNCH = {"enable_fp_fusion": True}
 
 def refusal(device: str, dtype: str) -> str | None:
     """Why no kernel can run on a device of that type, in that dtype; None when one can."""
-    if dtype not in _DTYPES:
-        return f"no kernel for {dtype}, only for {', '.join(_DTYPES)}"
+    if dtype not in DTYPES:
+        return f"no kernel for {dtype}, only for {', '.join(DTYPES)}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed: pip install 'toolkit-lm-triton[kernels]'"
     if device == "cuda":

@@ -11,6 +11,7 @@ from toolkit_lm.attention import (
     KVCacheSpec,
     LayerParams,
     PageTensor,
+    common_refusal,
 )
 from torch import Tensor
 
@@ -89,18 +90,12 @@ class XformersBackend(AttentionBackend):
 
 def lacks(spec: AttentionSpec) -> str | None:
     """What a layer needs and the kernels have not; None: nothing."""
-    if spec.dtype not in _DTYPES:
-        return f"no kernel for {spec.dtype}, only for {', '.join(_DTYPES)}"
-    if spec.type not in tuple(AttentionType):
-        return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+    if (reason := common_refusal(spec, _DTYPES)) is not None:
+        return reason
     if spec.head_size % _HEAD_STEP or spec.head_size > _MOST_HEAD_SIZE:
         return f"head_size {spec.head_size} is not a multiple of {_HEAD_STEP} up to {_MOST_HEAD_SIZE}"
-    if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
-        return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
     if asked := [words for name, words in _FEATURES.items() if getattr(spec, name)]:
         return f"the kernels of xFormers have no {' and no '.join(asked)}"
-    if spec.window is not None and spec.type is AttentionType.CROSS:
-        return "window relates positions of one sequence, and cross attention has two"
     if spec.window is not None and spec.type is AttentionType.ENCODER:
         return "the masks of xFormers have no window on both sides of a token"
     return None

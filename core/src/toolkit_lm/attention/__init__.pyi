@@ -21,4 +21,5 @@ from .spec import (
     FullSpec as FullSpec,
     KVCacheSpec as KVCacheSpec,
     WindowSpec as WindowSpec,
+    common_refusal as common_refusal,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import ClassVar
 
@@ -120,3 +121,22 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
     """An additive bias per head and pair of positions (ALiBi, T5)."""
     spans: bool = False
     """The tokens of a span, an image's, see those after them in it too: `BatchView.spans`. A window holds all the same."""
+
+
+def common_refusal(spec: AttentionSpec, dtypes: Sequence[str]) -> str | None:
+    """Why no backend that computes keys and values in these dtypes can run such a layer, whatever its kernels are; None: one may.
+
+    It is where `AttentionBackend.refuses` of most backends begins. They go on with what their own kernels lack.
+    """
+    if spec.dtype not in dtypes:
+        return f"no kernel for {spec.dtype}, only for {', '.join(dtypes)}"
+    if spec.type not in tuple(AttentionType):
+        return f"no attention of type {spec.type!r}, only of {', '.join(AttentionType)}"
+    if spec.kv_cache is not None and not isinstance(spec.kv_cache, FullSpec):
+        return f"no layout for a cache of kind {spec.kv_cache.kind!r}, only for keys and values"
+    asked = [name for name in ("window", "bias") if getattr(spec, name)]
+    if spec.type is AttentionType.CROSS and asked:
+        return f"{' and '.join(asked)} {'relate' if len(asked) > 1 else 'relates'} positions of one sequence, and cross attention has two"
+    if spec.spans and spec.type is not AttentionType.DECODER:
+        return f"spans are of decoders, and this is attention of type {str(spec.type)!r}"
+    return None
