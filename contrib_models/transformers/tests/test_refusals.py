@@ -71,7 +71,8 @@ def test_a_config_that_cannot_run_is_refused(changes, reason):
 
 def test_what_can_run_is_not_refused():
     assert refusal(llama()) is None
-    assert refusal(llama(), tensor_parallel_size=2) == "models of transformers run on one rank"
+    for sizes in ({"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}):
+        assert refusal(llama(), **sizes) == "models of transformers run on one rank"
 
 
 @pytest.mark.parametrize(
