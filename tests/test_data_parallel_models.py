@@ -9,16 +9,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import decoder_families
+import moe_families
 import pytest
 import torch
 from toolkit_lm import LLM, SamplingParams, VllmConfig
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm_devkit import make_checkpoint, randomize
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import BartConfig, BartForConditionalGeneration, StableLmConfig, StableLmForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contrib_models" / "vision" / "tests"))
-PLUGINS = ["vision", "encdec", "decoder", "tiny", "loaders", "sdpa", "cpu", "renderer_hf", "pooling_adapters", "data_parallel"]
+FAMILIES = ["vision", "encdec", "decoder", "moe", "transformers", "tiny"]
+PLUGINS = [*FAMILIES, "loaders", "sdpa", "cpu", "renderer_hf", "pooling_adapters", "data_parallel"]
 OPTIONS = {"plugins": PLUGINS, "device": "cpu", "max_num_seqs": 4}
 PARAMS = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=24, ignore_eos=True, logprobs=0)
 PICTURES = [[0], [0, 1], [2], [0], [3, 1, 0, 3], [2, 2], [4], [0, 4, 3], [1], []]
@@ -52,6 +55,34 @@ def encoder_decoder(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
     ]
 
 
+def cut_and_swapped(folder: Path, model: Any, num_kv_blocks: int) -> tuple[dict[str, Any], list[Any]]:
+    """Prompts in chunks, and requests that make room for each other."""
+    randomize(model.eval())
+    tight = {"block_size": 4, "num_kv_blocks": num_kv_blocks, "max_num_batched_tokens": 24, "preemption_mode": "swap"}
+    prompts = [{"prompt_token_ids": [(i + 3) * k % 250 + 5 for k in range(1, 4 + 5 * i)]} for i in range(8)]
+    return {"model": str(make_checkpoint(folder, model)), "max_model_len": 64, "swap_memory": "4MiB", **tight}, prompts
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
+    fields = decoder_families.VARIANTS["Gemma3ForCausalLM"]["two rotary embeddings"]
+    model = decoder_families.make_model("Gemma3ForCausalLM", {**fields, "vocab_size": 272})
+    return cut_and_swapped(tmp_path_factory.mktemp("gemma"), model, 80)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
+    return cut_and_swapped(tmp_path_factory.mktemp("mixtral"), moe_families.make("mixtral", "2 of 4"), 24)
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory) -> tuple[dict[str, Any], list[Any]]:
+    """A family that transformers computes."""
+    fields = {**decoder_families.LLAMA_LIKE, "vocab_size": 272, "eos_token_id": 1, "bos_token_id": 0, "dtype": "float32"}
+    options, prompts = cut_and_swapped(tmp_path_factory.mktemp("stablelm"), StableLmForCausalLM(StableLmConfig(**fields)), 24)
+    return {**options, "model_impl": "transformers"}, prompts
+
+
 def run(engine: LLMEngine, prompts: list[Any], params: Any, kill: int | None = None) -> dict[str, Any]:
     """By request, what it gave. `kill`: the engine that dies once there is a first output, or, of what is pooled, before."""
     pools = isinstance(params, PoolingParams)
@@ -77,7 +108,10 @@ def run(engine: LLMEngine, prompts: list[Any], params: Any, kill: int | None = N
     return {name: [(c.token_ids, c.text) for c in one.outputs] for name, one in found.items()}
 
 
-@pytest.mark.parametrize("family", ["vision", "encoder_decoder"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("windows", "mixture", "fallback")]
+
+
+@pytest.mark.parametrize("family", ["vision", "encoder_decoder", *SLOW])
 def test_what_generates(request, family):
     options, prompts = request.getfixturevalue(family)
     with LLMEngine(VllmConfig.make(**OPTIONS, **options)) as lone:
