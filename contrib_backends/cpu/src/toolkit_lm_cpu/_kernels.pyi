@@ -48,8 +48,9 @@ def layer(
     types: tuple[int, int, int],
     sizes: tuple[int, int, int, int, int],
     activation: int,
+    factor: float,
     /,
-    *parts: tuple[int, float, bool] | tuple[int, int],
+    *parts: tuple[int, int, float, bool] | tuple[int, int],
 ) -> object: ...
 def run_layer(
     layer: object,

@@ -1,4 +1,4 @@
-"""FusedDecoderLayer: a decoder layer of the usual kind in one call of the kernels."""
+"""FusedDecoderLayer: a decoder layer in one call of the kernels, or all of it but its feed-forward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class FusedDecoderLayer:
         """`parts` are such that `fits`."""
         attention = parts.attn.params
         self.name, self.dtype, self.head_size = parts.attn.prefix, parts.qkv.spec.dtype, attention.head_size
-        hidden, inner = parts.qkv.input_size, parts.down.input_size
+        hidden, inner = parts.qkv.input_size, 0 if parts.down is None else parts.down.input_size
         self._width = 2 * hidden + 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_size + inner
         self._workspace = workspace
         self._attention = attention.scale, attention.soft_cap or 0.0, attention.window or 0
@@ -49,12 +49,13 @@ class FusedDecoderLayer:
     def _bind(self, backend: CpuBackend, kv_cache: tuple[Tensor, ...] | None) -> None:
         """Once the layer has its backend and its cache."""
         parts, type_ = self._parts, product_type(self.dtype, self._sizes[0])
-        queries, keys = parts.head_norms or (None, None)
+        norms = parts.input_norm, parts.post_norm, *(parts.head_norms or (None, None)), *(parts.out_norms or (None, None))
         self._layer = _kernels.layer(
             (type_, backend.kernel, self.dtype.itemsize),
             self._sizes,
-            ACTIVATIONS[parts.gate_up.activation],
-            *(_norm(norm) for norm in (parts.input_norm, parts.post_norm, queries, keys)),
+            0 if parts.gate_up is None else ACTIVATIONS[parts.gate_up.activation],
+            0.0 if parts.multiplier == 1 else parts.multiplier,
+            *(_norm(norm) for norm in norms),
             *(_product(linear) for linear in (parts.qkv, parts.out, parts.gate_up, parts.down)),
         )
         if kv_cache is None:
@@ -94,19 +95,27 @@ class FusedDecoderLayer:
             self._attention,
             SIGHT[AttentionType.DECODER],
         )
-        return y, total
+        return y if self._parts.feed_forward is None else self._parts.feed_forward(y), total
 
 
 def fits(parts: LayerParts) -> bool:
     """Whether the kernels can compute the layer in one call."""
-    products: list[LinearBase] = [parts.qkv, parts.out, parts.gate_up, parts.down]
+    products: list[LinearBase] = [parts.qkv, parts.out]
+    # Nothing follows a feed-forward that its module computes.
+    if parts.gate_up is not None and parts.down is not None:
+        products += parts.gate_up, parts.down
+    elif parts.multiplier != 1 or parts.out_norms is not None or parts.post_norm is None:
+        return False
     params, size = parts.attn.params, parts.attn.params.head_size
-    norms = [norm for norm in (parts.input_norm, parts.post_norm, *(parts.head_norms or ())) if type(norm).forward is not RMSNorm.forward]
+    norms = parts.input_norm, parts.post_norm, *(parts.head_norms or ()), *(parts.out_norms or ())
     return (
         all(isinstance(linear.method, PanelLinear) and linear.method.packed is not None for linear in products)
-        and not (parts.out.is_sharded or parts.down.is_sharded or norms)
-        and parts.gate_up.activation in ACTIVATIONS
-        and parts.qkv.input_size % LANES == size % LANES == parts.down.input_size % LANES == 0
+        and not any(linear.is_sharded for linear in (parts.out, parts.down) if linear is not None)
+        and all(norm is None or type(norm).forward is RMSNorm.forward for norm in norms)
+        and (parts.gate_up is None or parts.gate_up.activation in ACTIVATIONS)
+        and parts.multiplier != 0
+        and all(linear.input_size % LANES == 0 for linear in products)
+        and size % LANES == 0
         and len({product_type(linear.spec.dtype, linear.input_size) for linear in products}) == 1
         and params.attention_type is AttentionType.DECODER
         and params.bias is None
@@ -115,13 +124,15 @@ def fits(parts: LayerParts) -> bool:
     )
 
 
-def _norm(norm: RMSNorm | None) -> tuple[int, float, bool]:
+def _norm(norm: RMSNorm | None) -> tuple[int, int, float, bool]:
     if norm is None:
-        return 0, 0.0, False
-    return norm.weight.data_ptr(), norm.eps, norm.weight.dtype is torch.float32
+        return 0, 0, 0.0, False
+    return norm.weight.data_ptr(), len(norm.weight), norm.eps, norm.weight.dtype is torch.float32
 
 
-def _product(linear: LinearBase) -> tuple[int, int]:
+def _product(linear: LinearBase | None) -> tuple[int, int]:
+    if linear is None:
+        return 0, 0
     packed = cast(PanelLinear, linear.method).packed
     assert packed is not None
     return packed.data_ptr(), 0 if linear.bias is None else linear.bias.data_ptr()

@@ -29,6 +29,7 @@ class FusedDecoderLayer:
         binding, meta = current(parts.attn.prefix)
         backend, cache, cos, sin = binding.backend, binding.kv_cache, rotation.cos, rotation.sin
         turns = cos.shape[-1] % 2 == 0 and cos.stride() == sin.stride() and cos.stride(2) == 1
+        assert parts.input_norm is not None and parts.post_norm is not None and parts.gate_up is not None and parts.down is not None
         if type(backend) is not TritonBackend or cache is None or not turns or not len(x):
             return None
         if residual is None:
@@ -66,4 +67,7 @@ class FusedDecoderLayer:
 
 def fits(parts: LayerParts) -> bool:
     """Whether such a layer computes what the modules do."""
-    return parts.attn.params.attention_type is AttentionType.DECODER
+    are_there = None not in (parts.input_norm, parts.post_norm, parts.gate_up, parts.down)
+    adds_plainly = parts.multiplier == 1 and parts.out_norms is None
+    norms_heads = all(len(norm.weight) == parts.attn.params.head_size for norm in parts.head_norms or ())
+    return parts.attn.params.attention_type is AttentionType.DECODER and are_there and adds_plainly and norms_heads

@@ -1,4 +1,4 @@
-"""Fused layers: decoder layers of the usual kind, which kernels may compute in one call."""
+"""Fused layers: decoder layers of known kinds, which kernels may compute in one call."""
 
 from __future__ import annotations
 
@@ -18,17 +18,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerParts:
-    """x + residual -> input_norm -> qkv -> head_norms -> rotation -> attn -> out; + residual -> post_norm -> gate_up -> down."""
+    """x + residual -> input_norm -> qkv -> head_norms -> rotation -> attn -> out; + residual -> post_norm -> gate_up -> down.
 
-    input_norm: RMSNorm
+    That is the usual kind. What makes a layer another kind is stated by its parts: kernels refuse those that they do not compute.
+    """
+
+    input_norm: RMSNorm | None
+    """None: qkv takes the sum as it is."""
     qkv: QKVParallelLinear
     head_norms: tuple[RMSNorm, RMSNorm] | None
-    """Of each head of queries and of keys."""
+    """Of queries and of keys: of each head, or, with weights as long as all heads, of these together."""
     attn: Attention
     out: RowParallelLinear
-    post_norm: RMSNorm
-    gate_up: GatedColumnParallelLinear
-    down: RowParallelLinear
+    post_norm: RMSNorm | None
+    """None: the feed-forward takes the sum as it is."""
+    gate_up: GatedColumnParallelLinear | None
+    down: RowParallelLinear | None
+    feed_forward: nn.Module | None = None
+    """[T, H] -> [T, H], in place of gate_up and down, which are None then: routed experts, say."""
+    multiplier: float = 1.0
+    """Of what out and down give."""
+    out_norms: tuple[RMSNorm, RMSNorm] | None = None
+    """Of what out and down give, times the multiplier, before it is added to the residual."""
 
 
 class FusibleLayer(nn.Module):

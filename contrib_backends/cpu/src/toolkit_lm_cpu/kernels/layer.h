@@ -1,6 +1,7 @@
 /*
- * A decoder layer of the usual kind in one call: norm, queries, keys and values, norms of heads, rotation, cache, attention, output; norm,
- * gated feed-forward. The residual travels beside. Each part is what it is alone.
+ * A decoder layer of a known kind in one call: norm, queries, keys and values, norms of heads, rotation, cache, attention, output; norm,
+ * gated feed-forward. What attention and the feed-forward give may have a factor and a norm before it is added. The residual travels
+ * beside. Each part is what it is alone. Where there is no feed-forward, the call ends with what it would take.
  */
 
 #ifndef LAYER_H
@@ -11,13 +12,14 @@
 #include "step.h"
 
 typedef struct {
-    const void *weight;
+    const void *weight; /* NULL: there is no norm */
+    long size;
     float eps;
     int is_wide;
 } NormPart;
 
 typedef struct {
-    const void *weights, *bias;
+    const void *weights, *bias; /* weights NULL: there is no such product */
 } LinearPart;
 
 typedef struct {
@@ -25,7 +27,9 @@ typedef struct {
     long element;             /* bytes */
     long hidden, inner, heads, kv_heads, head_size;
     int activation;
-    NormPart input, post, queries, keys; /* weight NULL: there is none */
+    float factor;                        /* of what `out` and `down` give; 0: none */
+    NormPart input, post, queries, keys; /* queries and keys: of each head, or of all together */
+    NormPart attended, fed;              /* of what `out` and `down` give */
     LinearPart qkv, out, gate_up, down;
 } Layer;
 

@@ -1,6 +1,7 @@
 /* Norms and rotations; included once for each type of element, with the macros of attention.h and linear.h. Arithmetic is in float. */
 
-/* Some rows: weight * x / sqrt(mean(x x) + eps), or with a bias, weight * (x - mean) / sqrt(variance + eps) + bias. */
+/* Some rows: weight * x / sqrt(mean(x x) + eps), or with a bias, weight * (x - mean) / sqrt(variance + eps) + bias. Without
+ * a weight, the sum with the residual alone. */
 TARGET static void NAME(norm)(void *job, long item) {
     const Norm *n = job;
     const long rows = n->tokens * n->heads, end = (item + 1) * SOME_ROWS < rows ? (item + 1) * SOME_ROWS : rows;
@@ -15,6 +16,7 @@ TARGET static void NAME(norm)(void *job, long item) {
             for (long i = 0; i < n->size; i += LANES) STORE(to + i, add_lanes(FLOATS(x + i), FLOATS(residual + i)));
             x = to;
         }
+        if (n->weight == NULL) continue;
         for (long i = 0; i < n->size; i += LANES) {
             const Floats some = FLOATS(x + i);
             sum = add_lanes(sum, some);

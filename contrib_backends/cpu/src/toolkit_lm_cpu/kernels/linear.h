@@ -1,6 +1,6 @@
 /*
  * Linear layers: activation(x W^T + bias) + residual, of x [rows, K] and W [N, K]. Gated: W has two halves, and the result is
- * activation(gate) * up.
+ * activation(gate) * up. A factor multiplies what was rounded, as a layer after this one would.
  *
  * Included once for each type of element, with the macros of attention.h that name types and instructions, and these:
  *   ROWS            rows of a tile, 8 at most. Where the sums of its rows by PANELS panels do not fit into registers, it has one panel
@@ -239,13 +239,10 @@ TARGET static void NAME(put)(const Linear *l, long row, long rows, long first, c
             if (there < LANES) memcpy(edge, from, (size_t)there * sizeof *edge), from = edge;
             y = add_lanes(y, FLOATS(from));
         }
-        ELEMENT *to = out + r * out_stride;
-        if (there == LANES) {
-            STORE(to, y);
-        } else {
-            STORE(edge, y);
-            memcpy(to, edge, (size_t)there * sizeof *edge);
-        }
+        ELEMENT *to = there == LANES ? out + r * out_stride : edge;
+        STORE(to, y);
+        if (l->factor != 0) STORE(to, mul_lanes(FLOATS(to), splat(l->factor)));
+        if (to == edge) memcpy(out + r * out_stride, edge, (size_t)there * sizeof *edge);
     }
 }
 

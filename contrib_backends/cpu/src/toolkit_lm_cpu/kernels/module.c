@@ -197,6 +197,7 @@ static PyObject *linear(PyObject *self, PyObject *args) {
     l.x = (const void *)(uintptr_t)x;
     l.residual = (const void *)(uintptr_t)residual;
     l.out = (void *)(uintptr_t)out;
+    l.factor = 0;
     l.failed = 0;
     Py_BEGIN_ALLOW_THREADS share_out_linear(&l, linear_types[type]);
     Py_END_ALLOW_THREADS if (l.failed) return PyErr_NoMemory();
@@ -339,9 +340,9 @@ static PyMethodDef methods[] = {
     {"in_huge_pages", in_huge_pages, METH_VARARGS, "in_huge_pages(start, bytes): memory that is not used yet may come in huge pages."},
     {"lose", lose, METH_VARARGS, "lose(start, bytes): memory whose content nobody reads any more goes back to the system."},
     {"layer", layer, METH_VARARGS,
-     "layer((type, attention_type, element), (hidden, inner, heads, kv_heads, head_size), activation, four norms (weight, eps, is_wide): "
-     "input, "
-     "post, queries, keys, four products (weights, bias): qkv, out, gate_up, down) -> a layer for run_layer: see layer.h."},
+     "layer((type, attention_type, element), (hidden, inner, heads, kv_heads, head_size), activation, factor, six norms (weight, size, eps, is_wide): "
+     "input, post, queries, keys, attended, fed; four products (weights, bias): qkv, out, gate_up, down) -> a layer for run_layer: see "
+     "layer.h."},
     {"run_layer", run_layer, METH_VARARGS,
      "run_layer(layer, (x, residual, y, adds, tokens, workspace), (cos, sin, angle_stride, angle_size), (starts, seen, first, origins, "
      "rows, "

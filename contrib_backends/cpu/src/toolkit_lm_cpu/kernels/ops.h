@@ -12,7 +12,7 @@ typedef struct {
     const void *residual;      /* as x, or NULL */
     void *sum;                 /* as the residual, and maybe it: x + residual, where there is one */
     void *out;                 /* [tokens, heads, size]; maybe x */
-    const void *weight, *bias; /* [size]; a bias makes it a norm of x less its mean */
+    const void *weight, *bias; /* [size]; a bias makes it a norm of x less its mean; without a weight there is but the sum */
     long x_stride, head_stride, residual_stride;
     long out_stride; /* from token to token; heads follow each other */
     long tokens, heads, size;

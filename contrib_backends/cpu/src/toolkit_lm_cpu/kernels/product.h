@@ -25,6 +25,7 @@ typedef struct {
     long x_stride, residual_stride, out_stride;
     long rows, inputs, outputs;
     int activation, is_gated;
+    float factor; /* of the result as it is stored, where there is no residual; 0: none */
     long row_blocks, column_blocks;
     long columns; /* panels of an item */
     int failed;               /* there was no memory */

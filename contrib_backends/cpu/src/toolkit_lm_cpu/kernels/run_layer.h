@@ -1,70 +1,94 @@
 /* Included by module.c after the tables of types. */
 
+/* out = the norm of x + residual, all [tokens, hidden], and that sum into `sum`; or where there is no norm, the sum alone. */
 static void run_norm(const Layer *l, NormPart part, const void *x, const void *residual, void *sum, void *out, long tokens) {
     Norm n = {
         .x = x, .residual = residual, .sum = sum, .out = out, .weight = part.weight, .x_stride = l->hidden, .residual_stride = l->hidden};
     n.out_stride = n.size = l->hidden, n.tokens = tokens, n.heads = 1, n.eps = part.eps, n.is_wide = part.is_wide;
-    share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
+    if (part.weight != NULL || residual != NULL) share_out_rows(tokens * n.size, tokens, norm_types[l->type], &n);
 }
 
-/* Of the heads of qkv [tokens, stride], in place. */
-static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, long heads, long tokens) {
-    Norm n = {.x = x, .out = x, .weight = part.weight, .x_stride = stride, .head_stride = l->head_size, .out_stride = stride};
-    n.tokens = tokens, n.heads = heads, n.size = l->head_size, n.eps = part.eps, n.is_wide = part.is_wide;
-    if (part.weight != NULL) share_out_rows(tokens * heads * n.size, tokens * heads, norm_types[l->type], &n);
+/* Of heads in qkv [tokens, stride] that are `width` wide, in place. */
+static void run_head_norm(const Layer *l, NormPart part, void *x, long stride, long width, long tokens) {
+    Norm n = {.x = x, .out = x, .weight = part.weight, .x_stride = stride, .head_stride = part.size, .out_stride = stride};
+    if (part.weight == NULL) return;
+    n.tokens = tokens, n.heads = width / part.size, n.size = part.size, n.eps = part.eps, n.is_wide = part.is_wide;
+    share_out_rows(tokens * width, tokens * n.heads, norm_types[l->type], &n);
 }
 
-static int run_linear(const Layer *l, LinearPart part, const void *x, long inputs, void *out, long outputs, long tokens, int is_gated) {
+static int run_linear(const Layer *l, LinearPart part, const void *x, long inputs, void *out, long outputs, long tokens, float factor) {
     Linear p = {.x = x, .weights = part.weights, .bias = part.bias, .out = out, .x_stride = inputs, .out_stride = outputs};
-    p.rows = tokens, p.inputs = inputs, p.outputs = outputs, p.is_gated = is_gated, p.activation = is_gated ? l->activation : PLAIN;
+    p.rows = tokens, p.inputs = inputs, p.outputs = outputs, p.factor = factor;
+    p.is_gated = part.weights == l->gate_up.weights, p.activation = p.is_gated ? l->activation : PLAIN;
     share_out_linear(&p, linear_types[l->type]);
     return !p.failed;
 }
 
-/* 0: there was no memory. `attention` lacks queries, keys and values that are not cached, and the output; `write` what is written. */
-static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, Write *write) {
+/* x [tokens, hidden] -> out [tokens, hidden]. `attention` and `write` as of run_layer_step. 0: there was no memory. */
+static int run_attention(const Layer *l, const LayerStep *s, const void *x, char *qkv, void *out, Step *attention, Write *write) {
     const long q = l->heads * l->head_size, kv = l->kv_heads * l->head_size, wide = q + 2 * kv, tokens = s->tokens;
-    char *h = s->workspace, *qkv = h + tokens * l->hidden * l->element, *a = qkv + tokens * wide * l->element;
-    char *o = a + tokens * q * l->element, *inner = o + tokens * l->hidden * l->element;
-    const char *keys = qkv + q * l->element, *values = keys + kv * l->element;
-    run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens);
-    if (!run_linear(l, l->qkv, h, l->hidden, qkv, wide, tokens, 0)) return 0;
-    run_head_norm(l, l->queries, qkv, wide, l->heads, tokens);
-    run_head_norm(l, l->keys, (void *)keys, wide, l->kv_heads, tokens);
+    char *keys = qkv + q * l->element, *values = keys + kv * l->element, *attended = qkv + tokens * wide * l->element;
+    if (!run_linear(l, l->qkv, x, l->hidden, qkv, wide, tokens, 0)) return 0;
+    run_head_norm(l, l->queries, qkv, wide, q, tokens);
+    run_head_norm(l, l->keys, keys, wide, kv, tokens);
     Rotate r = {.x = qkv, .cos = s->cos, .sin = s->sin, .x_stride = wide, .head_stride = l->head_size, .angle_stride = s->angle_stride};
     r.tokens = tokens, r.heads = l->heads + l->kv_heads, r.size = s->angle_size;
     share_out_rows(tokens * r.heads * l->head_size, tokens, rotate_types[l->type], &r);
-    attention->queries = qkv, attention->out = a, attention->query_stride = wide, attention->out_stride = q;
+    attention->queries = qkv, attention->out = attended, attention->query_stride = wide, attention->out_stride = q;
     if (attention->table == NULL) {
         attention->keys = keys, attention->values = values, attention->key_stride = attention->value_stride = wide;
     } else {
         write->keys = keys, write->values = values, write->key_stride = write->value_stride = wide;
         write_types[l->attention_type](write);
     }
-    if (!attend_types[l->attention_type](attention)) return 0;
-    if (!run_linear(l, l->out, a, q, o, l->hidden, tokens, 0)) return 0;
+    return attend_types[l->attention_type](attention) && run_linear(l, l->out, attended, q, out, l->hidden, tokens, l->factor);
+}
+
+/* 0: there was no memory. `attention` lacks queries, keys and values that are not cached, and the output; `write` what is written. */
+static int run_layer_step(const Layer *l, const LayerStep *s, Step *attention, Write *write) {
+    const long heads = 2 * (l->heads + l->kv_heads) * l->head_size, tokens = s->tokens, row = l->hidden * l->element;
+    char *h = s->workspace, *o = h + tokens * row, *qkv = o + tokens * row, *inner = qkv + tokens * heads * l->element;
+    run_norm(l, l->input, s->x, s->adds ? s->residual : NULL, s->residual, h, tokens);
+    if (!run_attention(l, s, l->input.weight == NULL ? s->residual : h, qkv, o, attention, write)) return 0;
+    run_norm(l, l->attended, o, NULL, NULL, o, tokens);
+    if (l->gate_up.weights == NULL) h = s->y;
     run_norm(l, l->post, o, s->residual, s->residual, h, tokens);
-    return run_linear(l, l->gate_up, h, l->hidden, inner, l->inner, tokens, 1) &&
-           run_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, 0);
+    if (l->gate_up.weights == NULL) return 1;
+    if (!run_linear(l, l->gate_up, l->post.weight == NULL ? s->residual : h, l->hidden, inner, l->inner, tokens, 0)) return 0;
+    if (!run_linear(l, l->down, inner, l->inner, s->y, l->hidden, tokens, l->factor)) return 0;
+    run_norm(l, l->fed, s->y, NULL, NULL, s->y, tokens);
+    return 1;
 }
 
 static void free_layer(PyObject *capsule) { free(PyCapsule_GetPointer(capsule, "layer")); }
 
+static int as_norm(PyObject *given, void *to) {
+    NormPart *part = to;
+    unsigned long long weight;
+    if (!PyArg_ParseTuple(given, "Klfi", &weight, &part->size, &part->eps, &part->is_wide)) return 0;
+    part->weight = (const void *)(uintptr_t)weight;
+    return 1;
+}
+
+static int as_linear(PyObject *given, void *to) {
+    LinearPart *part = to;
+    unsigned long long weights, bias;
+    if (!PyArg_ParseTuple(given, "KK", &weights, &bias)) return 0;
+    part->weights = (const void *)(uintptr_t)weights, part->bias = (const void *)(uintptr_t)bias;
+    return 1;
+}
+
 static PyObject *layer(PyObject *self, PyObject *args) {
     Layer *l = calloc(1, sizeof *l);
-    unsigned long long w[12];
     (void)self;
     if (l == NULL) return PyErr_NoMemory();
-    if (!PyArg_ParseTuple(args, "(iil)(lllll)i(Kfi)(Kfi)(Kfi)(Kfi)(KK)(KK)(KK)(KK)", &l->type, &l->attention_type, &l->element, &l->hidden,
-                          &l->inner, &l->heads, &l->kv_heads, &l->head_size, &l->activation, &w[0], &l->input.eps, &l->input.is_wide, &w[1],
-                          &l->post.eps, &l->post.is_wide, &w[2], &l->queries.eps, &l->queries.is_wide, &w[3], &l->keys.eps,
-                          &l->keys.is_wide, &w[4], &w[5], &w[6], &w[7], &w[8], &w[9], &w[10], &w[11])) {
+    if (!PyArg_ParseTuple(args, "(iil)(lllll)ifO&O&O&O&O&O&O&O&O&O&", &l->type, &l->attention_type, &l->element, &l->hidden, &l->inner,
+                          &l->heads, &l->kv_heads, &l->head_size, &l->activation, &l->factor, as_norm, &l->input, as_norm, &l->post, as_norm,
+                          &l->queries, as_norm, &l->keys, as_norm, &l->attended, as_norm, &l->fed, as_linear, &l->qkv, as_linear, &l->out,
+                          as_linear, &l->gate_up, as_linear, &l->down)) {
         free(l);
         return NULL;
     }
-    const void **to[] = {&l->input.weight, &l->post.weight, &l->queries.weight,  &l->keys.weight,  &l->qkv.weights,  &l->qkv.bias,
-                         &l->out.weights,  &l->out.bias,    &l->gate_up.weights, &l->gate_up.bias, &l->down.weights, &l->down.bias};
-    for (int i = 0; i < 12; i++) *to[i] = (const void *)(uintptr_t)w[i];
     return PyCapsule_New(l, "layer", free_layer);
 }
 
