@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.model import HFConfig, Part, RMSNorm, Rotation, ShardLoader, new_parameter, torch_dtype
+from toolkit_lm.model import HFConfig, LayerParts, Part, RMSNorm, Rotation, ShardLoader, new_parameter, torch_dtype
 from torch import Tensor
 
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel, layer_window
@@ -58,6 +58,10 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
     )
     pre_feedforward_layernorm: RMSNorm
     post_feedforward_layernorm: RMSNorm
+
+    def parts(self) -> LayerParts | None:
+        own = {"out_norms": (self.post_attention_layernorm, self.post_feedforward_layernorm)}
+        return self.parts_of(Gemma2DecoderLayer, input_norm=self.input_layernorm, post_norm=self.pre_feedforward_layernorm, **own)
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)

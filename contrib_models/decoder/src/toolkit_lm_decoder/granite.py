@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, Rotation
+from toolkit_lm.model import HFConfig, LayerParts, Rotation
 from torch import Tensor
 
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, LlamaParts
@@ -18,6 +18,10 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
     def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.multiplier = HFConfig(vllm_config.hf_config).get("residual_multiplier", float, 1.0)
+
+    def parts(self) -> LayerParts | None:
+        own = {"multiplier": self.multiplier}
+        return self.parts_of(GraniteDecoderLayer, input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm, **own)
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)

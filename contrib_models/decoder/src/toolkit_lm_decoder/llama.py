@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toolkit_lm.attention import Attention, AttentionType
 from toolkit_lm.config import VllmConfig
@@ -118,19 +118,30 @@ class LlamaAttention(nn.Module):
         return None
 
     def head_norms(self) -> tuple[RMSNorm, RMSNorm] | None:
-        """Of each head of queries and of keys, before they are rotated."""
+        """Of each head of queries and of keys, or of all of them together, before they are rotated."""
         return None
+
+    def is_usual(self) -> bool:
+        """Whether it is a decoder's, and no class derived from this one computes it in another way."""
+        own = type(self)
+        computes_so = own.project is LlamaAttention.project and own.forward is LlamaAttention.forward
+        return computes_so and self.attention_type is AttentionType.DECODER
 
     def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, rotated, and values."""
-        if (norms := self.head_norms()) is not None:
-            q, k, v = (part.unflatten(-1, (-1, self.head_size)) for part in self.qkv_proj(x).split(self.sizes, dim=-1))
-            return rotation.rotate(norms[0](q)), rotation.rotate(norms[1](k)), v
         qkv = self.qkv_proj(x)
-        # Queries and keys lie side by side, so one rotation serves both.
-        rotation.rotate(qkv[:, : self.rotated_size].view(len(qkv), -1, self.head_size))
         q, k, v = qkv.split(self.sizes, dim=-1)
-        return q, k, v
+        if (norms := self.head_norms()) is None:
+            # Queries and keys lie side by side, so one rotation serves both.
+            rotation.rotate(qkv[:, : self.rotated_size].view(len(qkv), -1, self.head_size))
+            return q, k, v
+        q, k = (self._normed(part, norm) for part, norm in zip((q, k), norms, strict=True))
+        return rotation.rotate(q), rotation.rotate(k), v
+
+    def _normed(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """x [T, heads * head_size] in as many pieces as the norm's weight is long -> [T, heads, head_size]."""
+        normed: Tensor = norm(x.view(len(x), -1, len(norm.weight)))
+        return normed.reshape(len(x), -1, self.head_size)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
         out: Tensor = self.o_proj(self.attn(*self.project(x, rotation)))
@@ -180,18 +191,27 @@ class LlamaDecoderLayer(FusibleLayer):
         self.mlp = parts.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
 
     def parts(self) -> LayerParts | None:
+        return self.parts_of(LlamaDecoderLayer, input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm)
+
+    def parts_of(
+        self, kind: type[LlamaDecoderLayer], *, input_norm: RMSNorm | None, post_norm: RMSNorm | None, **own: Any
+    ) -> LayerParts | None:
+        """The parts of a layer that computes as `kind` does, `own` among them. None: a class derived from it computes in another way."""
         attention, mlp = self.self_attn, self.mlp
-        if type(self).forward is not LlamaDecoderLayer.forward or not (isinstance(attention, LlamaAttention) and isinstance(mlp, LlamaMLP)):
+        if type(self).forward is not kind.forward or not isinstance(attention, LlamaAttention) or not attention.is_usual():
             return None
+        gated = mlp if isinstance(mlp, LlamaMLP) and type(mlp).forward is LlamaMLP.forward else None
         return LayerParts(
-            input_norm=self.input_layernorm,
+            input_norm=input_norm,
             qkv=attention.qkv_proj,
             head_norms=attention.head_norms(),
             attn=attention.attn,
             out=attention.o_proj,
-            post_norm=self.post_attention_layernorm,
-            gate_up=mlp.gate_up_proj,
-            down=mlp.down_proj,
+            post_norm=post_norm,
+            gate_up=None if gated is None else gated.gate_up_proj,
+            down=None if gated is None else gated.down_proj,
+            feed_forward=mlp if gated is None else None,
+            **own,
         )
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.model import HFConfig, RMSNorm, Rotation
+from toolkit_lm.model import HFConfig, LayerParts, RMSNorm, Rotation
 from torch import Tensor
 
 from toolkit_lm_decoder.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, eps_of
-from toolkit_lm_decoder.sharded_norm import ShardedRMSNorm
+from toolkit_lm_decoder.sharded_norm import norm_of_part
 
 
 class Olmo2Attention(LlamaAttention):
@@ -15,18 +15,20 @@ class Olmo2Attention(LlamaAttention):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         eps = eps_of(HFConfig(vllm_config.hf_config))
         q, k, _ = self.qkv_proj.spec.outputs
-        self.q_norm = ShardedRMSNorm(q, eps=eps, vllm_config=vllm_config)
-        self.k_norm = ShardedRMSNorm(k, eps=eps, vllm_config=vllm_config)
+        self.q_norm = norm_of_part(q, eps=eps, vllm_config=vllm_config)
+        self.k_norm = norm_of_part(k, eps=eps, vllm_config=vllm_config)
 
-    def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.qkv_proj(x).split(self.sizes, dim=-1)
-        q, k = (part.unflatten(-1, (-1, self.head_size)) for part in (self.q_norm(q), self.k_norm(k)))
-        return rotation.rotate(q), rotation.rotate(k), v
+    def head_norms(self) -> tuple[RMSNorm, RMSNorm]:
+        return self.q_norm, self.k_norm
 
 
 class Olmo2DecoderLayer(LlamaDecoderLayer):
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     post_feedforward_layernorm: RMSNorm
+
+    def parts(self) -> LayerParts | None:
+        norms = (self.post_attention_layernorm, self.post_feedforward_layernorm)
+        return self.parts_of(Olmo2DecoderLayer, input_norm=None, post_norm=None, out_norms=norms)
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x = x if residual is None else x + residual

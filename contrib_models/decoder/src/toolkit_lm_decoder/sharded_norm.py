@@ -5,24 +5,27 @@ from __future__ import annotations
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import Part, ShardLoader, choose_kernels, new_parameter, torch_dtype
-from torch import Tensor, nn
+from toolkit_lm.model import Part, RMSNorm, ShardLoader, new_parameter, torch_dtype
+from torch import Tensor
 
 
-class ShardedRMSNorm(nn.Module):
-    """RMSNorm over an axis that is split over the ranks: x [T, part.size] -> the same. Ranks may share a part, each as many."""
+def norm_of_part(part: Part, *, eps: float, vllm_config: VllmConfig) -> RMSNorm:
+    """RMSNorm over an axis of which this rank has a part: one rank alone has it whole."""
+    if vllm_config.parallel.tensor_parallel_size > 1:
+        return ShardedRMSNorm(part, eps=eps, vllm_config=vllm_config)
+    return RMSNorm(part.size, eps=eps, vllm_config=vllm_config)
+
+
+class ShardedRMSNorm(RMSNorm):
+    """RMSNorm over an axis that is split over the ranks: x [..., part.size] -> the same. Ranks may share a part, each as many."""
 
     def __init__(self, part: Part, *, eps: float, vllm_config: VllmConfig) -> None:
-        super().__init__()
-        self.eps = eps
-        self.kernels = choose_kernels()
+        super().__init__(part.size, eps=eps, vllm_config=vllm_config)
         self.parallel = vllm_config.parallel
-        self.is_sharded = self.parallel.tensor_parallel_size > 1
         self.weight = new_parameter((part.size,), torch_dtype(vllm_config.model.dtype), ShardLoader((part,)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_sharded:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
+    # Queries and keys have no residual.
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         wide = x.float()
         total = tensor_parallel_group(self.parallel).all_reduce(wide.square().mean(-1, keepdim=True))
         scale = torch.rsqrt(total / self.parallel.tensor_parallel_size + self.eps)
