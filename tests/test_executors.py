@@ -6,10 +6,12 @@ import importlib
 import sys
 from pathlib import Path
 
+import moe_families
 import pytest
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.errors import UnsupportedError
-from toolkit_lm_devkit import ExecutorConformance, WorkersConformance
+from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm_devkit import ExecutorConformance, WorkersConformance, make_checkpoint, randomize
+from toolkit_lm_moe.experts import RoutedExperts
 
 sys.path.insert(0, str(Path(__file__).parent / "plugins" / "threads"))
 THREADS = importlib.import_module("toolkit_lm_threads")
@@ -100,6 +102,39 @@ def failing_at(length, execute):
         return execute(plan)
 
     return run
+
+
+@pytest.mark.parametrize("family", moe_families.FAMILIES)
+def test_whole_experts_give_the_tokens_of_one_rank(tmp_path, family):
+    """Expert parallelism, with prompts in chunks, and a second time after cached prefixes."""
+    model = moe_families.make(family, "4 of 8")
+    randomize(model)
+    make_checkpoint(tmp_path, model)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [prompt_tokens(30), prompt_tokens(7), prompt_tokens(45)]
+    found = []
+    for tensor in (1, 2):
+        options = {"max_num_batched_tokens": 16, "max_num_seqs": 8, "enable_expert_parallel": tensor > 1}
+        with threads(tmp_path, tensor, 1, **options) as llm:
+            outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+            shares = [expert_shares(runner.model) for runner in llm.engine.client.core.executor.runners]
+        assert [output.error for each in outputs for output in each] == [None] * 6
+        found.append([[list(output.outputs[0].token_ids) for output in each] for each in outputs])
+        assert shares == ([[range(8)] * 2] if tensor == 1 else [[range(4)] * 2, [range(4, 8)] * 2])
+    assert found[0] == found[1]
+
+
+def expert_shares(model) -> list[range]:
+    return [module.held for module in model.modules() if isinstance(module, RoutedExperts)]
+
+
+def test_expert_parallel_is_refused_where_nothing_is_divided(make_llama, tmp_path):
+    folder, _ = make_llama("ranks")
+    with pytest.raises(UnsupportedError, match="enable_expert_parallel: LlamaForCausalLM has no experts that it can divide over ranks"):
+        threads(folder, 2, 1, enable_expert_parallel=True)
+    make_checkpoint(tmp_path, moe_families.make("mixtral", "2 of 4"))
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel divides experts over .* give --tensor-parallel-size 2 or more"):
+        threads(tmp_path, 1, 1, enable_expert_parallel=True)
 
 
 def test_in_process_is_refused_for_two_ranks(make_llama):

@@ -118,6 +118,16 @@ def test_mixtures_of_experts(tmp_path, family, variant, sizes):
     check(tmp_path, sizes)
 
 
+def test_whole_experts(tmp_path):
+    """Expert parallelism: each rank holds half of the experts."""
+    model = moe_families.make("mixtral", "4 of 8")
+    randomize(model)
+    make_checkpoint(tmp_path, model)
+    expected, _ = generated(tmp_path, (1, 1), beams=False)
+    found, _ = generated(tmp_path, (2, 1), beams=False, enable_expert_parallel=True)
+    assert found == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "T5GemmaForConditionalGeneration"])
 def test_encoder_decoders(tmp_path, architecture):

@@ -89,9 +89,11 @@ def test_a_checkpoint_of_fused_experts(family, model_cls, theirs, folder):
     torch.testing.assert_close(ours, reference_logits(theirs, INPUT_IDS), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("divides_experts", [False, True], ids=["cut experts", "whole experts"])
 @pytest.mark.parametrize("rank", [0, 1, 2, 3])
-def test_shards_of_fused_and_split_checkpoints_are_equal(rank, family, model_cls, folder):
-    config = VllmConfig.default(json.loads((folder / "config.json").read_text()), tensor_parallel_size=4).with_rank(rank)
+def test_shards_of_fused_and_split_checkpoints_are_equal(rank, divides_experts, family, model_cls, folder):
+    options = {"tensor_parallel_size": 4, "enable_expert_parallel": divides_experts}
+    config = VllmConfig.default(json.loads((folder / "config.json").read_text()), **options).with_rank(rank)
 
     def shard():
         model = model_cls(vllm_config=config)

@@ -6,9 +6,21 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model import LinearBase, LinearSpec, Part, UnquantizedMethod, gate, get_activation, join, op_layer, torch_dtype
+from toolkit_lm.errors import ConfigError
+from toolkit_lm.model import (
+    Absent,
+    LinearBase,
+    LinearSpec,
+    Part,
+    UnquantizedMethod,
+    gate,
+    get_activation,
+    join,
+    op_layer,
+    torch_dtype,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,8 +53,22 @@ def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
             yield name, tensor
 
 
+def divide_experts(num_experts: int, parallel: ParallelConfig, what: str) -> range:
+    """The numbers of the experts that this rank holds with expert parallelism: contiguous, and one more on some ranks than on others.
+
+    Raises ConfigError, naming `what`, where there are fewer experts than ranks.
+    """
+    rank, ranks = parallel.tensor_parallel_rank, parallel.tensor_parallel_size
+    if num_experts < ranks:
+        raise ConfigError(
+            f"enable_expert_parallel: the {num_experts} experts of {what} cannot be divided over tensor_parallel_size={ranks}, "
+            "as each rank holds one at least."
+        )
+    return range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks)
+
+
 class _Expert(nn.Module):
-    """Gated feed-forward: [rows, H] -> [rows, H], of which the ranks' results are to be summed."""
+    """Gated feed-forward: [rows, H] -> [rows, H]. Where an expert is cut, the ranks' results are to be summed."""
 
     def __init__(self, gate_up_proj: LinearBase, activation: str, down_proj: LinearBase) -> None:
         super().__init__()
@@ -56,16 +82,22 @@ class _Expert(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """Gated feed-forward experts, of which each token goes to a few. Each rank holds a share of every expert's inner dimensions.
+    """Gated feed-forward experts, of which each token goes to a few.
+
+    Each rank holds a share of every expert's inner dimensions or, with `enable_expert_parallel`, some experts whole (`divide_experts`).
+    Either way the ranks' results are summed.
 
     Weights are named "0.gate_up_proj.weight" [2 * inner, H], "0.down_proj.weight" [H, inner], "1.gate_up_proj.weight", ... A model whose
     checkpoints may hold all experts in one tensor passes them through `split_experts`.
 
-    Raises ConfigError when the inner dimensions cannot be split evenly over the ranks.
+    Raises ConfigError when the inner dimensions cannot be split evenly over the ranks, or when experts are fewer than ranks that hold them
+    whole.
     """
 
+    held: range
+    """The experts of which this rank has weights."""
     stacked: tuple[Tensor, Tensor] | None
-    """The weights of all experts, for one grouped product: gate and up [E, 2 * inner, H], down [E, H, inner]. None: one by one."""
+    """The weights of the experts held, for one grouped product: gate and up [E, 2 * inner, H], down [E, H, inner]. None: one by one."""
 
     def __init__(
         self,
@@ -83,23 +115,29 @@ class RoutedExperts(nn.Module):
         self.parallel = vllm_config.parallel
         get_activation(activation)
         self.activation = activation
-        inner = Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
+        if self.parallel.enable_expert_parallel:
+            self.held, inner = divide_experts(num_experts, self.parallel, prefix), Part.whole(inner_size)
+        else:
+            self.held, inner = range(num_experts), Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
         hidden, dtype = Part.whole(hidden_size), torch_dtype(vllm_config.model.dtype)
 
         def project(name: str, inputs: Part, outputs: tuple[Part, ...]) -> LinearBase:
             return LinearBase(LinearSpec(kind="experts", prefix=join(prefix, name), inputs=inputs, outputs=outputs, dtype=dtype))
 
-        for i in range(num_experts):
+        def expert(i: int) -> _Expert:
             gate_up, down = project(f"{i}.gate_up_proj", hidden, (inner, inner)), project(f"{i}.down_proj", inner, (hidden,))
-            self.add_module(str(i), _Expert(gate_up, activation, down))
+            return _Expert(gate_up, activation, down)
+
+        for i in range(num_experts):
+            self.add_module(str(i), expert(i) if i in self.held else Absent())
         is_aligned = all(size * dtype.itemsize % _ALIGNMENT == 0 for size in (hidden_size, inner.size))
         # On the CPU the grouped product is a loop inside, and it is slower than a loop over packed weights.
         on_cpu = torch.get_default_device().type == "cpu"
         self.stacked = None if on_cpu or not is_aligned else self.stack()
 
     def stack(self) -> tuple[Tensor, Tensor] | None:
-        """Makes the weights of all experts slices of two tensors, as in `stacked`, before they are loaded. None: they are quantized."""
-        gate_up, down = (self._stack([self.get_submodule(f"{i}.{name}") for i in range(self.num_experts)]) for name in PROJECTIONS)
+        """Makes the weights of the experts slices of two tensors, as in `stacked`, before they are loaded. None: they are quantized."""
+        gate_up, down = (self._stack([self.get_submodule(f"{i}.{name}") for i in self.held]) for name in PROJECTIONS)
         return None if gate_up is None or down is None else (gate_up, down)
 
     def _stack(self, projections: Sequence[nn.Module]) -> Tensor | None:
@@ -122,29 +160,35 @@ class RoutedExperts(nn.Module):
         return tensor_parallel_group(self.parallel).all_reduce(summed)
 
     def compute(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """As `forward`, of this rank's share of the inner dimensions."""
-        chosen, order = experts.flatten().sort(stable=True)
+        """As `forward`, of this rank's share of the inner dimensions or of the experts."""
+        divided = len(self.held) < self.num_experts
+        # Counted from the first that is held: rows of experts held elsewhere come last, and how many they are need not be known.
+        counted = (experts - self.held.start) % self.num_experts if divided else experts
+        chosen, order = counted.flatten().sort(stable=True)
         rows = x[order // experts.shape[1]]
         sorted_out = self._one_by_one(rows, chosen) if self.stacked is None else self._grouped(rows, chosen, *self.stacked)
+        if divided:
+            sorted_out.masked_fill_((chosen >= len(self.held)).unsqueeze(-1), 0)
         out = torch.empty_like(sorted_out)
         out[order] = sorted_out
         return (out.view(*experts.shape, x.shape[1]) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
     def _grouped(self, rows: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-        """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows."""
-        ends = torch.searchsorted(chosen, torch.arange(self.num_experts, device=chosen.device), right=True, out_int32=True)
+        """Rows [T * K, H], in the order of the experts `chosen` for them -> as rows; those of experts held elsewhere are undefined."""
+        ends = torch.searchsorted(chosen, torch.arange(len(self.held), device=chosen.device), right=True, out_int32=True)
         return F.grouped_mm(gate(F.grouped_mm(rows, gate_up.mT, offs=ends), self.activation), down.mT, offs=ends)
 
     def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
-        """As _grouped, over the experts that are hit."""
+        """As `_grouped`, over the experts that are hit."""
         hit, counts = torch.unique_consecutive(chosen, return_counts=True)
         sizes, out = counts.tolist(), torch.empty_like(rows)
         for expert, its_rows, its_out in zip(hit.tolist(), torch.split(rows, sizes), torch.split(out, sizes), strict=True):
-            its_out.copy_(self.get_submodule(str(expert))(its_rows))
+            if expert < len(self.held):
+                its_out.copy_(self.get_submodule(str(self.held[expert]))(its_rows))
         return out
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}"
+        return f"num_experts={self.num_experts}, held={self.held.start}..{self.held.stop - 1}"
 
 
 def _experts(x: Tensor, experts: Tensor, weights: Tensor, out: Tensor, layer: str) -> None:

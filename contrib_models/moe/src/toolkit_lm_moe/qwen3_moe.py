@@ -34,6 +34,10 @@ class Qwen3MoeBlock(RoutedBlock):
 class Qwen3MoeForCausalLM(RoutedForCausalLM):
     attention = Qwen3MoeAttention
 
+    def divides_experts(self) -> bool:
+        config = HFConfig(self.vllm_config.hf_config)
+        return any(is_routed(config, layer) for layer in range(config.require("num_hidden_layers", int)))
+
     @staticmethod
     def feed_forward(*, vllm_config: VllmConfig, prefix: str) -> nn.Module:
         """Routed experts, or, in a layer that has none, a plain feed-forward."""

@@ -62,5 +62,8 @@ class RoutedBlock(nn.Module):
 class RoutedForCausalLM(LlamaForCausalLM):
     """A decoder with routed experts and its language-modeling head."""
 
+    def divides_experts(self) -> bool:
+        return True
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(split_experts(weights))

@@ -149,6 +149,9 @@ class ParallelConfig(Struct, frozen=True, kw_only=True):
 
     tensor_parallel_size: Annotated[int, option("Tensor-parallel ranks, which share each layer.", ge=1)] = 1
     pipeline_parallel_size: Annotated[int, option("Pipeline-parallel ranks, each with a part of the layers.", ge=1)] = 1
+    enable_expert_parallel: Annotated[
+        bool, option("Expert parallelism: divide the experts of a layer over the tensor-parallel ranks, instead of cutting each one.")
+    ] = False
     data_parallel_size: Annotated[int, option("Engines with a copy of the model each, which share the requests.", ge=1, le=1024)] = 1
     nodes: Annotated[int, option("Machines that share the ranks. All but the first run `toolkit worker`.", ge=1, le=1024)] = 1
     executor: Annotated[str, option("Executor, by name: how the engine reaches its workers. auto: the first that runs so many.")] = "auto"

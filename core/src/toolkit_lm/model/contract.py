@@ -86,6 +86,10 @@ class Model(nn.Module):
         found: tuple[Tensor, Tensor] = getattr(self, part).likeliest(hidden_states)
         return found
 
+    def divides_experts(self) -> bool:
+        """Whether the model has experts, on this pipeline rank or another, that it divides as `enable_expert_parallel` says."""
+        return False
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Takes the checkpoint's tensors (name, full tensor, mapped from disk); returns the names of the parameters filled.
 

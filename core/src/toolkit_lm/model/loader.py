@@ -47,8 +47,9 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
 def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.device, plugins: Plugins) -> Model:
     """The model without its weights, its layers held by the methods of the config's quantization, and computed by the kernels it names.
 
-    Raises UnsupportedError for a quantization that refuses the checkpoint, or that has a method for none of the layers; CapacityError
-    for a model that does not fit into memory; and what else the model's constructor raises, with a note on the checkpoint.
+    Raises UnsupportedError for a quantization that refuses the checkpoint, or that has a method for none of the layers, and for expert
+    parallelism of a model without experts; CapacityError for a model that does not fit into memory; and what else the model's constructor
+    raises, with a note on the checkpoint.
     """
     name = vllm_config.load.quantization
     quantization: Quantization | None = None
@@ -67,6 +68,8 @@ def construct(model_cls: type[Model], vllm_config: VllmConfig, device: torch.dev
             raise CapacityError(f"{what} takes more memory than there is: {error}") from error
         error.add_note(what)
         raise
+    if vllm_config.parallel.enable_expert_parallel and not any(isinstance(m, Model) and m.divides_experts() for m in model.modules()):
+        raise UnsupportedError(f"enable_expert_parallel: {model_cls.__name__} has no experts that it can divide over ranks.")
     methods = [module.method for module in model.modules() if isinstance(module, LinearBase)]
     if quantization is not None and all(isinstance(method, UnquantizedMethod) for method in methods):
         raise UnsupportedError(f"quantization {name!r} has no method for any layer of {model_cls.__name__}. Use --quantization none.")

@@ -231,6 +231,8 @@ def _check(config: VllmConfig, plugins: Plugins, asked_budget: int | None) -> No
             f"{parallel.num_ranks} ranks (tensor_parallel_size {parallel.tensor_parallel_size} x pipeline_parallel_size "
             f"{parallel.pipeline_parallel_size}) cannot be shared evenly by nodes={parallel.nodes}."
         )
+    if parallel.enable_expert_parallel and parallel.tensor_parallel_size == 1:
+        raise ConfigError("enable_expert_parallel divides experts over the ranks of one engine: give --tensor-parallel-size 2 or more.")
     if scheduler.preemption_mode == "swap" and config.cache.swap_memory is None:
         raise ConfigError("preemption_mode 'swap' needs host memory to swap to: give --swap-memory.")
     # Where prompts are only pooled, and whole, none of them waits for a token in each step.
