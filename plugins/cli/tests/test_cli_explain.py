@@ -6,6 +6,7 @@ import json
 import os
 
 from toolkit_lm import __version__
+from toolkit_lm_devkit import write_checkpoint
 
 
 def test_explain_names_every_choice(toolkit, checkpoint):
@@ -59,6 +60,37 @@ def test_explain_shows_each_rank(toolkit, checkpoint):
     )
     shown = " ".join(done.out.split())
     assert "rank 1 (stage 0, shard 1): " in shown and "128 tokens, with the memory that is free now" in shown
+
+
+def test_explain_says_what_experts_each_rank_holds(toolkit, tmp_path):
+    """Of 5 experts of 3 x 24 x 16 weights in each of 2 layers: cut in two, and divided."""
+    config = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 272,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "dtype": "float32",
+    }
+    write_checkpoint(tmp_path, config, {})
+    asked = ("explain", tmp_path, "--device", "cpu", "--tensor-parallel-size", "2")
+    one, layers = 4 * 3 * 24 * 16, 2
+    for more, experts in (((), [2.5, 2.5]), (("--enable-expert-parallel",), [2, 3])):
+        done = toolkit(*asked, *more, "--json")
+        assert done.code == 0, done.err
+        ranks = json.loads(done.out)["ranks"]
+        assert [rank["num_expert_bytes"] for rank in ranks] == [layers * one * count for count in experts]
+        assert len({rank["num_bytes"] - rank["num_expert_bytes"] for rank in ranks}) == 1
+    shown = " ".join(toolkit(*asked, "--enable-expert-parallel").out.split())
+    assert f"MiB ({2 * layers * one / 2**20:.1f} MiB of experts); 2 layers" in shown
+    done = toolkit("explain", "tiny", "--tensor-parallel-size", "2", "--enable-expert-parallel")
+    assert done.code != 0 and "enable_expert_parallel: " in done.err and "of experts" not in toolkit("explain", "tiny").out
 
 
 def test_explain_says_what_does_not_fit(toolkit, checkpoint):

@@ -62,7 +62,9 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
 def _shares(ranks: list[RankShare]) -> Iterator[str]:
     for one in ranks:
         place = f"rank {one.rank} (stage {one.stage}, shard {one.shard}): " if len(ranks) > 1 else ""
-        yield f"{place}{one.num_parameters:,} parameters, {one.num_bytes / 2**20:,.1f} MiB; {one.num_layers} layers with a KV cache"
+        experts = f" ({one.num_expert_bytes / 2**20:,.1f} MiB of experts)" if one.num_expert_bytes else ""
+        size = f"{one.num_parameters:,} parameters, {one.num_bytes / 2**20:,.1f} MiB{experts}"
+        yield f"{place}{size}; {one.num_layers} layers with a KV cache"
 
 
 def _verdicts(taken: str, candidates: list[tuple[str, str | None]]) -> list[str]:

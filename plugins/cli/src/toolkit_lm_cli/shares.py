@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -9,10 +10,11 @@ from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection, plan_gro
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import CapacityError
-from toolkit_lm.model import FusibleLayer, Kernels, construct
+from toolkit_lm.model import FusibleLayer, Kernels, LinearBase, Model, construct
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import free_memory, load_model_class, select_backends
 from toolkit_lm.runner.backends import cache_layers, has_cache
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class RankShare:
     num_parameters: int
     num_bytes: int
     """Of its parameters, as they are loaded."""
+    num_expert_bytes: int
+    """Of those that are routed experts'."""
     num_layers: int
     """That use the KV cache."""
 
@@ -66,10 +70,18 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
             shard=own.parallel.tensor_parallel_rank,
             num_parameters=sum(weight.numel() for weight in weights),
             num_bytes=sum(weight.nbytes for weight in weights),
+            num_expert_bytes=sum(weight.nbytes for weight in expert_weights(model)),
             num_layers=len(specs),
         )
         held.ranks.append(share)
     return held
+
+
+def expert_weights(model: Model) -> Iterator[Tensor]:
+    """The parameters of a model's routed experts, of those that this rank holds."""
+    for module in model.modules():
+        if isinstance(module, LinearBase) and module.spec.kind == "experts":
+            yield from module.parameters()
 
 
 def kv_capacity(config: VllmConfig, held: Held) -> tuple[int | None, str | None]:
