@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -17,7 +18,8 @@ import pytest
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import ConfigError, EngineDeadError, ToolkitError
 from toolkit_lm.events import LoadEvent, RequestEvent
-from toolkit_lm.outputs import RequestOutput
+from toolkit_lm.outputs import CompletionOutput, RequestOutput
+from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import hookimpl
 
 # It holds a request of max_model_len, and not all that run. Prompts are computed in chunks.
@@ -57,6 +59,19 @@ def said(output: RequestOutput) -> list[Any]:
     logprobs = [[list(entry) for entry in c.logprobs] if c.logprobs else None for c in output.outputs]
     of_prompt = [entry and list(entry) for entry in output.prompt_logprobs or ()]
     return [known, logprobs, of_prompt]
+
+
+def joined(outputs: list[RequestOutput]) -> RequestOutput:
+    """All that the outputs of a stream hold, of which each has what is new."""
+    whole: dict[int, CompletionOutput] = {}
+    for output in outputs:
+        for one in output.outputs:
+            if (known := whole.get(one.index)) is not None:
+                logprobs = [*(known.logprobs or ()), *(one.logprobs or ())]
+                one = replace(one, text=known.text + one.text, token_ids=known.token_ids + one.token_ids, logprobs=logprobs or None)
+            whole[one.index] = one
+    of_prompt = next((output.prompt_logprobs for output in outputs if output.prompt_logprobs), None)
+    return replace(outputs[-1], outputs=[whole[index] for index in sorted(whole)], prompt_logprobs=of_prompt)
 
 
 class Watch:
@@ -133,14 +148,16 @@ async def everything(llm: AsyncLLM, count: int, kinds: list[str], num_done: list
     """What comes of so many requests, of all kinds. `num_done`: how many have ended, and tokens that have come."""
 
     async def ask(number: int, prompt: str) -> list[Any]:
-        last = None
-        async for output in llm.generate(prompt, KINDS[kinds[number % len(kinds)]], request_id=f"r{number}"):
+        outputs = []
+        # Every other one as the server's streams do.
+        how = {"output_kind": RequestOutputKind.DELTA} if number % 2 else {}
+        async for output in llm.generate(prompt, KINDS[kinds[number % len(kinds)]].replace(**how), request_id=f"r{number}"):
             if num_done is not None:
                 num_done[1] += 1
-            last = output
+            outputs.append(output)
         if num_done is not None:
             num_done[0] += 1
-        return said(last)
+        return said(joined(outputs) if how else outputs[-1])
 
     return await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts(count))))
 
