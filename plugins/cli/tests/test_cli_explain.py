@@ -89,6 +89,8 @@ def test_explain_says_what_experts_each_rank_holds(toolkit, tmp_path):
         assert len({rank["num_bytes"] - rank["num_expert_bytes"] for rank in ranks}) == 1
     shown = " ".join(toolkit(*asked, "--enable-expert-parallel").out.split())
     assert f"MiB ({2 * layers * one / 2**20:.1f} MiB of experts); 2 layers" in shown
+    alone = json.loads(toolkit("explain", tmp_path, "--device", "cpu", "--kernels", "cpu", "--json").out)["computed"]
+    assert "compute 2 decoder layers in one call each, 2 of them up to the experts" in alone[1]
     done = toolkit("explain", "tiny", "--tensor-parallel-size", "2", "--enable-expert-parallel")
     assert done.code != 0 and "enable_expert_parallel: " in done.err and "of experts" not in toolkit("explain", "tiny").out
 

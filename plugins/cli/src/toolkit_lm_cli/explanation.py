@@ -105,8 +105,9 @@ def _compilation(config: VllmConfig, plugins: Plugins, held: Held, kernels: str)
     """Its name, the candidates, and how the forward pass is computed. Raises UnsupportedError where all refuse."""
     level, registry = config.compilation.optimization_level, plugins.compilers
     if not level:
-        if held.fuses and held.num_usual:
-            how = f"kernels {kernels!r} compute {held.num_usual} decoder layers in one call each, where they have one for it"
+        if held.fuses and held.num_fusible:
+            but = f", {held.num_routed} of them up to the experts" if held.num_routed else ""
+            how = f"kernels {kernels!r} compute {held.num_fusible} decoder layers in one call each{but}, where they have one for it"
         else:
             how = f"each layer by itself, with kernels {kernels!r}"
         return "none", [], ["optimization_level is 0, which starts fastest", how]

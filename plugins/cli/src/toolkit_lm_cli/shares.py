@@ -44,8 +44,10 @@ class Held:
     """By layer, of all ranks."""
     specs: list[dict[str, KVCacheSpec]] = field(default_factory=list)
     """By rank and layer."""
-    num_usual: int = 0
-    """Decoder layers of the usual kind, which kernels may compute in one call each."""
+    num_fusible: int = 0
+    """Decoder layers of kinds that kernels may compute in one call each."""
+    num_routed: int = 0
+    """Those among them whose feed-forward is left to its module."""
     fuses: bool = False
     """Whether the kernels do so with any."""
 
@@ -61,7 +63,9 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
         held.selections |= select_backends(model, device, own, plugins.attention_backends)
         specs = {name: spec for name, layer in cache_layers(model).items() if cached and (spec := layer.kv_cache_spec()) is not None}
         held.specs.append(specs)
-        held.num_usual += sum(isinstance(module, FusibleLayer) and module.parts() is not None for module in model.modules())
+        fusible = [parts for module in model.modules() if isinstance(module, FusibleLayer) and (parts := module.parts()) is not None]
+        held.num_fusible += len(fusible)
+        held.num_routed += sum(parts.feed_forward is not None for parts in fusible)
         held.fuses = type(model.kernels).fuse is not Kernels.fuse
         weights = list(model.parameters())
         share = RankShare(
