@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def sabotage(monkeypatch, tmp_path):
-    """A function (rank, when, how), after which that worker is harmed."""
+    """A function (rank, when, how), after which that worker is harmed. It gives the file that is there once it was."""
     shutil.copy(Path(__file__).with_name("saboteur.py"), tmp_path / "toolkit_lm_saboteur.py")
     info = tmp_path / "toolkit_lm_saboteur-1.0.dist-info"
     info.mkdir()
@@ -22,5 +22,11 @@ def sabotage(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     if plugins := os.environ.get("TOOLKIT_LM_PLUGINS"):
         monkeypatch.setenv("TOOLKIT_LM_PLUGINS", f"{plugins},saboteur")
-    yield lambda rank, when, how: monkeypatch.setenv("SABOTAGE", json.dumps({"rank": rank, "when": when, "how": how}))
+    mark = tmp_path / "struck"
+
+    def order(rank: int, when: str, how: str) -> Path:
+        monkeypatch.setenv("SABOTAGE", json.dumps({"rank": rank, "when": when, "how": how, "mark": str(mark)}))
+        return mark
+
+    yield order
     sys.modules.pop("toolkit_lm_saboteur", None)

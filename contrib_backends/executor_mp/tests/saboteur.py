@@ -1,4 +1,4 @@
-"""A plugin that harms a worker, as the variable SABOTAGE says: rank, when, and how."""
+"""A plugin that harms a worker, as the variable SABOTAGE says: rank, when, and how. The file of `mark` is there once it has struck."""
 
 import json
 import os
@@ -10,6 +10,7 @@ ORDERS = json.loads(os.environ.get("SABOTAGE", "{}"))
 
 
 def strike() -> None:
+    open(ORDERS["mark"], "w").close()
     if ORDERS["how"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif ORDERS["how"] == "unnamed":

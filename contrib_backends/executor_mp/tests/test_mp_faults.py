@@ -259,6 +259,22 @@ def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay
     assert alive == []
 
 
+@pytest.mark.slow
+def test_an_engine_process_that_is_killed_takes_its_workers_along(folder, nothing_is_left):
+    """The front is told who has died, and goes on with the next engine."""
+    with ranks(folder, (2, 1), engine_process=True, restart_engine=1) as llm:
+        expected = llm.generate([prompt(5)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids
+        found = [psutil.Process(pid) for pid in workers()]
+        [engine] = [one for one in found if any(one.pid == other.ppid() for other in found)]
+        engine.kill()
+        with pytest.raises(EngineDeadError, match=rf"the engine process {engine.pid} has died: it was killed by SIGKILL"):
+            llm.generate([prompt(5)], PARAMS, use_tqdm=False)
+        _, alive = psutil.wait_procs(found, 5)
+        assert (len(found), alive) == (3, [])
+        llm.engine.restart()
+        assert llm.generate([prompt(5)], PARAMS, use_tqdm=False)[0].outputs[0].token_ids == expected
+
+
 def test_heads_that_do_not_divide(folder, nothing_is_left):
     """One error, of one rank."""
     with pytest.raises(ConfigError, match=r"cannot be split evenly over tensor_parallel_size=3 \(on rank \d while loading the model\)\."):

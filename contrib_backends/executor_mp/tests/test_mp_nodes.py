@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -166,6 +167,21 @@ def test_a_node_that_ends(folder, master, how):
                     llm.generate([prompt(5)], PARAMS, use_tqdm=False)
         assert time.monotonic() - start < 5
         _, alive = psutil.wait_procs([*found, *map(psutil.Process, llm.engine.client.core.executor.pids)], 5)
+        assert alive == []
+
+
+def test_a_node_that_is_killed_while_its_rank_loads(folder, master, sabotage):
+    """Its rank ends with it, and the engine does not wait for start_timeout."""
+    struck = sabotage(1, "load", "hang")
+    with working(master) as process, ThreadPoolExecutor(1) as thread:
+        starting = thread.submit(nodes, folder, master)
+        until(struck.exists)
+        [rank] = psutil.Process(process.pid).children()
+        process.kill()
+        gone = rf"node 1 \({socket.gethostname()}, process {process.pid}\) has gone while loading the model"
+        with pytest.raises(EngineDeadError, match=gone):
+            starting.result(5)
+        _, alive = psutil.wait_procs([rank], 5)
         assert alive == []
 
 
