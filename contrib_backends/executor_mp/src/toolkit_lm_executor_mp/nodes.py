@@ -230,7 +230,10 @@ class Nodes:
             except zmq.ZMQError:
                 del self._nodes[name]
                 if node.has_joined:
-                    return EngineDeadError(f"{node} has gone {doing}: its {self.runs} has died, or is not reached any more.")
+                    ranks = ", ".join(map(str, self.ranks_of(node.hello.node)))
+                    return EngineDeadError(
+                        f"{node} has gone {doing}, with rank {ranks}: its {self.runs} has died, or is not reached any more."
+                    )
         return None
 
     def dismiss(self, reason: str) -> None:
