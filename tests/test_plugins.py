@@ -28,6 +28,7 @@ SHIPPED = [
     "encdec",
     "encoder",
     "executor_mp",
+    "executor_ray",
     "flash_attn",
     "flashinfer",
     "flex",

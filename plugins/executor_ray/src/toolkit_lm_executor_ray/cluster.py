@@ -1,0 +1,104 @@
+"""A Ray cluster: how a process joins it, and gets room in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from toolkit_lm.errors import EngineDeadError, UnsupportedError
+
+from toolkit_lm_executor_ray import Options
+
+_OBJECT_STORE = 100 * 2**20
+"""Bytes of a local cluster's: nothing of ours goes through it."""
+
+
+class _Connection:
+    """This process's connection to Ray, of which there can be one. Engines share it: the last one to leave ends it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_engines = 0
+
+    def join(self, address: str) -> bool:
+        """False: the host of the engine has connected it, and ends it. Raises EngineDeadError where the cluster is not reached."""
+        with self._lock:
+            if not self._num_engines:
+                if ray.is_initialized():
+                    return False
+                _connect(address)
+            self._num_engines += 1
+            return True
+
+    def leave(self) -> None:
+        with self._lock:
+            self._num_engines -= 1
+            if not self._num_engines:
+                ray.shutdown()
+
+
+_connection = _Connection()
+
+
+def _connect(address: str) -> None:
+    local: dict[str, Any] = {}
+    if address == "local":
+        # It is ours, and says nothing to Ray's makers.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address, configure_logging=False, log_to_driver=False, **local)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise EngineDeadError(
+            f"the Ray cluster at executor_ray.address={address} is not reached: {error}. `ray start --head` starts one; "
+            "address=local has the engine start one of its own."
+        ) from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            # Signals are the host's.
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def joined(address: str) -> Iterator[None]:
+    """Within it, this process is connected to Ray. Raises EngineDeadError."""
+    is_ours = _connection.join(address)
+    try:
+        yield
+    finally:
+        if is_ours:
+            _connection.leave()
+
+
+@contextmanager
+def placed(num_nodes: int, resources: dict[str, float], options: Options) -> Iterator[PlacementGroup]:
+    """Room for nodes that take `resources` each, by Ray's names. Raises UnsupportedError where there is none in time."""
+    group = placement_group([resources] * num_nodes, strategy=options.strategy)
+    try:
+        if not group.wait(options.placement_timeout):
+            raise UnsupportedError(_no_room(num_nodes, resources, options))
+        yield group
+    finally:
+        if ray.is_initialized():
+            remove_placement_group(group)
+
+
+def _no_room(num_nodes: int, resources: dict[str, float], options: Options) -> str:
+    def told(found: dict[str, float]) -> str:
+        return ", ".join(f"{found.get(name, 0):g} {name}" for name in resources)
+
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return (
+        f"Ray had no room for {num_nodes} x {told(resources)} (nodes x what the ranks of one need; strategy {options.strategy}) within "
+        f"{options.placement_timeout} s: its machines have {'; '.join(map(told, machines))}, and "
+        f"{told(ray.available_resources())} are free. "
+        "Give fewer ranks, fewer CPUs for each (executor_ray.cpus), other --nodes or executor_ray.strategy, more machines, or more time "
+        "(executor_ray.placement_timeout)."
+    )
