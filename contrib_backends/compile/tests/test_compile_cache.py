@@ -60,12 +60,13 @@ def compilations(monkeypatch):
 
     monkeypatch.setattr(compiler_module, "compile_part", compile_part)
     monkeypatch.setattr(compiler_module, "instructions_here", list)
-    monkeypatch.setattr(compiler_module, "load_part", lambda folder, instructions: (folder / "aotautograd" / "code").read_text)
+    monkeypatch.setattr(compiler_module, "load_part", lambda folder, *_: (folder / "aotautograd" / "code").read_text)
     return made
 
 
 def start(model, cache, **options):
-    return compiled(model, backend="inductor", details={"cache_dir": str(cache), **options.pop("details", {})}, **options)
+    details = {"cache_dir": str(cache), "inductor_compile_config": {}, **options.pop("details", {})}
+    return compiled(model, backend="inductor", details=details, **options)
 
 
 def entry_of(cache):
@@ -277,16 +278,25 @@ def test_a_wrong_size_is_seen_without_reading(tmp_path):
 def test_what_the_manifest_does_not_name_is_not_loaded(model, compilations, tmp_path, monkeypatch):
     start(model, tmp_path / "c")
     loaded = []
-    monkeypatch.setattr(compiler_module, "load_part", lambda folder, instructions: loaded.append(folder.parent.name) or str)
+    monkeypatch.setattr(compiler_module, "load_part", lambda folder, *_: loaded.append(folder.parent.name) or str)
     shutil.copytree(next(entry_of(tmp_path / "c").glob("parts/*")), entry_of(tmp_path / "c") / "parts" / "planted")
     assert start(model, tmp_path / "c").was_cached
     assert len(loaded) == 3 and "planted" not in loaded
 
 
+def test_code_is_loaded_with_the_options_of_its_compilation(model, compilations, tmp_path, monkeypatch):
+    """Code is found by the command line of g++, which options may change."""
+    patches, seen = {"cpp.simdlen": 8}, []
+    start(model, tmp_path / "c", details={"inductor_compile_config": patches})
+    monkeypatch.setattr(compiler_module, "load_part", lambda folder, instructions, patches: seen.append(patches) or str)
+    assert start(model, tmp_path / "c", details={"inductor_compile_config": patches}).was_cached
+    assert seen == [patches] * 3
+
+
 def test_code_that_cannot_be_loaded_is_made_anew(model, compilations, tmp_path, monkeypatch, caplog):
     start(model, tmp_path / "c")
 
-    def fail(folder, instructions):
+    def fail(*_):
         raise RuntimeError("poisoned")
 
     monkeypatch.setattr(compiler_module, "load_part", fail)

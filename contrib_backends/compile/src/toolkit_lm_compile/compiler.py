@@ -168,7 +168,8 @@ class InductorCompiler(ModelCompiler):
         parts: dict[tuple[str, Band | None], Callable[..., Any]] = {}
         # What the manifest does not name is not loaded.
         for key, place in manifest.parts:
-            parts[key, None if place == "any" else Band.of(place)] = load_part(entry.folder / "parts" / key / place, manifest.instructions)
+            loaded = load_part(entry.folder / "parts" / key / place, manifest.instructions, self._patches)
+            parts[key, None if place == "any" else Band.of(place)] = loaded
         missing = {part for plan in manifest.plans for part in plan.parts} - {key for key, band in parts if band is None}
         if missing:
             raise DamagedError(f"it lacks the parts {sorted(missing)}")

@@ -96,13 +96,14 @@ def is_kept(folder: Path) -> bool:
     return found.is_dir() and len(list(found.iterdir())) == 1
 
 
-def load_part(folder: Path, instructions: list[str]) -> Compiled:
+def load_part(folder: Path, instructions: list[str], patches: dict[str, Any]) -> Compiled:
     """What `compile_part` left in a folder. No compiler runs. Raises anything where it is damaged.
 
     `instructions` are those of the process that compiled; the key says that they are here, too. Each process would try them out by g++.
+    `patches` are those of the compilation: code is found by the command line of g++, which they may change.
     """
     known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in instructions]
-    with _settings(folder), patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: known):
+    with _settings(folder), inductor_config.patch(patches), patch.object(cpu_vec_isa, "valid_vec_isa_list", lambda: known):
         loaded: Compiled = CacheCompiledArtifact.load(path=str(folder), format="unpacked")
     return loaded
 
