@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import torch
 from toolkit_lm.plugin import Plugins
@@ -12,6 +13,8 @@ from toolkit_lm_devkit import hidden_states
 PLUGINS = Plugins.load()
 BATCHES = ([1], [2], [5, 9, 2], [1, 1, 1, 1], [37], [24])
 """Lengths of the sequences of a step. One token, the traced 16 and 24, and others."""
+QUICKLY = {"inductor_compile_config": {"cpp_cache_precompile_headers": shutil.which("openssl") is not None}}
+"""g++ reads torch's headers once, and not for each part: a third of the time. torch asks openssl whether they have changed."""
 
 
 class Stage:
@@ -29,9 +32,8 @@ class Stage:
 
 
 def compiled(model, level=1, backend="eager", **options):
-    config = model.vllm_config.replace(
-        optimization_level=level, compilation_config=json.dumps({"backend": backend} | options.pop("details", {})), **options
-    )
+    details = {"backend": backend, **(QUICKLY if backend == "inductor" else {}), **options.pop("details", {})}
+    config = model.vllm_config.replace(**{"optimization_level": level, "compilation_config": json.dumps(details), **options})
     return InductorCompiler(model, config, PLUGINS)
 
 

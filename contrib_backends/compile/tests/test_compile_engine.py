@@ -10,7 +10,7 @@ import sys
 import pytest
 import sympy
 import torch
-from compile_harness import PLUGINS, Stage, check, compiled
+from compile_harness import PLUGINS, QUICKLY, Stage, check, compiled
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm_compile import compiler as compiler_module
 from toolkit_lm_compile.options import Band
@@ -73,7 +73,8 @@ def test_the_machinery_with_parts_as_they_were_traced(folder, expected, tmp_path
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_two_workers_give_the_same_tokens(folder, expected, tmp_path, backend):
     """Each in a process of its own, with collectives within the compiled parts."""
-    llm = LLM(**options_of(folder, tmp_path, backend=backend) | {"optimization_level": 1, "tensor_parallel_size": 2, "executor": "mp"})
+    details = {"backend": backend, **(QUICKLY if backend == "inductor" else {})}
+    llm = LLM(**options_of(folder, tmp_path, **details) | {"optimization_level": 1, "tensor_parallel_size": 2, "executor": "mp"})
     assert tokens_of(llm) == expected
     if backend == "inductor":
         assert sorted(path.name for path in tmp_path.glob("*/rank_*")) == ["rank_0_0", "rank_1_0"]
@@ -241,4 +242,9 @@ def test_inductor_gives_what_the_model_gives(folder, tmp_path, monkeypatch, kern
     model = load_checkpoint(PLUGINS.models.load("LlamaForCausalLM"), folder, kernels=kernels)
     compiler = compiled(model, level=2, backend="inductor", details={"compile_sizes": [24]}, kernels=kernels)
     check(compiler)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a compiler runs")
+
+    monkeypatch.setattr(torch._inductor.cpp_builder.CppBuilder, "build", refuse)
     assert compiled(model, level=2, backend="inductor", details={"compile_sizes": [24]}, kernels=kernels).was_cached

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from compile_harness import QUICKLY
 from static_backend import StaticBackend, StaticBackends
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.attention import BatchLimits, GraphSupport
@@ -203,7 +204,7 @@ def test_graphs_of_all_sizes_share_their_buffers(folder, recorder):
 def test_parts_that_inductor_compiles(folder, expected, recorder, tmp_path):
     # Their code allocates what lies between its kernels where no mode of torch sees it.
     recorder.compares = False
-    llm = make_llm(folder, "piecewise", backend="inductor", cache_dir=str(tmp_path))
+    llm = make_llm(folder, "piecewise", backend="inductor", cache_dir=str(tmp_path), **QUICKLY)
     assert run(llm)[0] == expected[0]
     assert runner_of(llm).compiler.graphs.num_replays[PIECEWISE]
 
