@@ -53,8 +53,14 @@ def mixture(family, folder, variant=None, **options):
     return load_checkpoint(moe_families.FAMILIES[family][0], folder, **options)
 
 
-# What differs in the others is within the op of the experts, or the order of the layers.
-MIXTURES = [("mixtral", "2 of 4"), ("qwen3_moe", "unnormalized, biases"), ("qwen3_moe", "all of 4, some dense, window, tied")]
+# Each value of what the compiled parts depend on: numbers of experts, how they are chosen, heads, windows, dense layers.
+MIXTURES = [
+    ("mixtral", "2 of 4"),
+    ("mixtral", "1 of 4, tied"),
+    ("mixtral", "4 of 8"),
+    ("qwen3_moe", "unnormalized, biases"),
+    ("qwen3_moe", "all of 4, some dense, window, tied"),
+]
 
 
 @pytest.mark.parametrize(("case", "backend"), with_backends(moe_families.CASES, MIXTURES))
