@@ -1,0 +1,59 @@
+"""The example of Ray Serve answers, and grows under load."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import ray
+from openai import OpenAI
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "ray_serve.py"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_replicas_of_the_app(cluster, monkeypatch):
+    from ray import serve
+
+    spec = importlib.util.spec_from_file_location("ray_serve_example", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, example)
+    spec.loader.exec_module(example)
+    # No replica finds the file by its name.
+    ray.cloudpickle.register_pickle_by_value(example)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        serve.run(example.app)
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=60)
+
+        def ask(_: int = 0, max_tokens: int = 24) -> str:
+            question = [{"role": "user", "content": "What is the capital of France?"}]
+            answer = client.chat.completions.create(model="tiny", messages=question, temperature=0, max_tokens=max_tokens)
+            return answer.choices[0].message.content
+
+        assert "Paris" in ask()
+        end = time.monotonic() + 90
+        with ThreadPoolExecutor(64) as threads:
+            while num_replicas() < 2 and time.monotonic() < end:
+                assert all("Paris" in one for one in threads.map(ask, range(128)))
+        assert num_replicas() == 2
+        assert "Paris" in ask()
+    finally:
+        serve.shutdown()
+
+
+def num_replicas() -> int:
+    from ray import serve
+
+    (application,) = serve.status().applications.values()
+    (deployment,) = application.deployments.values()
+    return deployment.replica_states.get("RUNNING", 0)
