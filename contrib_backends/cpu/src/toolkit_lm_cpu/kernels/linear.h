@@ -80,31 +80,31 @@ TILES_OF(3, 3)
 #undef TILE_OF
 #undef TILES_OF
 
-/* sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x. `more`: panels follow that will be wanted next. */
-TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride, long rows, long panels, int more,
+/* sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x. `next`: the panels that are wanted then, or NULL. */
+TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride, long rows, long panels, const LANE *next,
                                 float *sums) {
     const long count = (rows + ROWS - 1) / ROWS, panel = lanes * LANES;
     memset(sums, 0, (size_t)(rows * PANELS * LANES) * sizeof *sums);
     for (long begin = 0; begin < lanes; begin += CHUNK) {
         const long some = lanes - begin < CHUNK ? lanes - begin : CHUNK;
         /* What follows in memory, where lanes are not cut; else the rest of the first panel, which is better than nothing. */
-        const char *ahead = (const char *)(some == lanes ? at + panels * panel : at + (begin + some) * LANES);
+        const char *ahead = (const char *)(some == lanes ? next : at + (begin + some) * LANES);
         for (long i = 0, row = 0; i < count; i++) {
             const long end = rows * (i + 1) / count;
             const int n = (int)(end - row);
             float *to = sums + row * PANELS * LANES;
             const int32_t *from = x + row * x_stride + begin;
             const LANE *weights = at + begin * LANES;
-            if (ROWS * PANELS > SUMS && n * PANELS > SUMS && more) {
+            if (ROWS * PANELS > SUMS && n * PANELS > SUMS && next != NULL) {
                 const long step = 64 / count;
                 for (long b = 0; b < panels; b++) {
-                    const char *next = ahead + (i * PANELS + b) * some * step;
-                    NAME(tiles_1_1)[n](from, x_stride, weights + b * panel, panel, some, to + b * LANES, next, step);
+                    const char *lines = ahead + (i * PANELS + b) * some * step;
+                    NAME(tiles_1_1)[n](from, x_stride, weights + b * panel, panel, some, to + b * LANES, lines, step);
                 }
             } else if (panels < PANELS || n * PANELS > SUMS) {
                 for (long b = 0; b < panels; b++)
                     NAME(tiles_1_0)[n](from, x_stride, weights + b * panel, panel, some, to + b * LANES, NULL, 0);
-            } else if (!more) {
+            } else if (next == NULL) {
                 NAME(tiles_3_0)[n](from, x_stride, weights, panel, some, to, NULL, 0);
             } else if (count == 1) {
                 NAME(tiles_3_3)[n](from, x_stride, weights, panel, some, to, ahead, 64);
@@ -180,14 +180,14 @@ TARGET INLINE void NAME(tile)(const int32_t *x, long x_stride, const LANE *weigh
     if (tall) KEEP_SUMS(3, 4, 5, sums + TILE * PANELS * LANES);
 }
 
-/* sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x. `more`: panels follow that will be wanted next. */
-TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride, long rows, long panels, int more,
+/* sums [rows][PANELS][16] of up to PANELS panels, from `at` on, and rows of x. `next`: the panels that are wanted then, or NULL. */
+TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, long x_stride, long rows, long panels, const LANE *next,
                                 float *sums) {
     const long panel = lanes * LANES, groups = (rows + 2 * TILE - 1) / (2 * TILE);
     for (long begin = 0; begin < lanes; begin += CHUNK) {
         const long some = lanes - begin < CHUNK ? lanes - begin : CHUNK;
-        const char *ahead = (const char *)(some == lanes ? at + panels * panel : at + (begin + some) * LANES);
-        const long lines = more ? PANELS * LANES / groups : 0;
+        const char *ahead = (const char *)(some == lanes ? next : at + (begin + some) * LANES);
+        const long lines = next != NULL ? PANELS * LANES / groups : 0;
         int shaped = 0;
         for (long row = 0; row < rows;) {
             const long left = rows - row;
@@ -252,6 +252,8 @@ TARGET static void NAME(multiply)(void *job, long item) {
     const long lanes = l->inputs / PAIR, panels = (l->outputs + LANES - 1) / LANES;
     const long row = item % l->row_blocks * BLOCK, rows = l->rows - row < BLOCK ? l->rows - row : BLOCK;
     const long first = item / l->row_blocks * l->columns, last = first + l->columns < panels ? first + l->columns : panels;
+    /* Where this thread goes on, if threads take turns. */
+    const long follows = (item + atomic_load_explicit(&team.threads, memory_order_relaxed)) / l->row_blocks * l->columns;
     const size_t size = (size_t)(rows * PANELS * LANES);
 #ifdef CONVERT
     const size_t converted = (size_t)(rows * l->inputs);
@@ -281,9 +283,13 @@ TARGET static void NAME(multiply)(void *job, long item) {
     ELEMENT *out = kept ? (ELEMENT *)(up + size + converted) : (ELEMENT *)l->out + row * out_stride + first * LANES;
     for (long p = first; p < last; p += PANELS) {
         const long some = last - p < PANELS ? last - p : PANELS;
-        const int more = p + 2 * PANELS <= panels;
-        NAME(panels)(weights + p * lanes * LANES, lanes, x, x_stride, rows, some, more, sums);
-        if (l->is_gated) NAME(panels)(weights + (panels + p) * lanes * LANES, lanes, x, x_stride, rows, some, more, up);
+        const long then = p + PANELS < last ? p + PANELS : follows;
+        const LANE *next = then + PANELS <= panels ? weights + then * lanes * LANES : NULL;
+        NAME(panels)(weights + p * lanes * LANES, lanes, x, x_stride, rows, some, next, sums);
+        if (l->is_gated) {
+            const LANE *next_up = next == NULL ? NULL : next + panels * lanes * LANES;
+            NAME(panels)(weights + (panels + p) * lanes * LANES, lanes, x, x_stride, rows, some, next_up, up);
+        }
         for (long b = 0; b < some; b++)
             NAME(put)(l, row, rows, (p + b) * LANES, sums + b * LANES, up + b * LANES, out + (p + b - first) * LANES, out_stride);
     }
