@@ -245,8 +245,8 @@ def test_the_flags_in_the_guides_exist():
     known |= {"--concurrencies", "--request-rates", "--minutes", "--attackers", "--python", "--instructions"}
     known |= {"--folder", "--peer", "--preload", "--prepare", "--shapes", "--only", "--seconds"}
     known |= {row.flag for row in TABLE.values()} | {"--ctx-size"}
-    # Of docker.
-    known |= {"--target", "--profile"}
+    # Of docker, and of `ray start`.
+    known |= {"--target", "--profile", "--address", "--head"}
     for page in [*(page for page in GUIDES if page != OF_CLIENTS), *DOCS.glob("hooks/*.md")]:
         lines = [line for line in read(page).splitlines() if not line.lstrip().startswith(("pip ", "curl "))]
         assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", "\n".join(lines))) <= known, name(page)
