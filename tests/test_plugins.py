@@ -134,7 +134,12 @@ def test_an_executor_of_a_third_party(toolkit, tmp_path):
     done = toolkit("plugins", "check", "toolkit-lm-threads", plugins=["threads"])
     assert done.returncode == 0, done.stdout
     done = toolkit("explain", "tiny", "--pipeline-parallel-size", "2", "--device", "cpu", "--json", plugins=["threads"])
-    assert json.loads(done.stdout)["executors"] == [["in_process", "it runs 1 of 2 workers"], ["mp", None], ["threads", None]], done.stderr
+    assert json.loads(done.stdout)["executors"] == [
+        ["in_process", "it runs 1 of 2 workers"],
+        ["mp", None],
+        ["ray", None],
+        ["threads", None],
+    ], done.stderr
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"messages": [{"role": "user", "content": "What is the capital of France?"}]}) + "\n")
     asked = ["--prompts", str(prompts), "--out", str(out), "--temperature", "0", "--max-tokens", "32", "--tensor-parallel-size", "2"]
