@@ -57,13 +57,14 @@ def make(family: str, folder: str) -> None:
 def measure(folder: str, rows: int, steps: int, turns: int) -> tuple[list[float], list[float]]:
     """The median of each turn's steps, in milliseconds: module by module, and in one call."""
     params = SamplingParams(max_tokens=2 * turns * (WARMUP + steps) + WARMUP, temperature=0, ignore_eos=True, detokenize=False)
+    assert PROMPT + params.max_tokens <= SHAPE["max_position_embeddings"], "fewer steps or turns"
     with LLM(folder, dtype="bfloat16", renderer="tokens", engine_process=False, num_kv_blocks=4096, max_num_seqs=rows) as llm:
         client = llm.engine.client
         assert isinstance(client, InProcessClient)
         core: Any = client.core
         layers = [module for module in core.executor.runner.model.modules() if isinstance(module, FusibleLayer)]
         fused = [layer.fused for layer in layers]
-        assert all(fused), "the kernels compute not all layers in one call"
+        assert all(fused), "the kernels do not compute every layer in one call"
         for row in range(rows):
             llm.engine.add_request(str(row), {"prompt_token_ids": [7 + row] * PROMPT}, params)
         found: tuple[list[float], list[float]] = [], []

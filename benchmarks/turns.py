@@ -66,8 +66,8 @@ class Peer(System):
 
 
 def race(makers: Mapping[str, Callable[[], Ours | Peer]], works: Sequence[str], runs: int, compared: Sequence[Ratio]) -> None:
-    """The first run of each is a warm-up, a quarter of the prompts of a quarter of their length, and does not count. Without `runs`
-    there is one more of the kind, which does."""
+    """The first run of each is a warm-up, a quarter of the prompts of a quarter of their length, and does not count. With `runs` 0 a
+    second warm-up counts."""
     systems: dict[str, Ours | Peer] = {}
     seeds = range(WARM_UP + 1, WARM_UP + 1 + runs) or [WARM_UP]
     try:
@@ -83,17 +83,18 @@ def race(makers: Mapping[str, Callable[[], Ours | Peer]], works: Sequence[str], 
                     taken[name].append(system.seconds(work, seed))
             for ratio in compared:
                 if ratio.of in taken and ratio.to in taken:
-                    show(work, ratio, taken)
+                    show(work, ratio, taken, seeds[0])
     finally:
         for system in systems.values():
             system.stop()
 
 
-def show(work: str, ratio: Ratio, taken: Mapping[str, list[float]]) -> None:
-    """A line of the table: how many times as fast as the other system."""
+def show(work: str, ratio: Ratio, taken: Mapping[str, list[float]], seed: int) -> None:
+    """A line of the table: how many times as fast as the other system. `seed` says how many prompts there were, and how long."""
     ratios = [theirs / own for own, theirs in zip(taken[ratio.of][1:], taken[ratio.to][1:], strict=True)]
-    kind = race_system.WORKS[work]
-    rate = kind.prompts * (kind.own if kind.counts_prompts else kind.new) / statistics.median(taken[ratio.of][1:])
+    kind, prompts = race_system.WORKS[work], prompts_of(work, seed)
+    tokens = sum(map(len, prompts)) if kind.counts_prompts else len(prompts) * kind.new
+    rate = tokens / statistics.median(taken[ratio.of][1:])
     label = ratio.of if ratio.is_plain else f"{ratio.of} / {ratio.to}"
     numbers = f"{rate:>10.0f}{statistics.median(ratios):>8.2f}{min(ratios):>8.2f}{max(ratios):>8.2f}"
     print(f"{work:8}{label:>28}{numbers}{'' if ratio.goal is None else ratio.goal:>8}", flush=True)

@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from toolkit_lm.attention import AttentionSpec, AttentionType, BatchView, FullSp
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import AttentionBackendRegistry, KernelsRegistry, PluginInfo
 from toolkit_lm_triton.backend import TritonBackend
+from toolkit_lm_triton.fused import fits
 from toolkit_lm_triton.layers import TritonKernels
 from toolkit_lm_triton.pieces import SPLIT, Metadata, PlanKey, Tile, make_plan, power_of_2
 
@@ -207,3 +209,14 @@ class TritonParams:
 
 def test_powers_of_2() -> None:
     assert [power_of_2(n) for n in (1, 2, 3, 16, 17, 80)] == [1, 2, 4, 16, 32, 128]
+
+
+def test_layers_of_other_kinds_are_left_to_their_modules() -> None:
+    there, wide = object(), SimpleNamespace(weight=[0.0] * 48)
+    params = SimpleNamespace(attention_type=AttentionType.DECODER, head_size=24)
+    usual = {"attn": SimpleNamespace(params=params), "head_norms": None, "multiplier": 1.0, "out_norms": None}
+    usual |= dict.fromkeys(("input_norm", "post_norm", "gate_up", "down"), there)
+    assert fits(SimpleNamespace(**usual))
+    missing = [{name: None} for name in ("input_norm", "post_norm", "gate_up", "down")]
+    for change in (*missing, {"multiplier": 0.5}, {"out_norms": (there, there)}, {"head_norms": (wide, wide)}):
+        assert not fits(SimpleNamespace(**usual | change)), change

@@ -56,6 +56,7 @@ class TritonBackend(AttentionBackend):
             return reason
         if spec.head_size > _MOST_SIZE:
             return f"head_size {spec.head_size} is above {_MOST_SIZE}"
+        # The dtype was checked above.
         return common_refusal(spec, DTYPES)
 
     @classmethod

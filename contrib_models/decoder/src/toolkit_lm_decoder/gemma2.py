@@ -60,8 +60,12 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
     post_feedforward_layernorm: RMSNorm
 
     def parts(self) -> LayerParts | None:
-        own = {"out_norms": (self.post_attention_layernorm, self.post_feedforward_layernorm)}
-        return self.parts_of(Gemma2DecoderLayer, input_norm=self.input_layernorm, post_norm=self.pre_feedforward_layernorm, **own)
+        return self.parts_of(
+            Gemma2DecoderLayer,
+            input_norm=self.input_layernorm,
+            post_norm=self.pre_feedforward_layernorm,
+            out_norms=(self.post_attention_layernorm, self.post_feedforward_layernorm),
+        )
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)

@@ -20,8 +20,12 @@ class GraniteDecoderLayer(LlamaDecoderLayer):
         self.multiplier = HFConfig(vllm_config.hf_config).get("residual_multiplier", float, 1.0)
 
     def parts(self) -> LayerParts | None:
-        own = {"multiplier": self.multiplier}
-        return self.parts_of(GraniteDecoderLayer, input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm, **own)
+        return self.parts_of(
+            GraniteDecoderLayer,
+            input_norm=self.input_layernorm,
+            post_norm=self.post_attention_layernorm,
+            multiplier=self.multiplier,
+        )
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x, residual = self.enter(x, residual)

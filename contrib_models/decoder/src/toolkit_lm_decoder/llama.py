@@ -122,7 +122,7 @@ class LlamaAttention(nn.Module):
         return None
 
     def is_usual(self) -> bool:
-        """Whether it is a decoder's, and no class derived from this one computes it in another way."""
+        """Whether it is a decoder's attention that computes as this class does: no subclass overrides `project` or `forward`."""
         own = type(self)
         computes_so = own.project is LlamaAttention.project and own.forward is LlamaAttention.forward
         return computes_so and self.attention_type is AttentionType.DECODER

@@ -54,7 +54,7 @@ def split_experts(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 
 def divide_experts(num_experts: int, parallel: ParallelConfig, what: str) -> range:
-    """The numbers of the experts that this rank holds with expert parallelism: contiguous, and one more on some ranks than on others.
+    """The numbers of the experts that this rank holds with expert parallelism: contiguous, in numbers that differ by one at most.
 
     Raises ConfigError, naming `what`, where there are fewer experts than ranks.
     """

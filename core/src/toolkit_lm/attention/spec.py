@@ -124,7 +124,7 @@ class AttentionSpec(Struct, frozen=True, kw_only=True):
 
 
 def common_refusal(spec: AttentionSpec, dtypes: Sequence[str]) -> str | None:
-    """Why no backend that computes keys and values in these dtypes can run such a layer, whatever its kernels are; None: one may.
+    """Why no backend that caches keys and values, with kernels for these dtypes, can run the layer; None: one may.
 
     It is where `AttentionBackend.refuses` of most backends begins. They go on with what their own kernels lack.
     """

@@ -49,7 +49,7 @@ class FusibleLayer(nn.Module):
     """What computes the layer in place of its modules."""
 
     def parts(self) -> LayerParts | None:
-        """None: it is of another kind."""
+        """None: LayerParts cannot state what the layer computes."""
         raise NotImplementedError
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:

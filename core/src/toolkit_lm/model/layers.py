@@ -11,7 +11,7 @@ from toolkit_lm.errors import ConfigError
 
 
 class Absent(nn.Module):
-    """Stands for a module that another pipeline rank owns. Weights under its name are passed over."""
+    """Stands for a module that another rank holds: a layer of another stage, or an expert. Weights under its name are passed over."""
 
 
 class Layers(nn.ModuleList):

@@ -107,7 +107,7 @@ def _compilation(config: VllmConfig, plugins: Plugins, held: Held, kernels: str)
     if not level:
         if held.fuses and held.num_fusible:
             but = f", {held.num_routed} of them up to the experts" if held.num_routed else ""
-            how = f"kernels {kernels!r} compute {held.num_fusible} decoder layers in one call each{but}, where they have one for it"
+            how = f"kernels {kernels!r} compute decoder layers in one call each where they have one for it, {held.num_fusible} at most{but}"
         else:
             how = f"each layer by itself, with kernels {kernels!r}"
         return "none", [], ["optimization_level is 0, which starts fastest", how]

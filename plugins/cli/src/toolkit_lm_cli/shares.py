@@ -30,7 +30,7 @@ class RankShare:
     num_bytes: int
     """Of its parameters, as they are loaded."""
     num_expert_bytes: int
-    """Of those that are routed experts'."""
+    """Of them, those of routed experts."""
     num_layers: int
     """That use the KV cache."""
 

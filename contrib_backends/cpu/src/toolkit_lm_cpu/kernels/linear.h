@@ -87,7 +87,7 @@ TARGET static void NAME(panels)(const LANE *at, long lanes, const int32_t *x, lo
     memset(sums, 0, (size_t)(rows * PANELS * LANES) * sizeof *sums);
     for (long begin = 0; begin < lanes; begin += CHUNK) {
         const long some = lanes - begin < CHUNK ? lanes - begin : CHUNK;
-        /* What follows in memory, where lanes are not cut; else the rest of the first panel, which is better than nothing. */
+        /* What this thread wants next, where lanes are not cut; else the rest of the first panel, which is better than nothing. */
         const char *ahead = (const char *)(some == lanes ? next : at + (begin + some) * LANES);
         for (long i = 0, row = 0; i < count; i++) {
             const long end = rows * (i + 1) / count;
