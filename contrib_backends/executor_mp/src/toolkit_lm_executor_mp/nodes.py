@@ -93,10 +93,13 @@ class Nodes:
         self.door.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._refusals = self.door.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         self._plans: dict[int, zmq.Socket[bytes]] = {}
+        self._connected: set[int] = set()
+        """Nodes that have been sent a command."""
         try:
             self.address = self._bind()
             for node in range(1, self.num_nodes):
                 self._plans[node] = make_socket(context, zmq.PUSH, self._key, is_master=True)
+                self._plans[node].setsockopt(zmq.SNDTIMEO, int(1000 * self.margin))
                 self._plans[node].bind(endpoint(self.address, "*"))
             self._store, self.store_port = self._make_store()
         except BaseException:
@@ -157,8 +160,11 @@ class Nodes:
 
     def send(self, message: bytes) -> None:
         """An encoded command, to the workers of all nodes."""
-        for one in self._plans.values():
-            one.send(message, 0, len(message) < 2**16)
+        for number, one in self._plans.items():
+            # The first command waits for a node that connects. Later on, who is not connected has gone, as `find_death` will say.
+            with suppress(zmq.Again):
+                one.send(message, zmq.NOBLOCK if number in self._connected else 0, len(message) < 2**16)
+                self._connected.add(number)
 
     def take(self) -> list[zmq.Frame]:
         """What workers of other machines have reported. Greets nodes. Raises ConfigError for a node that does not fit."""
