@@ -483,7 +483,7 @@ class TestBadStart:
             LLM(folder, max_num_batched_tokens=4)
         with pytest.raises(ConfigError, match="but the checkpoint has 256 positions"):
             LLM(folder, max_model_len=300)
-        with pytest.raises(UnsupportedError, match=r"tensor_parallel_size 2 .*Supported: mp\."):
+        with pytest.raises(UnsupportedError, match=r"tensor_parallel_size 2 .*Supported: mp, ray\."):
             LLM(folder, tensor_parallel_size=2, executor="in_process")
 
     def test_no_such_model(self, tmp_path):

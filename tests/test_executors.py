@@ -140,6 +140,6 @@ def test_expert_parallel_is_refused_where_nothing_is_divided(make_llama, tmp_pat
 def test_in_process_is_refused_for_two_ranks(make_llama):
     folder, _ = make_llama("ranks")
     with pytest.raises(
-        UnsupportedError, match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. Supported: mp, threads\."
+        UnsupportedError, match=r"'in_process' cannot run tensor_parallel_size 2 .*: it runs 1 of 2 workers\. Supported: mp, ray, threads\."
     ):
         threads(folder, 2, 1, executor="in_process")
