@@ -78,3 +78,14 @@ def test_its_beginning_is_told_once():
     assert [one.told(event(kind, 5.0, scheduled_time=5.0)) for kind in ("queued", "scheduled", "first_token")] == [None] * 3
     end = one.told(event("finished", 9.0, scheduled_time=5.0, first_token_time=6.0, num_output_tokens=7))
     assert (end.scheduled_time, end.first_token_time, end.num_output_tokens) == (2.0, 3.0, 7)
+
+
+def test_its_end_is_told_where_its_engine_has_not_lived_to():
+    one = in_flight()
+    assert one.untold("stop") is None
+    one.told(event("queued", 1.0))
+    one.told(event("first_token", 2.0, first_token_time=2.0))
+    one.take(output(0, [7, 8]))
+    end = one.untold("stop")
+    assert (end.kind, end.num_output_tokens, end.first_token_time, end.finish_reason) == ("finished", 2, 2.0, "stop")
+    assert one.untold("abort").kind == "aborted"

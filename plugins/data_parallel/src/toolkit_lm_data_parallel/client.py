@@ -149,6 +149,8 @@ class DataParallelClient(EngineClient):
                 engine.num_tokens += one.num_tokens - before
             if index is None or one.has_ended:
                 engine.remove(one)
+                if self._plugins.has_event_listeners:
+                    engine.ending[request_id] = one, reason
 
     def reset_prefix_cache(self) -> None:
         self._check()
@@ -283,6 +285,7 @@ class DataParallelClient(EngineClient):
     def _bury(self, engine: Engine, error: ToolkitError) -> None:
         """An engine has died: starts it anew, if it may, and has others go on with its requests. At the start, all end with it."""
         had_started = engine.info is not None
+        untold = [event for one, reason in engine.ending.values() if (event := one.untold(reason)) is not None]
         left = engine.end(self._named(engine, error))
         if self._info is None:
             self._death = error
@@ -297,7 +300,7 @@ class DataParallelClient(EngineClient):
         then = "is started anew" if engine.client is not None else "is not started anew (restart_engine)"
         logger.error("an engine has died, and %s; others go on with its %d requests: %s", then, len(left), error)
         if self._plugins.has_event_listeners:
-            self._news.events.append(_empty(engine))
+            self._news.events += [*(replace(event, engine=engine.number) for event in untold), _empty(engine)]
         if all(one.client is None for one in self._engines):
             self._death = EngineDeadError(f"all {len(self._engines)} engines have died, the last of this: {error}")
             self._death.__cause__ = error
@@ -327,8 +330,11 @@ class DataParallelClient(EngineClient):
 def _told(engine: Engine, event: Event) -> Event | None:
     """An engine's event as those who watch are to hear it."""
     told: Event | None = event
-    if isinstance(event, RequestEvent) and (one := engine.requests.get(event.request_id)) is not None:
-        told = one.told(event)
+    if isinstance(event, RequestEvent):
+        if event.kind in ("finished", "aborted"):
+            engine.ending.pop(event.request_id, None)
+        if (one := engine.requests.get(event.request_id)) is not None:
+            told = one.told(event)
     return told if told is None or engine.number == 0 else replace(told, engine=engine.number)
 
 

@@ -9,6 +9,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine import EngineInfo, EngineState
 from toolkit_lm.engine.process.client import ProcessClient
 from toolkit_lm.errors import ToolkitError
+from toolkit_lm.params import FinishReason
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_data_parallel.in_flight import InFlight
@@ -35,6 +36,8 @@ class Engine:
         """By request id, in the order in which they came."""
         self.num_tokens = 0
         """In flight: of all of these."""
+        self.ending: dict[str, tuple[InFlight, FinishReason]] = {}
+        """Requests that were ended from outside, by id, until the engine tells of it. Only where somebody watches."""
         self._prefixes = PrefixMirror(_MOST_BLOCKS)
         self._busy_since = 0.0
 
@@ -58,7 +61,7 @@ class Engine:
             self.client.shutdown()
         left = list(self.requests.values())
         self.client, self.info, self.error = None, None, error
-        self.requests, self.num_tokens = {}, 0
+        self.requests, self.num_tokens, self.ending = {}, 0, {}
         self._prefixes.clear()
         return left
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -99,6 +100,19 @@ class InFlight:
             num_cached_tokens=event.num_cached_tokens if self._num_cached_tokens is None else self._num_cached_tokens,
             scheduled_time=event.scheduled_time if scheduled is None else scheduled.scheduled_time,
             first_token_time=event.first_token_time if first is None else first.first_token_time,
+        )
+
+    def untold(self, reason: FinishReason) -> RequestEvent | None:
+        """The event of its end, which its engine has not lived to tell. None where nobody has heard that it began."""
+        heard = self._told.get("first_token") or self._told.get("scheduled") or self._told.get("queued")
+        if heard is None:
+            return None
+        return replace(
+            heard,
+            kind="aborted" if reason in ("abort", "timeout") else "finished",
+            time=time.monotonic(),
+            num_output_tokens=sum(len(one.token_ids) for one in self._sequences.values()),
+            finish_reason=reason,
         )
 
     def _sequence(self, index: int) -> _Begun:
