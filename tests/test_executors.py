@@ -52,6 +52,13 @@ def test_the_first_stage_may_have_no_layer_of_a_group(make_windowed, assert_pari
         assert_parity(model, llm.generate([prompt_tokens(30), prompt_tokens(7), prompt_tokens(45)], params, use_tqdm=False))
 
 
+@pytest.mark.parametrize(("pipeline", "budget"), [(1, 2048), (2, 512)])
+def test_the_token_budget_is_smaller_over_stages(make_llama, pipeline, budget):
+    folder, _ = make_llama("ranks")
+    with threads(folder, 1, pipeline) as llm:
+        assert llm.config.scheduler.max_num_batched_tokens == budget
+
+
 @pytest.mark.parametrize(("tensor", "pipeline"), SIZES)
 def test_beams_are_those_of_one_rank(make_llama, tensor, pipeline):
     folder, _ = make_llama("ranks")

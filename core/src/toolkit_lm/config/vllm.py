@@ -103,7 +103,12 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True):
 
     max_num_seqs: Annotated[int, option("Maximum number of sequences in a step.", ge=1, le=65536)] = 256
     max_num_batched_tokens: Annotated[
-        int | None, option("Token budget of a step, over all sequences.", none="2048; for pooling in one step 8192, in float32 4096", ge=1)
+        int | None,
+        option(
+            "Token budget of a step, over all sequences.",
+            none="2048; over pipeline stages 512; for pooling in one step 8192, in float32 4096",
+            ge=1,
+        ),
     ] = None
     enable_chunked_prefill: Annotated[
         bool | None,

@@ -25,6 +25,8 @@ _UNSTATED = 1024
 _WHOLE_TOKENS = {"float32": 4096, "bfloat16": 8192, "float16": 8192}
 """Of a step that computes whole prompts, by default: nobody waits for a next token, and larger products are faster, up to where a step's
 intermediate results leave the processor's last cache."""
+_STAGED_TOKENS = 512
+"""Of a step over pipeline stages, by default: each stage waits for the first chunk, so chunks are as short as products stay fast."""
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -79,7 +81,8 @@ def _for_runner(config: VllmConfig, choice: RunnerChoice, entry: ModelEntry) -> 
         too_long = choice.convert != "none" and config.max_model_len > max(_MOST_UNCUT, budget or 0)
         chunked = generates or bool(caching) or too_long
     if budget is None:
-        budget = max(config.scheduler.token_budget if chunked else _WHOLE_TOKENS[config.model.dtype], config.scheduler.max_num_seqs)
+        in_chunks = config.scheduler.token_budget if config.parallel.pipeline_parallel_size == 1 else _STAGED_TOKENS
+        budget = max(in_chunks if chunked else _WHOLE_TOKENS[config.model.dtype], config.scheduler.max_num_seqs)
         if not generates and choice.convert == "none":
             # An encoder computes texts as a whole, whatever was asked for.
             budget = max(budget, config.max_model_len)
