@@ -1,8 +1,8 @@
-"""The budgets that keep the project small: code lines of core, lines of a file, lines of a class.
+"""The budgets that keep the project small: tokens of core, lines of a file, lines of a class.
 
 usage: python tests/budgets.py
 
-A code line is a line that is neither blank nor comment nor docstring. A text that stands alone as a statement is a docstring.
+Comments, docstrings, ends of lines and indentation are no tokens. A text that stands alone as a statement is a docstring.
 """
 
 from __future__ import annotations
@@ -19,47 +19,53 @@ ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core" / "src" / "toolkit_lm"
 SOURCES = ("core/src", "plugins/*/src", "contrib_*/*/src")
 
-CORE_LINES = 10_000
-"""Code lines that core may have."""
+CORE_TOKENS = 120_000
+"""Tokens that core may have. Tokens, since a budget of lines pays for dense ones."""
 FILE_LINES = 500
 """Lines that a file may have, whatever is on them."""
-CLASS_LINES = 300
+CLASS_LINES = 400
 """Lines that a class may have, from its first to its last."""
 
-_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 def main() -> int:
-    """Prints the code lines of core's rooms, and what is over a budget. Returns the exit code."""
-    rooms = code_lines_of_rooms(CORE)
-    for room, lines in sorted(rooms.items()):
-        print(f"{lines:6,}  {room}")
-    print(f"{rooms.total():6,}  code lines of core, of {CORE_LINES:,}")
-    problems = [problem for pattern in SOURCES for folder in sorted(ROOT.glob(pattern)) for problem in oversized(folder)]
-    if rooms.total() > CORE_LINES:
-        problems.append(f"core has {rooms.total():,} code lines, and may have {CORE_LINES:,}")
+    """Prints the tokens of core's rooms, and what is over a budget. Returns the exit code."""
+    rooms = tokens_of_rooms(CORE)
+    for room, count in sorted(rooms.items()):
+        print(f"{count:7,}  {room}")
+    print(f"{rooms.total():7,}  tokens of core, of {CORE_TOKENS:,}")
+    folders = [folder for pattern in SOURCES for folder in sorted(ROOT.glob(pattern))]
+    problems = [problem for folder in folders for problem in oversized(folder)]
+    if rooms.total() > CORE_TOKENS:
+        problems.append(f"core has {rooms.total():,} tokens, and may have {CORE_TOKENS:,}")
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     return bool(problems)
 
 
-def code_lines_of_rooms(package: Path) -> Counter[str]:
-    """The code lines of each folder of a package, its own modules under their names."""
+def tokens_of_rooms(package: Path) -> Counter[str]:
+    """The tokens of each folder of a package, its own modules under their names."""
     rooms: Counter[str] = Counter()
     for path in package.rglob("*.py"):
-        rooms[path.relative_to(package).parts[0]] += code_lines(path.read_text(encoding="utf-8"))
+        rooms[path.relative_to(package).parts[0]] += count_tokens(path.read_text(encoding="utf-8"))
     return rooms
 
 
-def code_lines(source: str) -> int:
-    """How many lines of a module hold code. Raises SyntaxError."""
+def count_tokens(source: str) -> int:
+    """How many tokens of a module are code. Raises SyntaxError."""
     docstrings = _docstring_lines(ast.parse(source))
-    found: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE and not (token.type == tokenize.STRING and token.start[0] in docstrings):
-            found.update(range(token.start[0], token.end[0] + 1))
-    blank = {number for number, line in enumerate(source.split("\n"), 1) if not line.strip()}
-    return len(found - blank)
+    return sum(
+        token.type not in _NO_CODE and not (token.type == tokenize.STRING and token.start[0] in docstrings)
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+    )
 
 
 def oversized(folder: Path) -> Iterator[str]:

@@ -16,46 +16,47 @@ MODULE = '''"""A module,
 
 in three lines."""
 
-import os  # 1
+import os  # 2
 # a comment
 
-class Thing:  # 2
+class Thing:  # 5
     """A docstring."""
 
-    size: int = 3  # 3
+    size: int = 3  # 10
     """What it is."""
 
-    def text(self) -> str:  # 4
-        return """5
+    def text(self) -> str:  # 18
+        return """20
 
-        7""" + str(  # 6
-            self.size  # 7
-        )  # 8
+        in one token""" + str(  # 23
+            self.size  # 26
+        )  # 27
 
 
-class Failure(Exception): """On the line of its class: 9"""
+class Failure(Exception): """On the line of its class: 33"""
 '''
 
 
-def test_code_lines_leave_out_blank_lines_comments_and_docstrings():
-    assert budgets.code_lines(MODULE) == 9
-    assert budgets.code_lines("") == budgets.code_lines("# nothing\n\n") == budgets.code_lines('"""A docstring."""') == 0
+def test_tokens_leave_out_line_ends_comments_and_docstrings():
+    assert budgets.count_tokens(MODULE) == 33
+    assert budgets.count_tokens("") == budgets.count_tokens("# nothing\n\n") == budgets.count_tokens('"""A docstring."""') == 0
+    assert budgets.count_tokens("a, b = 1, 2\n") > budgets.count_tokens("a = 1\n")
 
 
 def test_rooms_are_folders_and_modules(tmp_path):
     (tmp_path / "room" / "inner").mkdir(parents=True)
     for name, lines in (("top.py", 2), ("room/a.py", 3), ("room/inner/b.py", 4), ("room/notes.txt", 9)):
-        (tmp_path / name).write_text("x = 1\n" * lines)
-    assert budgets.code_lines_of_rooms(tmp_path) == Counter({"top.py": 2, "room": 7})
+        (tmp_path / name).write_text("x\n" * lines)
+    assert budgets.tokens_of_rooms(tmp_path) == Counter({"top.py": 2, "room": 7})
 
 
 @pytest.fixture
 def budget(tmp_path, monkeypatch):
-    """A project of one module, with budgets of 10 code lines of core, 8 lines a file and 4 a class; gives the exit code."""
+    """A project of one module, with budgets of 30 tokens of core, 8 lines a file and 4 a class; gives the exit code."""
     for name, value in {
         "ROOT": tmp_path,
         "CORE": tmp_path / "core/src/toolkit_lm",
-        "CORE_LINES": 10,
+        "CORE_TOKENS": 30,
         "FILE_LINES": 8,
         "CLASS_LINES": 4,
     }.items():
@@ -84,4 +85,4 @@ def test_a_core_over_its_budget_is_an_error(budget, capsys):
     assert budget("core/src/toolkit_lm/a.py", "x = 1\n" * 6) == 0
     assert budget("core/src/toolkit_lm/room/b.py", "x = 1\n" * 4) == 0
     assert budget("core/src/toolkit_lm/room/b.py", "x = 1\n" * 5) == 1
-    assert capsys.readouterr().err == "error: core has 11 code lines, and may have 10\n"
+    assert capsys.readouterr().err == "error: core has 33 tokens, and may have 30\n"
