@@ -6,16 +6,17 @@ import contextlib
 import importlib
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from toolkit_lm import LLM, SamplingParams
-from toolkit_lm.errors import ConfigError, UnsupportedError
+from toolkit_lm.errors import ConfigError, PluginError, UnsupportedError
 from toolkit_lm.events import StepEvent
 from toolkit_lm.model import Drafter
-from toolkit_lm.plugin import DrafterRegistry, hookimpl
+from toolkit_lm.plugin import DrafterRegistry, PluginWarning, hookimpl
 from toolkit_lm_devkit import DrafterConformance
 
 FOLDER = Path(__file__).parent / "plugins"
@@ -155,48 +156,191 @@ class TestNgram(DrafterConformance):
     plugins = [NGRAM]
 
 
-WRONG = {
-    12: lambda tokens: 1 / 0,
-    30: lambda tokens: [10**6],
-    11: lambda tokens: tokens[-2:],
-    50: lambda tokens: None,
-    60: lambda tokens: tokens.sort(),
-}
-"""By the number of tokens at which it is asked, what a drafter should not do."""
+class Careful(Drafter):
+    """Drafts the last token again. The classes below do one thing wrong each, in a step of a request and not at the start."""
 
-
-class Wrong(Drafter):
     def propose(self, token_ids: np.ndarray) -> list[int]:
-        return WRONG.get(len(token_ids), lambda tokens: [])(token_ids)
+        return [int(token_ids[-1])] if len(token_ids) < 30 else self.wrong(token_ids)
+
+    def wrong(self, token_ids: np.ndarray) -> list[int]:
+        return []
+
+
+class Raising(Careful):
+    def wrong(self, token_ids):
+        return [1 // 0]
+
+
+class Leaving(Careful):
+    def wrong(self, token_ids):
+        raise SystemExit(3)
+
+
+class Foreign(Careful):
+    def wrong(self, token_ids):
+        return [10**6]
+
+
+class Negative(Careful):
+    def wrong(self, token_ids):
+        return [-1]
+
+
+class NoList(Careful):
+    def wrong(self, token_ids):
+        return token_ids[-2:]
+
+
+class Nothing(Careful):
+    def wrong(self, token_ids):
+        return None
+
+
+class Sorting(Careful):
+    def wrong(self, token_ids):
+        token_ids.sort()
+        return []
+
+
+class Rewriting(Careful):
+    """It writes into what others read of a sequence's tokens."""
+
+    def finish(self, inputs, hidden_states, result):
+        super().finish(inputs, hidden_states, result)
+        if inputs.token_index.max() > 30:
+            inputs.histories.token_ids[:] = 5
+
+
+class Redirecting(Careful):
+    def finish(self, inputs, hidden_states, result):
+        super().finish(inputs, hidden_states, result)
+        if inputs.token_index.max() > 30:
+            inputs.groups[0].table[:] = 0
+
+
+class Ending(Careful):
+    def finish(self, inputs, hidden_states, result):
+        super().finish(inputs, hidden_states, result)
+        if inputs.token_index.max() > 30:
+            raise RuntimeError("no more drafts")
+
+
+class Elsewhere(Careful):
+    def finish(self, inputs, hidden_states, result):
+        super().finish(inputs, hidden_states, result)
+        if inputs.token_index.max() > 30:
+            result.drafts[10**9] = [1]
+
+
+class Joining(Careful):
+    def add(self, seq):
+        if seq.seq_id > 2:
+            raise KeyError(seq.seq_id)
+
+
+class Parting(Careful):
+    def remove(self, seq_id):
+        if seq_id > 0:
+            raise KeyError(seq_id)
+
+
+class Drawing(Careful):
+    """It writes tokens of its own into the result, which is a copy, so that nothing comes of it."""
+
+    def finish(self, inputs, hidden_states, result):
+        super().finish(inputs, hidden_states, result)
+        for drawn in result.token_ids:
+            drawn[:] = [7] * len(drawn)
+        result.errors[inputs.plan.scheduled[0].seq_id] = "an error of a drafter's"
+
+
+FAULTS = {
+    Raising: r"failed in drafter 'Raising': ZeroDivisionError",
+    Leaving: r"failed in drafter 'Leaving': SystemExit: 3",
+    Foreign: r"Foreign has proposed \[1000000\]: no list of token ids",
+    Negative: r"Negative has proposed \[-1\]: no list of token ids",
+    NoList: r"NoList has proposed array\(.*\): no list of token ids",
+    Nothing: r"Nothing has proposed None: no list of token ids",
+    Sorting: r"ValueError: .*read-only",
+    Rewriting: r"ValueError: .*read-only",
+    Redirecting: r"ValueError: .*read-only",
+    Ending: r"RuntimeError: no more drafts",
+    Elsewhere: r"Elsewhere has proposed \[1\]: no list of token ids of a sequence that drew one",
+    Joining: r"KeyError: 3",
+    Parting: r"KeyError: \d",
+    Drawing: None,
+}
+"""Each with what the warning says; None: there is none."""
+
+
+class Unmade(Careful):
+    def __init__(self, *arguments):
+        raise OSError("no draft model")
+
+
+class Grouping(Careful):
+    def groups(self, inputs):
+        inputs.groups[0].slots[:] = 0
+
+
+class Feeding(Careful):
+    def inputs(self, inputs):
+        return {}
 
 
 @hookimpl
 def toolkit_register_drafters(drafters: DrafterRegistry) -> None:
-    drafters.add("wrong", f"{__name__}:Wrong")
+    for cls in (*FAULTS, Unmade, Grouping, Feeding):
+        drafters.add(cls.__name__, f"{__name__}:{cls.__name__}")
 
 
-def test_a_drafter_that_fails_fails_the_request_alone(make_llama):
-    folder, _ = make_llama("drafts")
-    plugin = SimpleNamespace(name="wrong", toolkit_register_drafters=toolkit_register_drafters)
-    prompts = [[3 + i for i in range(length)] for length in (10, 24, 7, 45, 55, 70)]
-    with LLM(str(folder), plugins=[plugin], drafter="wrong", dtype="float32", max_model_len=128) as llm:
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    errors = [output.error or "" for output in outputs]
-    for error, message in zip(
-        errors,
-        (
-            r"Wrong has proposed array\(.*\): no list of token ids",
-            r"Wrong has proposed \[1000000\]: no list",
-            r"Wrong has proposed array",
-            "Wrong has proposed None",
-            "ValueError: .*read-only",
-            "^$",
-        ),
-        strict=True,
-    ):
-        assert re.search(message, error), error
-    assert len(outputs[5].outputs[0].token_ids) == 8
+FAULTY = SimpleNamespace(name="faulty", toolkit_register_drafters=toolkit_register_drafters)
+LONG = [[3 + (i * k) % 11 for i in range(length)] for k, length in ((1, 24), (3, 9), (5, 40), (0, 7), (2, 27))]
+
+
+@pytest.fixture(scope="module")
+def undrafted(make_llama):
+    params = SamplingParams(temperature=1, seed=3, max_tokens=12, ignore_eos=True, detokenize=False)
+    return params, run(make_llama("drafts")[0], params, None, prompts=LONG)[0]
+
+
+@pytest.mark.parametrize("cls", FAULTS)
+def test_a_drafter_that_fails_is_dropped_and_no_token_changes(make_llama, undrafted, cls):
+    """One warning names it; no request ends, no other token is drawn, and the engine serves the next batch too."""
+    params, expected = undrafted
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", PluginWarning)
+        with engine(make_llama("drafts")[0], cls.__name__, [FAULTY]) as llm:
+            same(generate(llm, params, LONG), expected)
+            same(generate(llm, params, LONG), expected)
+    told = [str(one.message) for one in caught if issubclass(one.category, PluginWarning)]
+    if FAULTS[cls] is None:
+        assert told == []
+    else:
+        [message] = told
+        assert re.search(FAULTS[cls], message), message
+        assert "plugin 'faulty' (given from code" in message and "It is dropped: from now on nothing is drafted." in message
+
+
+def test_a_drafter_that_fails_is_dropped_even_where_warnings_are_errors(make_llama, undrafted):
+    params, expected = undrafted
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PluginWarning)
+        with engine(make_llama("drafts")[0], "Ending", [FAULTY]) as llm:
+            same(generate(llm, params, LONG), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Unmade", r"plugin 'faulty' .*test_drafts.py:\d+\) failed in drafter 'Unmade': OSError: no draft model"),
+        ("Grouping", r"plugin 'faulty' .*drafter 'Grouping' defines groups\(\): a drafter has no say in the model's forward pass"),
+        ("Feeding", r"defines inputs\(\)"),
+    ],
+)
+def test_a_drafter_that_can_be_no_drafter_is_refused_at_the_start(make_llama, name, message):
+    with pytest.raises(PluginError, match=message):
+        engine(make_llama("drafts")[0], name, [FAULTY])
 
 
 def test_what_cannot_go_back_is_refused(tmp_path):

@@ -273,11 +273,11 @@ def test_a_wrong_api_version(toolkit):
 
 
 def test_an_entry_module_that_imports_torch(toolkit):
-    done = toolkit("plugins", "list", "--json", plugins=["imports_torch"])
+    done = toolkit("plugins", "list", "--json", plugins=["imports_torch"], PYTHONWARNINGS="error::UserWarning")
     row = rows(done)["imports_torch"]
     assert (row["status"], list(row["entries"]["models"])) == ("ok", ["HeavyForCausalLM"])
     assert row["import_seconds"] > 0.1
-    assert re.search(r"warning: plugin 'imports_torch' \(imports-torch 1.0, .*\): its entry module imports torch: \d+\.\d\d s", done.stderr)
+    assert "imports torch" not in done.stderr, "what its author should change is for `toolkit plugins check`"
     assert any("requires no version of toolkit-lm-core" in note for note in row["notes"])
 
 
@@ -334,14 +334,14 @@ def test_a_backend_that_fails_while_a_server_starts(toolkit):
 
 
 def test_a_silent_and_slow_entry_module(toolkit):
-    """It prints, waits without computing, and says nothing."""
+    """It prints, and waits without computing: a busy disk or machine does that to any module, so that nobody is blamed for it."""
     done = toolkit("explain", "tiny", "--json", plugins=["slow"])
     assert done.returncode == 0 and json.loads(done.stdout)["plugin"] == "decoder"
     assert done.stderr.count("hello from slow") == 1
     assert re.search(r"importing plugin 'slow' \(slow-plugin 0.1, .*slow_plugin.py\) \.\.\.", done.stderr)
-    assert re.search(r"warning: plugin 'slow' .* is slow: 0\.\d\d s of CPU time, 2\.\d\d s in all, at each start", done.stderr)
+    assert "is slow" not in done.stderr
     row = rows(toolkit("plugins", "list", "--json", plugins=["slow"]))["slow"]
-    assert row["import_seconds"] < 1 < row["import_wall_seconds"]
+    assert (row["status"], row["import_seconds"] < 1) == ("ok", True)
 
 
 def test_an_import_that_is_interrupted_is_named(installed):
@@ -359,5 +359,5 @@ def test_an_import_that_is_interrupted_is_named(installed):
 def test_warnings_come_from_the_front_alone(toolkit, one_token):
     done = toolkit("generate", "tiny", *one_token, "--engine-process", plugins=["slow", "raising"])
     assert done.returncode == 0, done.stderr
-    for warning in ("plugin 'slow' (slow-plugin 0.1", "no such accelerator", "this module is old"):
+    for warning in ("no such accelerator", "this module is old"):
         assert sum("warning" in line.lower() and warning in line for line in done.stderr.splitlines()) == 1, done.stderr

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import EncoderInput, NewSequence, StepPlan, StepResult
 
 
@@ -97,19 +96,22 @@ class ModelState:
 
 
 class Drafter(ModelState):
-    """A ModelState that guesses at the tokens to come. The next step keeps those that it draws itself."""
+    """Guesses at the tokens to come. The next step keeps those that it draws itself, so that a drafter changes no token.
+
+    It is told of sequences by `add` and `remove`, as any ModelState, and asked by `finish`. A drafter that raises, or whose drafts are no
+    lists of the model's tokens, is dropped with a warning: the engine goes on without drafts. `groups` and `inputs` are not for drafters.
+    """
 
     @abstractmethod
     def propose(self, token_ids: np.ndarray) -> list[int]:
         """Drafts of what follows these tokens, [N] int32, read only: prompt and output of a sequence. Empty: no guess."""
 
     def finish(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
-        """Asks for drafts for each sequence that has drawn a token. Raises PluginError for what is no list of tokens of the model."""
-        limit = self.config.vocab_size or np.inf
+        """Asks for drafts for each sequence that has drawn a token: `result.drafts`, by seq_id.
+
+        `result` is a copy that holds the drawn tokens; nothing but its drafts is read. The arrays of `inputs` cannot be written to.
+        """
         for place in inputs.sampling:
             if result.token_ids[place]:
                 tokens = inputs.histories.tokens(inputs.rows[place])
-                tokens.flags.writeable = False
-                drafts = result.drafts[inputs.plan.scheduled[place].seq_id] = self.propose(tokens)
-                if not isinstance(drafts, list) or any(type(token) is not int or not 0 <= token < limit for token in drafts):
-                    raise PluginError(f"{type(self).__module__}.{type(self).__name__} has proposed {drafts!r}: no list of token ids.")
+                result.drafts[inputs.plan.scheduled[place].seq_id] = self.propose(tokens)

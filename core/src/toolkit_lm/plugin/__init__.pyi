@@ -2,7 +2,6 @@ from .discovery import CORE_DISTRIBUTION as CORE_DISTRIBUTION, Candidate as Cand
 from .fingerprint import Fingerprint as Fingerprint
 from .info import PluginInfo as PluginInfo, PluginWarning as PluginWarning
 from .listener import EventListener as EventListener
-from .loader import HEAVY_PACKAGES as HEAVY_PACKAGES, SLOW_IMPORT as SLOW_IMPORT
 from .markers import API_VERSION as API_VERSION, hookimpl as hookimpl, hookspec as hookspec
 from .plugins import Plugins as Plugins
 from .registries import (

@@ -12,7 +12,7 @@ from toolkit_lm.plugin.markers import PROJECT
 
 
 class PluginWarning(UserWarning):
-    """A plugin is broken and left out, or costs more than it should."""
+    """A plugin is broken and left out, or fails at what it was asked for."""
 
 
 @dataclass(slots=True)
@@ -34,8 +34,6 @@ class PluginInfo:
     traceback: str | None = None
     import_seconds: float = 0.0
     """CPU time that importing the entry module took."""
-    import_wall_seconds: float = 0.0
-    """As a clock on the wall has it."""
     hooks: list[str] = field(default_factory=list)
     """Hooks that it implements."""
     notes: list[str] = field(default_factory=list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import inspect
 import sys
@@ -27,14 +26,8 @@ from toolkit_lm.plugin.markers import HOOK_PREFIX, PROJECT
 from toolkit_lm.plugin.options import check_options_class
 from toolkit_lm.plugin.registries import Registries, by_hook, copied
 
-SLOW_IMPORT = 0.1
-"""Seconds of CPU time above which importing an entry module is warned about."""
-SLOW_IMPORT_WALL = 1.0
-"""As SLOW_IMPORT, in seconds on the wall: it may wait for a disk or a network."""
 _SILENCE = 2.0
 """Seconds of an import after which it is said what is being imported."""
-HEAVY_PACKAGES = ("torch", "transformers")
-"""Packages that an entry module must not import."""
 
 
 @dataclass
@@ -84,19 +77,12 @@ class Loader:
             raise PluginError(candidate.refusal)
         if candidate.entry is not None:
             check_api_version(candidate)
-            light = [name for name in HEAVY_PACKAGES if name not in sys.modules]
-            # A full pass of the garbage collector, over a large process, is not the plugin's doing.
-            passes = gc.get_stats()[-1]["collections"]
-            cpu, wall = time.thread_time(), time.perf_counter()
+            start = time.thread_time()
             with _announced(info):
                 module = importlib.import_module(candidate.entry.module)
-            info.import_seconds, info.import_wall_seconds = time.thread_time() - cpu, time.perf_counter() - wall
+            info.import_seconds = time.thread_time() - start
             info.file = module.__file__
             candidate.plugin = candidate.entry.load()
-            heavy = [name for name in light if name in sys.modules]
-            slow = info.import_seconds > SLOW_IMPORT or info.import_wall_seconds > SLOW_IMPORT_WALL
-            if heavy or (slow and gc.get_stats()[-1]["collections"] == passes):
-                _warn_of_cost(info, heavy)
         if inspect.isclass(candidate.plugin):
             raise PluginError(f"{candidate.plugin.__name__} is a class: a plugin is a module or an instance")
         check_options_class(getattr(candidate.plugin, "Options", None))
@@ -191,11 +177,3 @@ def _announced(info: PluginInfo) -> Iterator[None]:
         raise
     finally:
         timer.cancel()
-
-
-def _warn_of_cost(info: PluginInfo, heavy: list[str]) -> None:
-    cause = f"imports {' and '.join(heavy)}" if heavy else "is slow"
-    seconds = f"{info.import_seconds:.2f} s of CPU time, {info.import_wall_seconds:.2f} s in all"
-    note = f"its entry module {cause}: {seconds}, at each start. Import it in the target modules instead"
-    info.notes.append(note)
-    warnings.warn(f"{info}: {note}.", PluginWarning, stacklevel=6)

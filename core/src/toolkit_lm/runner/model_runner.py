@@ -48,6 +48,7 @@ from toolkit_lm.pooling import Pooler
 from toolkit_lm.runner.backends import cache_layers, graph_supports, has_cache, load_model_class, select_backends
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
+from toolkit_lm.runner.drafting import Drafting
 from toolkit_lm.runner.features import MediaState
 from toolkit_lm.runner.prompt_logprobs import prompt_logprobs
 from toolkit_lm.sampling import ProcessorTable, Sampled, SamplingBatch, sample, take_likeliest, top_candidates
@@ -73,6 +74,7 @@ class ModelRunner:
         self._media: MediaState | None = None
         """Of a model that reads media."""
         self._states: list[ModelState] = []
+        self._drafting: Drafting | None = None
         self._bindings: dict[str, Binding] = {}
         self._backends: list[CacheBackend | None] = []
         """Of the KV groups, then of the layers without a cache."""
@@ -105,7 +107,7 @@ class ModelRunner:
         if (drafter := self.config.scheduler.drafter) is not None:
             if self.config.model.runner == "pooling" or not all(spec.forks_anywhere for spec in self.kv_cache_specs().values()):
                 raise UnsupportedError(f"drafter {drafter!r}: drafts are for engines that generate, of models without recurrent state.")
-            self._states.append(self.plugins.drafters.make(drafter, self.model, self.config, self.device))
+            self._drafting = Drafting(drafter, self.model, self.config, self.device, self.plugins)
         self.selections = select_backends(self.model, self.device, self.config, self.plugins.attention_backends)
         self.compiler = make_compiler(self.model, self.config, self.plugins)
 
@@ -183,7 +185,7 @@ class ModelRunner:
         self._backends.clear()
         self._layers.clear()
         self._states.clear()
-        self._pooler = self._encoder = self._media = self.compiler = None
+        self._pooler = self._encoder = self._media = self._drafting = self.compiler = None
         for name in ("model", "_cache", "_batch", "_buffers"):
             self.__dict__.pop(name, None)
 
@@ -196,6 +198,8 @@ class ModelRunner:
                 state.remove(seq_id)
             for seq in plan.new:
                 state.add(seq)
+        if self._drafting is not None:
+            self._drafting.apply(plan)
         if plan.copies or plan.swap_out or plan.swap_in:
             self._cache.copy(plan)
         if self._media is not None and (plan.dropped_items or plan.encode):
@@ -215,6 +219,8 @@ class ModelRunner:
             result = self._sample(inputs, hidden_states)
             for state in self._states:
                 state.finish(inputs, hidden_states, result)
+            if self._drafting is not None:
+                self._drafting.draft(inputs, hidden_states, result)
             if users is not None:
                 self._certain = self._processors.drafts(*users)
                 result.drafts |= self._certain

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.messages import StepResult
 from toolkit_lm.model import StepInputs
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.prompts import TokensPrompt
 from torch import Tensor
 
@@ -91,8 +92,12 @@ class DrafterConformance(Conformance):
                 prompts.append({"prompt_token_ids": prompt})
                 params.append(SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False, **fields))
         defaults = {"drafter": cls.drafter, "block_size": 4, "max_model_len": 64, "num_kv_blocks": 512}
-        with LLM(checkpoint, plugins=list(cls.plugins), **{**defaults, **cls.engine_options, **course}) as llm:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", PluginWarning)
+            with LLM(checkpoint, plugins=list(cls.plugins), **{**defaults, **cls.engine_options, **course}) as llm:
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+        failures = [str(one.message) for one in caught if issubclass(one.category, PluginWarning)]
+        assert not failures, "\n".join(failures)
         for case, output in zip(cases, outputs, strict=True):
             assert output.error is None, f"{case}: {output.error}"
         return {case: [list(one.token_ids) for one in output.outputs] for case, output in zip(cases, outputs, strict=True)}

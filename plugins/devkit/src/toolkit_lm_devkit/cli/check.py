@@ -23,8 +23,6 @@ from toolkit_lm.errors import PluginError, ToolkitError, nearest
 from toolkit_lm.plugin import (
     API_VERSION,
     CORE_DISTRIBUTION,
-    HEAVY_PACKAGES,
-    SLOW_IMPORT,
     Candidate,
     CheckpointRegistry,
     Entry,
@@ -37,6 +35,10 @@ from toolkit_lm_cli import engine_command
 
 from toolkit_lm_devkit.cli.private_names import CORE, private_names
 
+SLOW_IMPORT = 0.1
+"""Seconds of CPU time that importing an entry module may take."""
+HEAVY_PACKAGES = ("torch", "transformers")
+"""Packages that an entry module must not import."""
 _MEASURE = """
 import importlib, json, sys, time
 from toolkit_lm.plugin import Plugins
@@ -143,7 +145,9 @@ def _measure(candidate: Candidate, report: Report) -> None:
     heavy = [package for package in imports if package in HEAVY_PACKAGES]
     if heavy or seconds > SLOW_IMPORT:
         cause = f"imports {' and '.join(heavy)}" if heavy else "is slow"
-        report.problems.append(f"entry module {module} {cause}: {seconds:.2f} s at each start. Import it in the target modules instead")
+        report.problems.append(
+            f"entry module {module} {cause}: {seconds:.2f} s of CPU time at each start. Import it in the target modules instead"
+        )
 
 
 def _check_targets(distribution: str, plugins: Plugins, report: Report) -> None:

@@ -1,0 +1,85 @@
+"""Drafting: the drafter of a runner, held so that nothing it does can change a token or end a request."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import PluginError
+from toolkit_lm.messages import StepPlan, StepResult
+from toolkit_lm.model import Drafter, ModelState, StepInputs
+from toolkit_lm.plugin import Plugins, PluginWarning
+
+
+class Drafting:
+    """Asks a drafter for guesses. A drafter that fails is dropped with one warning: tokens are the same without it."""
+
+    def __init__(self, name: str, model: nn.Module, config: VllmConfig, device: torch.device, plugins: Plugins) -> None:
+        """Raises PluginError where the drafter cannot be made."""
+        self._name = name
+        self._owner = plugins.drafters.get(name).owner
+        self._vocab_size = config.vocab_size or np.inf
+        self._drafter: Drafter | None = plugins.drafters.make(name, model, config, device)
+        for method in ("groups", "inputs"):
+            if getattr(type(self._drafter), method) is not getattr(ModelState, method):
+                raise PluginError(f"{self._owner}: drafter {name!r} defines {method}(): a drafter has no say in the model's forward pass.")
+
+    def apply(self, plan: StepPlan) -> None:
+        """Tells the drafter which sequences leave and join."""
+        if plan.dropped or plan.new:
+            self._guarded(lambda drafter: _apply(drafter, plan))
+
+    def draft(self, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+        """Adds the drafter's guesses to a step's result. The drafter sees copies, and arrays that it cannot write to."""
+        if self._drafter is None:
+            return
+        own = StepResult(token_ids=[list(drawn) for drawn in result.token_ids])
+        history = inputs.histories.token_ids
+        history.flags.writeable = False
+        try:
+            _make_read_only(inputs)
+            self._guarded(lambda drafter: drafter.finish(inputs, hidden_states, own))
+            self._guarded(lambda drafter: self._check(drafter, inputs.plan, result, own.drafts))
+        finally:
+            history.flags.writeable = True
+        if self._drafter is not None:
+            result.drafts |= own.drafts
+
+    def _check(self, drafter: Drafter, plan: StepPlan, result: StepResult, drafts: dict[int, list[int]]) -> None:
+        """Raises ValueError unless `drafts` are lists of the model's tokens, for sequences that have drawn one."""
+        drawing = {row.seq_id for row, drawn in zip(plan.scheduled, result.token_ids, strict=True) if drawn}
+        for seq_id, tokens in drafts.items():
+            is_list = isinstance(tokens, list) and all(type(one) is int and 0 <= one < self._vocab_size for one in tokens)
+            if not is_list or seq_id not in drawing:
+                raise ValueError(f"{type(drafter).__qualname__} has proposed {tokens!r}: no list of token ids of a sequence that drew one")
+
+    def _guarded(self, call: Callable[[Drafter], object]) -> None:
+        if self._drafter is None:
+            return
+        try:
+            call(self._drafter)
+        except (Exception, SystemExit) as error:
+            # Before the warning, which may be an error itself.
+            self._drafter = None
+            message = f"{self._owner.failure(error, f'drafter {self._name!r}').rstrip('.')}. It is dropped: from now on nothing is drafted."
+            warnings.warn(message, PluginWarning, stacklevel=2)
+
+
+def _apply(drafter: Drafter, plan: StepPlan) -> None:
+    for seq_id in plan.dropped:
+        drafter.remove(seq_id)
+    for seq in plan.new:
+        drafter.add(seq)
+
+
+def _make_read_only(inputs: StepInputs) -> None:
+    """The arrays are views of one step: those of the next are made anew."""
+    for part in (inputs, *inputs.groups):
+        for name in part.__slots__:
+            if isinstance(array := getattr(part, name), np.ndarray):
+                array.flags.writeable = False
