@@ -65,6 +65,8 @@ class SequenceInputs(Struct, kw_only=True, frozen=True):
     """By place in the output, from 0 on, the token that is drawn there whatever the logits are."""
     logits_processors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By name, the arguments of the plugins' logits processors that are applied."""
+    model_arguments: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By name, the arguments of plugins' parameters that the model reads, by its ModelState. They are in the cache keys."""
     pooling: PoolingParams | None = None
     """Set: the prompt is pooled, and the sampling parameters have no meaning."""
     second_text_start: int | None = None

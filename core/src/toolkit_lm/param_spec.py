@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -64,6 +64,12 @@ class ProcessorParams(msgspec.Struct):
 
     It is made where a request that gives any of them arrives, and raises RequestError for a value out of range. Its module imports no
     torch.
+    """
+
+    changes_forward: ClassVar[bool] = True
+    """The model's forward pass may depend on the arguments: requests whose arguments differ share no cached prefix.
+
+    False promises that they change how tokens are drawn, and nothing else.
     """
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
+from toolkit_lm.processing.validation import check_count
 from toolkit_lm.prompts import Conversation, Prompt, listed
 
 
@@ -72,13 +73,15 @@ class LLM(PoolingMixin):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: Sequence[int] | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
         **none: Any,
     ) -> list[RequestOutput]:
         """Completes prompts: texts, {"prompt": text}, [ids] or {"prompt_token_ids": [ids]}. Outputs are in the prompts' order.
 
-        `sampling_params` are for all, or one for each; `priority` is one number for each. Raises RequestError for a bad prompt, before
+        `sampling_params` are for all, or one for each; `priority` is one number for each. Only requests of the same
+        `cache_salt`, which is for all or one for each, share cached prefixes. Raises RequestError for a bad prompt, before
         anything is computed. Calls from several threads run one after another. Other keywords of vLLM's are taken where they are None.
         """
         if none:
@@ -90,8 +93,8 @@ class LLM(PoolingMixin):
             raise RequestError(f"{len(priorities)} priorities for {len(given)} prompts: give one for each.", "priority")
         prepare = self.engine.processor.prepare
         prepared = [
-            prepare(self._next_id(), p, s, RequestOptions(priority=n) if n else None)
-            for p, s, n in zip(given, each, priorities, strict=True)
+            prepare(self._next_id(), p, s, RequestOptions(priority=n, cache_salt=salt))
+            for p, s, n, salt in zip(given, each, priorities, _salts(cache_salt, len(given)), strict=True)
         ]
         return self._run(prepared, use_tqdm, progress)
 
@@ -100,16 +103,24 @@ class LLM(PoolingMixin):
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str | Sequence[str | None] | None = None,
         use_tqdm: bool = True,
         progress: Progress | None = None,
         **render_options: Any,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or each of several, through the chat template. `render_options` are Renderer.render_conversation's."""
+        """Answers a conversation, or each of several, through the chat template. `render_options` are Renderer.render_conversation's.
+
+        `cache_salt` is that of `generate`.
+        """
         conversations: list[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else list(messages)
         each = self._params(sampling_params, len(conversations))
         prepare = self.engine.processor.prepare_chat
         given = {name: value for name, value in render_options.items() if value not in (None, "auto")}
-        prepared = [prepare(self._next_id(), c, s, **given) for c, s in zip(conversations, each, strict=True)]
+        salts = _salts(cache_salt, len(conversations))
+        prepared = [
+            prepare(self._next_id(), c, s, RequestOptions(cache_salt=salt), **given)
+            for c, s, salt in zip(conversations, each, salts, strict=True)
+        ]
         return self._run(prepared, use_tqdm, progress)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -185,6 +196,14 @@ class LLM(PoolingMixin):
 
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
+
+
+def _salts(given: str | Sequence[str | None] | None, count: int) -> list[Any]:
+    """One for each of `count` requests. Raises RequestError where there are not so many."""
+    if not isinstance(given, list | tuple):
+        return [given] * count
+    check_count(given, "cache_salt", count)
+    return list(given)
 
 
 def _config_of(options: Mapping[str, Any]) -> VllmConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 from collections.abc import Mapping
@@ -9,6 +10,8 @@ from dataclasses import dataclass, field
 from fnmatch import filter
 from pathlib import Path
 from typing import Any
+
+from msgspec import msgpack
 
 from toolkit_lm.config import Option, PoolingProfile
 from toolkit_lm.errors import CheckpointError, ConfigError, PluginError, RequestError, UnsupportedError, nearest
@@ -77,6 +80,8 @@ class LogitsProcessorEntry(Entry):
     """A logits processor: its class, and the parameters that requests turn it on with."""
 
     params: type[ProcessorParams]
+    for_model: bool = False
+    """There is no processor: the parameters are for the model, and the target is their class."""
     priority: int = 0
     """Of those that work at the same place, the one of the highest priority works first."""
 
@@ -238,8 +243,10 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
     missing = RequestError
     base = "toolkit_lm.sampling:LogitsProcessor"
 
-    def add(self, name: str, target: str, *, params: type[ProcessorParams], priority: int = 0, override: bool = False) -> None:
+    def add(self, name: str, target: str | None, *, params: type[ProcessorParams], priority: int = 0, override: bool = False) -> None:
         """Registers a subclass of toolkit_lm.sampling.LogitsProcessor, and the parameters that requests turn it on with.
+
+        `target` None: there is no processor. A ModelState reads the arguments, as `seq.inputs.model_arguments[name]`.
 
         Of those that work at the same place, the one of the highest `priority` works first; of equals, the first registered. Raises
         PluginError where a parameter has the name of another.
@@ -250,7 +257,18 @@ class LogitsProcessorRegistry(Registry[LogitsProcessorEntry]):
             owners = [str(entry.owner) for entry in self.entries() if entry.key != name and param in entry.params.__struct_fields__]
             if (param in SAMPLING_PARAMS and not spec_of(SAMPLING_PARAMS[param]).by_processor) or owners:
                 raise PluginError(f"{self.owner}: {self.noun} {name!r}: there is a parameter {param!r} of {[*owners, 'core'][0]} already.")
-        self.add_entry(LogitsProcessorEntry, name, target, "module:Class", params=params, priority=priority, override=override)
+        traits = {"params": params, "priority": priority, "override": override, "for_model": target is None}
+        target = f"{params.__module__}:{params.__qualname__}" if target is None else target
+        self.add_entry(LogitsProcessorEntry, name, target, "module:Class", **traits)
+
+    def load(self, key: str) -> Any:
+        entry = self.get(key)
+        return self.load_target(entry, entry.target, None if entry.for_model else self.base)
+
+    def cache_key(self, arguments: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """Names what arguments, by processor, can change in the forward pass; None: they change nothing."""
+        counted = {name: given for name, given in arguments.items() if self.get(name).params.changes_forward}
+        return f"arguments {hashlib.sha256(msgpack.encode(counted, order='deterministic')).hexdigest()}" if counted else None
 
     @property
     def params(self) -> dict[str, Option]:

@@ -208,9 +208,12 @@ class Processor:
             raise RequestError("stop is a text, and this engine makes none of its tokens: use stop_token_ids.", "stop")
         inputs, of_processors = SequenceInputs(), params.of_processors
         if params.bad_words or of_processors:
+            registry = self.plugins.logits_processors
+            arguments = prepare_processors(of_processors, registry, self.renderer)
             inputs = SequenceInputs(
                 bad_words=tokenize_bad_words(params, self.renderer),
-                logits_processors=prepare_processors(of_processors, self.plugins.logits_processors, self.renderer),
+                logits_processors={name: one for name, one in arguments.items() if not registry.get(name).for_model},
+                model_arguments={name: one for name, one in arguments.items() if registry.get(name).for_model},
             )
         check_tokens_of_params(params, inputs.bad_words, self._vocab_size)
         return inputs
@@ -236,6 +239,8 @@ class Processor:
             token_ids = cut
         message = self._message(request_id, token_ids, params, options)
         message.inputs, message.features = inputs, features
+        if inputs.logits_processors or inputs.model_arguments:
+            message.cache_keys += self._keys_of({**inputs.logits_processors, **inputs.model_arguments})
         if features:
             message.cache_keys += cache_keys(features)
         if rendered.encoder is not None:
@@ -252,6 +257,11 @@ class Processor:
             processors, bad_words = {**processors, **inputs.logits_processors}, [*inputs.bad_words, *bad_words]
             message.inputs = structs.replace(inputs, bad_words=bad_words, forced_tokens=forced, logits_processors=processors)
         return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering)
+
+    def _keys_of(self, arguments: dict[str, dict[str, Any]]) -> list[CacheKey]:
+        """That of what plugins' parameters change in the forward pass. No salt of a client's can be equal to it: those are of one token."""
+        key = self.plugins.logits_processors.cache_key(arguments)
+        return [] if key is None else [CacheKey(0, 2, key)]
 
     # Pooling
 

@@ -99,7 +99,7 @@ def prepare_processors(extra_args: Mapping[str, Any], registry: LogitsProcessorR
     return prepared
 
 
-def check_count(given: Sequence[str], param: str, count: int) -> None:
+def check_count(given: Sequence[object], param: str, count: int) -> None:
     """Raises RequestError where there is not one for each prompt."""
     if len(given) != count:
         raise RequestError(f"{param} has {len(given)} entries for {count} prompts: give one for each.", param)

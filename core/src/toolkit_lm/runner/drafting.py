@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import StepPlan, StepResult
-from toolkit_lm.model import Drafter, ModelState, StepInputs
+from toolkit_lm.model import Drafter, GroupInputs, ModelState, StepInputs
 from toolkit_lm.plugin import Plugins, PluginWarning
 
 
@@ -79,7 +80,8 @@ def _apply(drafter: Drafter, plan: StepPlan) -> None:
 
 def _make_read_only(inputs: StepInputs) -> None:
     """The arrays are views of one step: those of the next are made anew."""
-    for part in (inputs, *inputs.groups):
-        for name in part.__slots__:
-            if isinstance(array := getattr(part, name), np.ndarray):
+    parts: list[StepInputs | GroupInputs] = [inputs, *inputs.groups]
+    for part in parts:
+        for field in dataclasses.fields(part):
+            if isinstance(array := getattr(part, field.name), np.ndarray):
                 array.flags.writeable = False

@@ -30,6 +30,7 @@ def _parsers(renderer: Any) -> ParserRegistry:
 class ThinkingParams(ProcessorParams):
     """A budget of tokens for reasoning. The name is vLLM's."""
 
+    changes_forward = False
     thinking_token_budget: Annotated[
         int | None, param("Tokens of reasoning, after which its end is forced. 0: none. -1: no limit.", none="no limit", ge=-1)
     ] = None

@@ -19,6 +19,7 @@ class DryParams(ProcessorParams):
     The penalty is dry_multiplier * dry_base ** (length - dry_allowed_length), for a repetition of `length` tokens.
     """
 
+    changes_forward = False
     dry_multiplier: Annotated[
         float, param("DRY (don't repeat yourself): factor of the penalty on tokens that continue a repetition. 0: off.", ge=0, le=1000)
     ] = 0.0
@@ -63,6 +64,7 @@ class DryParams(ProcessorParams):
 class XtcParams(ProcessorParams):
     """XTC, "exclude top choices"."""
 
+    changes_forward = False
     xtc_probability: Annotated[float, param("XTC (exclude top choices): probability that it applies to a draw. 0: off.", ge=0, le=1)] = 0.0
     xtc_threshold: Annotated[
         float, param("XTC: probability from which a token is a top choice. Only the least likely top choice is kept.", ge=0, le=1)
@@ -75,6 +77,7 @@ class XtcParams(ProcessorParams):
 class MirostatParams(ProcessorParams):
     """Mirostat 2.0 (Basu et al. 2021)."""
 
+    changes_forward = False
     mirostat_tau: Annotated[float | None, param("Mirostat 2.0: target surprise of a token, in bits.", none="off", gt=0, le=100)] = None
     mirostat_eta: Annotated[float, param("Mirostat 2.0: learning rate.", ge=0, le=1, flag=False)] = 0.1
 
@@ -85,6 +88,7 @@ class MirostatParams(ProcessorParams):
 class NgramParams(ProcessorParams):
     """No sequence of tokens comes twice."""
 
+    changes_forward = False
     no_repeat_ngram_size: Annotated[
         int, param("No sequence of so many tokens comes twice, in prompt and output together. 0: off.", ge=0, le=2**31 - 1)
     ] = 0
@@ -96,6 +100,7 @@ class NgramParams(ProcessorParams):
 class EpsilonParams(ProcessorParams):
     """Hewitt, Manning and Liang 2022, "Truncation Sampling as Language Model Desmoothing"."""
 
+    changes_forward = False
     epsilon_cutoff: Annotated[
         float, param("Drop the tokens that are less likely than this, but for the likeliest. 0: off.", ge=0, le=1)
     ] = 0.0
@@ -107,6 +112,7 @@ class EpsilonParams(ProcessorParams):
 class TypicalParams(ProcessorParams):
     """Meister et al. 2022, "Locally Typical Sampling"."""
 
+    changes_forward = False
     typical_p: Annotated[
         float, param("Typical sampling: keep tokens of about average surprise that together have this probability.", gt=0, le=1)
     ] = 1.0

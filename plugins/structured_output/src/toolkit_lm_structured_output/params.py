@@ -15,6 +15,7 @@ _ALIAS = "Older name of structured_outputs."
 class StructuredOutputs(ProcessorParams):
     """OpenAI's response_format, vLLM's structured_outputs, and the names that vLLM had for it before."""
 
+    changes_forward = False
     structured_outputs: Annotated[
         dict[str, Any] | None, param("What the output is to be: a JSON document of a schema, a choice, ...", max_items=64, flag=False)
     ] = None
