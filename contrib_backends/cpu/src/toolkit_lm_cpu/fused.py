@@ -67,8 +67,6 @@ class FusedDecoderLayer:
         self._bound = backend
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor] | None:
-        if torch.compiler.is_compiling():
-            return None
         binding, meta = current(self.name)
         cos, sin, size = rotation.cos, rotation.sin, rotation.cos.shape[-1]
         turns = not rotation.interleaved and size % 2 == 0 and cos.stride() == sin.stride() and cos.stride(2) == 1
@@ -107,11 +105,9 @@ def fits(parts: LayerParts) -> bool:
     elif parts.multiplier != 1 or parts.out_norms is not None or parts.post_norm is None:
         return False
     params, size = parts.attn.params, parts.attn.params.head_size
-    norms = parts.input_norm, parts.post_norm, *(parts.head_norms or ()), *(parts.out_norms or ())
     return (
-        all(isinstance(linear.method, PanelLinear) and linear.method.packed is not None for linear in products)
+        all(type(linear.method) is PanelLinear and linear.method.packed is not None for linear in products)
         and not any(linear.is_sharded for linear in (parts.out, parts.down) if linear is not None)
-        and all(norm is None or type(norm).forward is RMSNorm.forward for norm in norms)
         and (parts.gate_up is None or parts.gate_up.activation in ACTIVATIONS)
         and parts.multiplier != 0
         and all(linear.input_size % LANES == 0 for linear in products)

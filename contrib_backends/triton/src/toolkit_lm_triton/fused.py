@@ -23,8 +23,6 @@ class FusedDecoderLayer:
         self._parts, self._kernels = parts, kernels
 
     def __call__(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor] | None:
-        if torch.compiler.is_compiling():
-            return None
         parts, params = self._parts, self._parts.attn.params
         binding, meta = current(parts.attn.prefix)
         backend, cache, cos, sin = binding.backend, binding.kv_cache, rotation.cos, rotation.sin

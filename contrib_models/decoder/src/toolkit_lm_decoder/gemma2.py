@@ -50,6 +50,7 @@ class GemmaMLP(LlamaMLP):
 
 
 class Gemma2DecoderLayer(LlamaDecoderLayer):
+    seams = LlamaDecoderLayer.seams
     norms: ClassVar[tuple[str, ...]] = (
         "input_layernorm",
         "post_attention_layernorm",
@@ -61,7 +62,6 @@ class Gemma2DecoderLayer(LlamaDecoderLayer):
 
     def parts(self) -> LayerParts | None:
         return self.parts_of(
-            Gemma2DecoderLayer,
             input_norm=self.input_layernorm,
             post_norm=self.pre_feedforward_layernorm,
             out_norms=(self.post_attention_layernorm, self.post_feedforward_layernorm),

@@ -15,13 +15,14 @@ class GraniteAttention(LlamaAttention):
 
 
 class GraniteDecoderLayer(LlamaDecoderLayer):
+    seams = LlamaDecoderLayer.seams
+
     def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
         self.multiplier = HFConfig(vllm_config.hf_config).get("residual_multiplier", float, 1.0)
 
     def parts(self) -> LayerParts | None:
         return self.parts_of(
-            GraniteDecoderLayer,
             input_norm=self.input_layernorm,
             post_norm=self.post_attention_layernorm,
             multiplier=self.multiplier,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from toolkit_lm.attention import Attention, AttentionType
+from toolkit_lm.bypass import Bypassable, module_alteration
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model import (
@@ -59,9 +60,11 @@ def norm_of(config: HFConfig, vllm_config: VllmConfig, kind: type[RMSNorm]) -> R
     return kind(config.require("hidden_size", int), eps=eps_of(config), vllm_config=vllm_config)
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Bypassable):
     """Grouped-query self-attention: x [T, H] -> [T, H]."""
 
+    seams = frozenset({"attention_type", "has_qkv_bias", "has_output_bias", "scale", "window", "soft_cap", "head_norms"})
+    """What a family may override and stay fusible (see `Bypassable`): `LayerParts` state what each of them gives."""
     attention_type: ClassVar[AttentionType] = AttentionType.DECODER
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
@@ -121,12 +124,6 @@ class LlamaAttention(nn.Module):
         """Of each head of queries and of keys, or of all of them together, before they are rotated."""
         return None
 
-    def is_usual(self) -> bool:
-        """Whether it is a decoder's attention that computes as this class does: no subclass overrides `project` or `forward`."""
-        own = type(self)
-        computes_so = own.project is LlamaAttention.project and own.forward is LlamaAttention.forward
-        return computes_so and self.attention_type is AttentionType.DECODER
-
     def project(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, rotated, and values."""
         qkv = self.qkv_proj(x)
@@ -148,8 +145,10 @@ class LlamaAttention(nn.Module):
         return out
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(Bypassable):
     """Gated feed-forward: x [T, H] -> [T, H]."""
+
+    seams = frozenset({"activation"})
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str) -> None:
         super().__init__()
@@ -175,8 +174,12 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaDecoderLayer(FusibleLayer):
-    """One layer. The residual travels beside the hidden states, so that each addition joins the norm after it."""
+    """One layer. The residual travels beside the hidden states, so that each addition joins the norm after it.
 
+    A subclass whose forward pass is another states `seams` anew, if its `parts` tell all of it.
+    """
+
+    seams = frozenset({"norms", "parts"})
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     """Names of the layer's norms of hidden states."""
     input_layernorm: RMSNorm
@@ -191,16 +194,15 @@ class LlamaDecoderLayer(FusibleLayer):
         self.mlp = parts.feed_forward(vllm_config=vllm_config, prefix=join(prefix, "mlp"))
 
     def parts(self) -> LayerParts | None:
-        return self.parts_of(LlamaDecoderLayer, input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm)
+        return self.parts_of(input_norm=self.input_layernorm, post_norm=self.post_attention_layernorm)
 
-    def parts_of(
-        self, kind: type[LlamaDecoderLayer], *, input_norm: RMSNorm | None, post_norm: RMSNorm | None, **own: Any
-    ) -> LayerParts | None:
-        """The parts of a layer that computes as `kind` does, `own` among them. None: a class derived from it computes in another way."""
+    def parts_of(self, *, input_norm: RMSNorm | None, post_norm: RMSNorm | None, **own: Any) -> LayerParts | None:
+        """The layer's parts, `own` among them. None: its attention is of another kind than LlamaAttention, or no decoder's."""
         attention, mlp = self.self_attn, self.mlp
-        if type(self).forward is not kind.forward or not isinstance(attention, LlamaAttention) or not attention.is_usual():
+        if not isinstance(attention, LlamaAttention) or attention.attention_type is not AttentionType.DECODER:
             return None
-        gated = mlp if isinstance(mlp, LlamaMLP) and type(mlp).forward is LlamaMLP.forward else None
+        # A feed-forward that computes in its own way is called.
+        gated = mlp if isinstance(mlp, LlamaMLP) and module_alteration(mlp) is None else None
         return LayerParts(
             input_norm=input_norm,
             qkv=attention.qkv_proj,

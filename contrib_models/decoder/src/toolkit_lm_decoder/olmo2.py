@@ -23,12 +23,13 @@ class Olmo2Attention(LlamaAttention):
 
 
 class Olmo2DecoderLayer(LlamaDecoderLayer):
+    seams = LlamaDecoderLayer.seams
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
     post_feedforward_layernorm: RMSNorm
 
     def parts(self) -> LayerParts | None:
         norms = (self.post_attention_layernorm, self.post_feedforward_layernorm)
-        return self.parts_of(Olmo2DecoderLayer, input_norm=None, post_norm=None, out_norms=norms)
+        return self.parts_of(input_norm=None, post_norm=None, out_norms=norms)
 
     def forward(self, x: Tensor, residual: Tensor | None, rotation: Rotation) -> tuple[Tensor, Tensor]:
         x = x if residual is None else x + residual

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
@@ -67,21 +68,31 @@ def divide_experts(num_experts: int, parallel: ParallelConfig, what: str) -> ran
     return range(num_experts * rank // ranks, num_experts * (rank + 1) // ranks)
 
 
+class _GatedLinear(LinearBase):
+    """Gate and up of one expert: [rows, H] -> activation(gate) * up [rows, inner]."""
+
+    def __init__(self, spec: LinearSpec, activation: str) -> None:
+        super().__init__(spec)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method.apply(x, None, activation=self.activation, gated=True)
+
+
 class _Expert(nn.Module):
     """Gated feed-forward: [rows, H] -> [rows, H]. Where an expert is cut, the ranks' results are to be summed."""
 
-    def __init__(self, gate_up_proj: LinearBase, activation: str, down_proj: LinearBase) -> None:
+    def __init__(self, gate_up_proj: LinearBase, down_proj: LinearBase) -> None:
         super().__init__()
         self.gate_up_proj = gate_up_proj
-        self.activation = activation
         self.down_proj = down_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(self.gate_up_proj.method.apply(x, None, activation=self.activation, gated=True))
+        out: Tensor = self.down_proj(self.gate_up_proj(x))
         return out
 
 
-class RoutedExperts(nn.Module):
+class RoutedExperts(Bypassable):
     """Gated feed-forward experts, of which each token goes to a few.
 
     Each rank holds a share of every expert's inner dimensions or, with `enable_expert_parallel`, some experts whole (`divide_experts`).
@@ -94,6 +105,7 @@ class RoutedExperts(nn.Module):
     whole.
     """
 
+    seams = frozenset()
     held: range
     """The experts of which this rank has weights."""
     stacked: tuple[Tensor, Tensor] | None
@@ -121,12 +133,12 @@ class RoutedExperts(nn.Module):
             self.held, inner = range(num_experts), Part.even(inner_size, self.parallel, f"inner dimensions of {prefix}")
         hidden, dtype = Part.whole(hidden_size), torch_dtype(vllm_config.model.dtype)
 
-        def project(name: str, inputs: Part, outputs: tuple[Part, ...]) -> LinearBase:
-            return LinearBase(LinearSpec(kind="experts", prefix=join(prefix, name), inputs=inputs, outputs=outputs, dtype=dtype))
+        def spec(name: str, inputs: Part, outputs: tuple[Part, ...]) -> LinearSpec:
+            return LinearSpec(kind="experts", prefix=join(prefix, name), inputs=inputs, outputs=outputs, dtype=dtype)
 
         def expert(i: int) -> _Expert:
-            gate_up, down = project(f"{i}.gate_up_proj", hidden, (inner, inner)), project(f"{i}.down_proj", inner, (hidden,))
-            return _Expert(gate_up, activation, down)
+            gate_up = _GatedLinear(spec(f"{i}.gate_up_proj", hidden, (inner, inner)), activation)
+            return _Expert(gate_up, LinearBase(spec(f"{i}.down_proj", inner, (hidden,))))
 
         for i in range(num_experts):
             self.add_module(str(i), expert(i) if i in self.held else Absent())
@@ -166,7 +178,11 @@ class RoutedExperts(nn.Module):
         counted = (experts - self.held.start) % self.num_experts if divided else experts
         chosen, order = counted.flatten().sort(stable=True)
         rows = x[order // experts.shape[1]]
-        sorted_out = self._one_by_one(rows, chosen) if self.stacked is None else self._grouped(rows, chosen, *self.stacked)
+        # The grouped product calls no expert, and a hook waits for the call of its expert.
+        if self.stacked is None or not self.may_bypass():
+            sorted_out = self._one_by_one(rows, chosen)
+        else:
+            sorted_out = self._grouped(rows, chosen, *self.stacked)
         if divided:
             sorted_out.masked_fill_((chosen >= len(self.held)).unsqueeze(-1), 0)
         out = torch.empty_like(sorted_out)

@@ -11,12 +11,13 @@ from toolkit_lm.attention.backend import AttentionBias, CacheBackend, LayerParam
 from toolkit_lm.attention.context import current
 from toolkit_lm.attention.selector import Selection, select_backend
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType, CrossSpec, FullSpec, KVCacheSpec, WindowSpec
+from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.plugin import AttentionBackendRegistry
 
 
-class CacheLayer(nn.Module):
+class CacheLayer(Bypassable):
     """Base of layers that keep something of each sequence in the KV cache: attention, a recurrence.
 
     `prefix` is the layer's name in the checkpoint, and its key in the engine. In its forward pass, `current(prefix)` gives the layer its
@@ -52,6 +53,8 @@ class Attention(CacheLayer):
     """
 
     params: LayerParams
+    seams = frozenset({"kv_cache_spec", "attention_spec", "select"})
+    """What a subclass may override while kernels compute in its place: its binding states what they give."""
 
     def __init__(
         self,

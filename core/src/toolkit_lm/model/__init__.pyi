@@ -12,7 +12,7 @@ from .contract import (
     logits_of as logits_of,
 )
 from .embedding import ParallelLMHead as ParallelLMHead, VocabParallelEmbedding as VocabParallelEmbedding
-from .fused import FusibleLayer as FusibleLayer, LayerParts as LayerParts
+from .fused import FusibleLayer as FusibleLayer, LayerParts as LayerParts, fuse_refusal as fuse_refusal
 from .hf_config import HFConfig as HFConfig
 from .kernels import (
     FusedLayer as FusedLayer,

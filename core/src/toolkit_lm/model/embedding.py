@@ -60,6 +60,8 @@ class ParallelLMHead(_VocabParallel):
     With `tied_to` the weight is the embedding's own.
     """
 
+    seams = frozenset()
+
     def __init__(
         self,
         vocab_size: int,
@@ -81,6 +83,10 @@ class ParallelLMHead(_VocabParallel):
         return tensor_parallel_group(self.parallel).all_gather(logits, -1)[..., : self.vocab_size]
 
     def likeliest(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Kernels.likeliest` of the logits, which are made only where they are sharded, or the linear method needs them."""
-        found = None if self.is_sharded else self.method.likeliest(hidden_states, self.bias)
+        """As `Kernels.likeliest` of the logits, which are made only where they are sharded, or the linear method needs them.
+
+        They are also made where a subclass has a `forward` of its own, and while a hook hangs on the head.
+        """
+        in_place = not self.is_sharded and self.may_bypass()
+        found = self.method.likeliest(hidden_states, self.bias) if in_place else None
         return self.kernels.likeliest(self(hidden_states)) if found is None else found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from toolkit_lm.plugin import ModelRegistry
 
 FusedLayer = Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Tensor] | None]
-"""(x [T, H], residual [T, H] or None, Rotation) -> (x, residual) after the layer. It may write to both. None: not in this step."""
+"""(x [T, H], residual [T, H] or None, Rotation) -> (x, residual) after the layer. It may write to both. None: not in this step.
+
+It is not called while a compiler traces the model.
+"""
 
 
 class Kernels:
@@ -27,6 +30,9 @@ class Kernels:
 
     One is made for each model, before its layers. What each operation gives for a row of `x` depends on that row alone.
     """
+
+    seams: ClassVar[frozenset[str]] = frozenset({"refuses", "step", "linear_method", "linear", "layer_norm", "likeliest"})
+    """Names that a subclass may override without a `fuse` of its own: no fused layer computes them."""
 
     @classmethod
     def refuses(cls, vllm_config: VllmConfig) -> str | None:

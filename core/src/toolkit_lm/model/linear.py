@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import ParallelConfig, VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
 from toolkit_lm.errors import ConfigError
@@ -16,11 +17,13 @@ from toolkit_lm.model.linear_method import LinearSpec
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 
 
-class LinearBase(nn.Module):
+class LinearBase(Bypassable):
     """Base of layers with a weight W [outputs, inputs], which a linear method holds: x [T, input_size] -> x W^T + b [T, output_size].
 
     The sizes are this rank's. The weight's parameters, `weight` where it is not quantized, are the method's to name.
     """
+
+    seams = frozenset()
 
     def __init__(self, spec: LinearSpec, *, bias: bool = False) -> None:
         super().__init__()
@@ -84,6 +87,8 @@ class ColumnParallelLinear(MergedColumnParallelLinear):
 class GatedColumnParallelLinear(MergedColumnParallelLinear):
     """Two projections of one input, gate and up: x [T, input_size] -> activation(gate) * up [T, size / ranks] (Shazeer 2020)."""
 
+    seams = frozenset()
+
     def __init__(self, input_size: int, size: int, *, activation: str, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
         """`activation` is a name that `get_activation` knows."""
         super().__init__(input_size, [size, size], bias=bias, vllm_config=vllm_config, prefix=prefix)
@@ -99,6 +104,8 @@ class QKVParallelLinear(_Linear):
 
     `num_heads`, `num_kv_heads`, `q_size` and `kv_size` are this rank's. Ranks share a KV head where there are fewer of them than ranks.
     """
+
+    seams = frozenset()
 
     def __init__(
         self,
@@ -131,6 +138,8 @@ def _kv_heads(num_kv_heads: int, parallel: ParallelConfig, prefix: str) -> Part:
 
 class RowParallelLinear(LinearBase):
     """Split by its inputs; the ranks' results are summed: x [T, input_size / ranks] -> [T, output_size]."""
+
+    seams = frozenset()
 
     def __init__(self, input_size: int, output_size: int, *, bias: bool = False, vllm_config: VllmConfig, prefix: str) -> None:
         inputs, dtype = Part.even(input_size, vllm_config.parallel, f"inputs of {prefix}"), torch_dtype(vllm_config.model.dtype)

@@ -39,8 +39,8 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
         if isinstance(module, LinearBase):
             module.method.process(module)
     for module in model.modules():
-        if isinstance(module, FusibleLayer) and (parts := module.parts()) is not None:
-            module.fused = model.kernels.fuse(parts)
+        if isinstance(module, FusibleLayer):
+            module.fuse(model.kernels)
     return model
 
 

@@ -6,16 +6,19 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
+from toolkit_lm.bypass import Bypassable
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model.kernels import choose_kernels
 from toolkit_lm.model.parameters import Part, ShardLoader, new_parameter, torch_dtype
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Bypassable):
     """weight * x / rms(x) over the last axis, of length `size`. The mean of squares is taken in float32.
 
     With a residual: `norm(x, residual)` gives the norm of x + residual, and the sum, which is the next residual.
     """
+
+    seams = frozenset()
 
     def __init__(self, size: int, *, eps: float, vllm_config: VllmConfig) -> None:
         super().__init__()

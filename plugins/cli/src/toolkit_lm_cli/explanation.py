@@ -110,7 +110,8 @@ def _compilation(config: VllmConfig, plugins: Plugins, held: Held, kernels: str)
             how = f"kernels {kernels!r} compute decoder layers in one call each where they have one for it, {held.num_fusible} at most{but}"
         else:
             how = f"each layer by itself, with kernels {kernels!r}"
-        return "none", [], ["optimization_level is 0, which starts fastest", how]
+        unfused = [f"{count} decoder layers module by module: {why}" for why, count in held.unfused.items()]
+        return "none", [], ["optimization_level is 0, which starts fastest", how, *unfused]
     name, candidates = registry.choose("compile the model", lambda entry, by_name: registry.ask(entry.key, config, by_name=by_name))
     supports = graph_supports(held.selections, {layer for one in held.specs for layer in one}, feeds_uncached=not any(held.specs))
     return name, candidates, [f"optimization_level is {level}", *registry.load(name).describe(config, supports)]

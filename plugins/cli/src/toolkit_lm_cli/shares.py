@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ from toolkit_lm.attention import KVCacheConfig, KVCacheSpec, Selection, plan_gro
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import CapacityError
-from toolkit_lm.model import FusibleLayer, Kernels, LinearBase, Model, construct
+from toolkit_lm.model import FusibleLayer, Kernels, LayerParts, LinearBase, Model, construct, fuse_refusal
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import free_memory, load_model_class, select_backends
 from toolkit_lm.runner.backends import cache_layers, has_cache
@@ -48,8 +49,10 @@ class Held:
     """Decoder layers of kinds that kernels may compute in one call each."""
     num_routed: int = 0
     """Those among them whose feed-forward is left to its module."""
+    unfused: Counter[str] = field(default_factory=Counter)
+    """Decoder layers that kernels which compute some in one call must leave to their modules, by the reason."""
     fuses: bool = False
-    """Whether the kernels do so with any."""
+    """Whether the kernels compute any layer in one call."""
 
 
 def hold(config: VllmConfig, plugins: Plugins) -> Held:
@@ -63,10 +66,15 @@ def hold(config: VllmConfig, plugins: Plugins) -> Held:
         held.selections |= select_backends(model, device, own, plugins.attention_backends)
         specs = {name: spec for name, layer in cache_layers(model).items() if cached and (spec := layer.kv_cache_spec()) is not None}
         held.specs.append(specs)
-        fusible = [parts for module in model.modules() if isinstance(module, FusibleLayer) and (parts := module.parts()) is not None]
+        found = [module.fusible() for module in model.modules() if isinstance(module, FusibleLayer)]
+        fusible = [parts for parts in found if isinstance(parts, LayerParts)]
         held.num_fusible += len(fusible)
         held.num_routed += sum(parts.feed_forward is not None for parts in fusible)
-        held.fuses = type(model.kernels).fuse is not Kernels.fuse
+        refusal = fuse_refusal(model.kernels)
+        held.fuses = refusal is None
+        if type(model.kernels).fuse is not Kernels.fuse:
+            reasons = [refusal] * len(found) if refusal else [why for why in found if isinstance(why, str)]
+            held.unfused.update(reasons)
         weights = list(model.parameters())
         share = RankShare(
             rank=rank,

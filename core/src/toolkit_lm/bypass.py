@@ -1,0 +1,135 @@
+"""When modules may be left uncalled, because something computes in their place what they would.
+
+Two things forbid it: a class or an object that computes in its own way, and a hook that waits for
+the call.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from types import FunctionType
+from typing import Any, ClassVar
+
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes in which torch keeps the hooks of a module's calls."""
+_HARMLESS = frozenset(
+    {
+        "__abstractmethods__",
+        "__annotate_func__",
+        "__annotations__",
+        "__annotations_cache__",
+        "__dict__",
+        "__doc__",
+        "__firstlineno__",
+        "__init__",
+        "__module__",
+        "__orig_bases__",
+        "__parameters__",
+        "__qualname__",
+        "__repr__",
+        "__static_attributes__",
+        "__weakref__",
+        "_abc_impl",
+        "extra_repr",
+        "seams",
+    }
+)
+"""Names that any class body may define: they have no part in a forward pass."""
+
+
+_BODIES: dict[type, dict[str, FunctionType]] = {}
+"""The functions of the classes that vouch for what they compute, as their bodies define them."""
+
+
+def alteration(thing: object, kind: type, seams: Collection[str]) -> str | None:
+    """What a subclass of `kind`, or `thing` itself, replaces of `kind`; None: `thing` computes as `kind` does.
+
+    `seams`: names that may be replaced. Names that are new to `kind` may be defined.
+    """
+    own = type(thing)
+    allowed = {*_HARMLESS, *seams}
+    state = vars(thing)
+    held: set[str] = {*state}
+    for kept in ("_modules", "_parameters", "_buffers"):
+        held |= state.get(kept, {}).keys()
+    for cls in own.__mro__[: own.__mro__.index(kind)]:
+        for name in vars(cls):
+            if name not in allowed and (hasattr(kind, name) or name in held):
+                return f"{cls.__name__} overrides {name} of {kind.__name__}"
+    for name in state:
+        if name not in allowed and callable(getattr(kind, name, None)):
+            return f"{name} of a {own.__name__} has been replaced"
+    return None
+
+
+def module_alteration(module: nn.Module) -> str | None:
+    """As `alteration`, from the first of its classes whose own body states `seams`; a module without such a class is altered.
+
+    So is one of a class in whose body a function has been replaced.
+    """
+    own = type(module)
+    kind = next((cls for cls in own.__mro__ if "seams" in vars(cls)), None)
+    if kind is None:
+        return f"{own.__name__} does not state seams"
+    for cls in kind.__mro__:
+        for name, function in _BODIES.get(cls, {}).items():
+            if vars(cls).get(name) is not function:
+                return f"{name} of {cls.__name__} has been replaced"
+    return alteration(module, kind, vars(kind)["seams"])
+
+
+def has_hook(modules: Iterable[nn.Module]) -> bool:
+    """Whether a forward or backward hook waits for a call of any of these modules, or of all modules."""
+    if torch_module._has_any_global_hook():  # type: ignore[no-untyped-call]
+        return True
+    for module in modules:
+        kept = vars(module)
+        for name in _HOOKS:
+            if kept.get(name):
+                return True
+    return False
+
+
+class Bypassable(nn.Module):
+    """A module that may be left uncalled, or whose parts may be: base of what kernels compute in one call, and of its parts."""
+
+    seams: ClassVar[frozenset[str]]
+    """Names that a subclass may override while the module can be left uncalled: they are used in construction alone.
+
+    Only the class whose body states it vouches for what the module computes. A subclass that overrides any other name does not.
+    """
+
+    _seen: int = -1
+    """Hooks that all modules had ever had when this one was last found free to be bypassed."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "seams" in vars(cls):
+            functions = {name: value for name, value in vars(cls).items() if isinstance(value, FunctionType)}
+            _BODIES[cls] = {name: value for name, value in functions.items() if name not in cls.seams}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if callable(getattr(type(self), name, None)):
+            # A method is replaced. A new handle counts as a hook, so that whoever bypasses modules looks again.
+            RemovableHandle(OrderedDict())
+
+    def refuses_bypass(self) -> str | None:
+        """Why the module must be called, hooks apart; None: it need not be."""
+        return module_alteration(self)
+
+    def may_bypass(self) -> bool:
+        """Whether the module may be left uncalled. Between two registrations of hooks it is found out once."""
+        seen = RemovableHandle.next_id
+        if self._seen == seen:
+            return True
+        # A removed hook leaves no trace in the count, so a module with hooks is looked at each time.
+        if has_hook(self.modules()) or self.refuses_bypass() is not None:
+            return False
+        self._seen = seen
+        return True
