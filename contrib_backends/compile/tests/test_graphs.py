@@ -12,13 +12,13 @@ from compile_harness import QUICKLY
 from static_backend import StaticBackend, StaticBackends
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.attention import BatchLimits, GraphSupport
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import CompilationOptions, VllmConfig
 from toolkit_lm.errors import ConfigError, UnsupportedError
 from toolkit_lm_compile import graphs as graphs_module
 from toolkit_lm_compile.dispatch import Kind, Mode, Run
 from toolkit_lm_compile.graphs import Graphs, Recorder, describe, make_graphs
 from toolkit_lm_compile.memory import Memory
-from toolkit_lm_compile.options import CompilationOptions, effective, options_of
+from toolkit_lm_compile.options import effective, options_of
 from toolkit_lm_compile.replay import Passes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

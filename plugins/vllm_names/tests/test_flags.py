@@ -24,10 +24,20 @@ KNOWN = ["--port", "--max-model-len", "--served-model-name", "--dtype", "--enabl
         ("tiny --enable-lora false --skip-tokenizer-init true", "tiny --renderer tokens"),
         ("tiny --guided-decoding-backend guidance -O3", "tiny --plugin-option structured_output.backend=llguidance --optimization-level 3"),
         ("tiny -- --enforce-eager", "tiny -- --enforce-eager"),
+        ("tiny -cc 3 --port 1", "tiny --port 1 --optimization-level 2"),
+        ("tiny -O3 --enforce-eager", "tiny --optimization-level 0"),
+        ("tiny --distributed-executor-backend ray", "tiny --executor ray"),
     ],
 )
 def test_flags(words, expected):
     assert translate_flags(words.split(), KNOWN) == expected.split()
+
+
+def test_flags_of_compilation_count_together():
+    words = ["tiny", "-O.mode=3", "-O.full_cuda_graph=true", "--cudagraph-capture-sizes", "1", "2"]
+    stated = '{"cudagraph_mode": "full", "cudagraph_capture_sizes": [1, 2]}'
+    assert translate_flags(words, KNOWN) == ["tiny", "--optimization-level", "2", "--compilation-config", stated]
+    assert migrate(f"vllm serve {' '.join(words)}").line == f"toolkit serve tiny --optimization-level 2 --compilation-config '{stated}'"
 
 
 def test_a_commands_own_flag_means_what_the_command_says():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from toolkit_lm import LLM
-from toolkit_lm.config import VllmConfig, options_of
+from toolkit_lm.config import CompilationOptions, VllmConfig, options_of
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_server.options import ServerOptions
@@ -67,14 +67,36 @@ TRANSLATED = [
     ),
     (
         {"compilation_config": {"mode": 3, "compile_sizes": [1], "cudagraph_num_of_warmups": 1, "cudagraph_capture_sizes": None}},
-        {"compilation_config": '{"compile_sizes": [1]}'},
+        {"optimization_level": 2, "compilation_config": '{"compile_sizes": [1]}'},
     ),
     (
         {"compilation_config": {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": [1, 8]}},
         {"compilation_config": '{"cudagraph_mode": "full_and_piecewise", "cudagraph_capture_sizes": [1, 8]}'},
     ),
     ({"optimization_level": 2}, {"optimization_level": 2}),
-    ({"enforce_eager": True, "compilation_config": 3, "disable_log_stats": True, "max_seq_len_to_capture": 8192}, {}),
+    ({"enforce_eager": True, "disable_log_stats": True, "max_seq_len_to_capture": 8192}, {}),
+    ({"enforce_eager": True, "compilation_config": 3}, {"optimization_level": 0}),
+    ({"optimization_level": 3, "enforce_eager": True}, {"optimization_level": 0}),
+    ({"compilation_config": 3}, {"optimization_level": 2}),
+    ({"compilation_config": "3"}, {"optimization_level": 2}),
+    ({"compilation_config": {"level": 3}}, {"optimization_level": 2}),
+    ({"compilation_config": {"mode": "CompilationMode.VLLM_COMPILE"}}, {"optimization_level": 2}),
+    ({"compilation_config": {"mode": "none"}}, {"optimization_level": 0}),
+    ({"compilation_config": '{"mode": 1}'}, {"optimization_level": 1}),
+    ({"optimization_level": 1, "compilation_config": {"mode": 3}}, {"optimization_level": 1}),
+    ({"compilation_config": {"mode": 3}, "optimization_level": 1}, {"optimization_level": 1}),
+    ({"compilation_config": {"full_cuda_graph": True}}, {"compilation_config": '{"cudagraph_mode": "full"}'}),
+    ({"compilation_config": {"use_cudagraph": True}}, {"compilation_config": '{"cudagraph_mode": "piecewise"}'}),
+    ({"compilation_config": {"use_cudagraph": False}}, {"compilation_config": '{"cudagraph_mode": "none"}'}),
+    ({"compilation_config": {"use_inductor": False}}, {"compilation_config": '{"backend": "eager"}'}),
+    ({"compilation_config": {"use_inductor": True, "backend": ""}}, {}),
+    ({"cudagraph_capture_sizes": [1, 2]}, {"compilation_config": '{"cudagraph_capture_sizes": [1, 2]}'}),
+    (
+        {"cudagraph_capture_sizes": "[1, 2]", "compilation_config": {"cudagraph_mode": "FULL"}},
+        {"compilation_config": '{"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "full"}'},
+    ),
+    ({"distributed_executor_backend": "ray"}, {"executor": "ray"}),
+    ({"distributed_executor_backend": "mp"}, {}),
     ({"nobody_has_it": 1, "block_size": 8}, {"nobody_has_it": 1, "block_size": 8}),
     ({"gpu_memory_utilization": 0.5, "kv_cache_memory": "1GiB"}, {"kv_cache_memory": "1GiB"}),
 ]
@@ -93,6 +115,12 @@ REFUSED = [
     ({"structured_outputs_config": {"backend": "outlines"}}, "use one of auto, guidance"),
     ({"structured_outputs_config": {"disable_any_whitespace": True}}, "asked for by requests"),
     ({"max_model_len": "longk"}, "such as 32768 or 32k"),
+    ({"compilation_config": 7}, "a mode is one of 0, 1, 2, 3 or NONE"),
+    ({"compilation_config": {"modus": 3}}, "it has no key 'modus'. Known: backend, .*level"),
+    ({"compilation_config": {"max_cudagraph_capture_size": 64}}, "list the sizes: cudagraph_capture_sizes"),
+    ({"compilation_config": {"debug_dump_path": "/tmp"}}, "nothing is dumped"),
+    ({"max_cudagraph_capture_size": 64}, "list the sizes"),
+    ({"distributed_executor_backend": "external_launcher"}, "use mp, uni or ray"),
 ]
 
 
@@ -133,7 +161,74 @@ def test_the_page_has_the_table():
     assert (DOCS / "vllm.md").read_text(encoding="utf-8") == generator.page(), "run python docs/generate_vllm_names.py"
 
 
+KEYS_OF_VLLM = (
+    *("mode", "level", "debug_dump_path", "cache_dir", "compile_cache_save_format", "backend", "custom_ops", "splitting_ops"),
+    *("compile_mm_encoder", "cudagraph_mm_encoder", "use_inductor", "compile_sizes", "compile_ranges_endpoints"),
+    *("compile_ranges_split_points", "inductor_compile_config", "inductor_passes", "cudagraph_mode", "use_cudagraph"),
+    *("cudagraph_num_of_warmups", "cudagraph_capture_sizes", "cudagraph_copy_inputs", "cudagraph_specialize_lora"),
+    *("full_cuda_graph", "use_inductor_graph_partition", "pass_config", "max_cudagraph_capture_size", "max_capture_size"),
+    *("dynamic_shapes_config", "local_cache_dir", "bs_to_padded_graph_size", "fast_moe_cold_start", "use_aot_compile"),
+)
+"""Of its CompilationConfig, in the versions of the last two years."""
+EXAMPLES = {
+    "backend": "eager",
+    "splitting_ops": [],
+    "compile_sizes": [4],
+    "compile_ranges": [[4, 8]],
+    "inductor_compile_config": {"cpp.simdlen": 8},
+    "cudagraph_mode": "full",
+    "cudagraph_capture_sizes": [4],
+    "cudagraph_query_len": 3,
+    "cache_dir": "elsewhere",
+    "use_inductor": False,
+}
+"""Values that are no default, of keys that take no number."""
+
+
+@pytest.mark.parametrize("key", sorted({*KEYS_OF_VLLM, *CompilationOptions.__struct_fields__}))
+def test_each_key_of_compilation_config_has_an_effect_or_is_refused_or_told(key, caplog):
+    """The next key of ours, or of vLLM's, is one of these, too."""
+    value = {"compilation_config": {key: EXAMPLES.get(key, 3)}}
+    try:
+        made = translate(value)
+    except ConfigError as error:
+        assert key in str(error)
+        return
+    changed = VllmConfig.make(**made).compilation != VllmConfig.make().compilation
+    assert changed or f"compilation_config: {key} has no effect: " in caplog.text
+
+
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+def test_each_name_of_vllms_has_an_effect_or_is_refused_or_told(row, caplog):
+    """Of values that ask for something."""
+    told = []
+    for value in (True, 7, "something", ["something"], {"image": 7}, {"backend": "x", "more": 1}, "embed", "ray", "mistral", "xgrammar"):
+        caplog.clear()
+        try:
+            made = translate({row.name: value})
+        except (ConfigError, TypeError, ValueError):
+            made = {"refused": True}
+        told.append(bool(made) or f"{row.name} has no effect" in caplog.text)
+    assert any(told)
+    if row.kind == "free":
+        assert all(told)
+
+
 class TestLLM:
+    def test_a_mapping_needs_no_other_distribution(self):
+        options = {"compilation_config": {"compile_sizes": [1, 8]}, "optimization_level": 0}
+        with LLM("tiny", disable_plugins=["vllm_names"], **options) as llm:
+            assert llm.config.compilation.details.compile_sizes == (1, 8)
+        with pytest.raises(ConfigError, match=r"unknown field `mode`.*Keys: backend, .*compile_sizes"):
+            LLM("tiny", disable_plugins=["vllm_names"], compilation_config={"mode": 3})
+
+    @pytest.mark.parametrize("given", [0, {"level": 0}, {"mode": 0}, {"full_cuda_graph": True}])
+    def test_a_mode_is_a_level(self, given):
+        with LLM("tiny", compilation_config=given) as llm:
+            compilation = llm.config.compilation
+        assert compilation.optimization_level == 0
+        assert compilation.details.cudagraph_mode == ("full" if given == {"full_cuda_graph": True} else "none")
+
     def test_it_takes_vllms_names(self):
         names = {"gpu_memory_utilization": 0.5, "swap_space": 0, "enforce_eager": True, "quantization": None, "dtype": "float"}
         with LLM("tiny", **names, hf_overrides={}, disable_log_stats=True, max_num_seqs=8) as llm:

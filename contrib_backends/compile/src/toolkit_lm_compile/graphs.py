@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from toolkit_lm.attention import BatchLimits, GraphSupport
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import OPAQUE_OPS, CompilationOptions, VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import EncoderDecoderModel, GraphShape, Model
 from torch import Tensor
 
 from toolkit_lm_compile.dispatch import NO_GRAPH, Dispatcher, Kind, Mode, Run, default_sizes, settle
 from toolkit_lm_compile.memory import Memory
-from toolkit_lm_compile.options import OPAQUE_OPS, CompilationOptions
 from toolkit_lm_compile.program import Program
 from toolkit_lm_compile.replay import Passes, Replay, Whole, pad, token_axis
 

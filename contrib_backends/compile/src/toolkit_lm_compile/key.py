@@ -17,11 +17,11 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from toolkit_lm.config import VllmConfig
+from toolkit_lm.config import CompilationOptions, VllmConfig
 from toolkit_lm.model import Model
 from toolkit_lm.plugin import Plugins
 
-from toolkit_lm_compile.options import CompilationOptions, effective
+from toolkit_lm_compile.options import effective
 
 _NO_EFFECT: dict[str, tuple[str, ...]] = {
     "model": ("model", "revision", "served_model_name", "generation_config", "seed", "trust_remote_code"),

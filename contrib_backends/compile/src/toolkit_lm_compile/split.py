@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from msgspec import Struct, field
+from toolkit_lm.config import OPAQUE_OPS
 from toolkit_lm.errors import ConfigError, UnsupportedError
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
 from toolkit_lm_compile.capture import Capture
-from toolkit_lm_compile.options import OPAQUE_OPS
 
 _getitem = operator.getitem
 

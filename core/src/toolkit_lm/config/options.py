@@ -40,6 +40,8 @@ class OptionSpec:
     le: float | None = None
     none: str = ""
     """What None stands for."""
+    is_json: bool = False
+    """A text in JSON, which may also be given as a mapping."""
 
     def admits(self, value: float) -> bool:
         """Whether a number is within the bounds."""
@@ -55,9 +57,17 @@ class OptionSpec:
         return " and ".join(f"{word} {bound}" for bound, word in bounds if bound is not None)
 
 
-def option(help: str, *, ge: float | None = None, gt: float | None = None, le: float | None = None, none: str = "") -> OptionSpec:
-    """States an option: its help text, the bounds of a number, and what None stands for."""
-    return OptionSpec(help, ge, gt, le, none)
+def option(
+    help: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    none: str = "",
+    is_json: bool = False,
+) -> OptionSpec:
+    """States an option: its help text, the bounds of a number, what None stands for, and whether a mapping may stand for its text."""
+    return OptionSpec(help, ge, gt, le, none, is_json)
 
 
 class Option(NamedTuple):
@@ -114,6 +124,8 @@ class Option(NamedTuple):
             if isinstance(value, int | float) and not isinstance(value, bool) and {int, float, str} & {*self.kinds} == {str}:
                 # YAML and Python make a number of what a flag gives as text ("0.5").
                 value = str(value)
+            if self.spec.is_json and isinstance(value, Mapping):
+                value = msgspec.json.encode(dict(value)).decode()
             if isinstance(value, str) or (self.is_mapping and isinstance(value, list)):
                 value = self._from_text(value)
             value = msgspec.convert(value, self.type, strict=False)

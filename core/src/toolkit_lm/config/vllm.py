@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Struct, field
 
+from toolkit_lm.config.compilation import CompilationConfig
 from toolkit_lm.config.memory import parse_memory
 from toolkit_lm.config.options import Option, option, options_of
 from toolkit_lm.config.pooling_profile import PoolingProfile
@@ -196,21 +197,6 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 
     device: Annotated[str, option("Torch device: cpu, cuda, cuda:1, ... auto: cuda where there is one, else cpu.")] = "auto"
     kernels: Annotated[str, option("Kernels of layers, by name. torch: plain torch. auto: the best for the device.")] = "auto"
-
-
-class CompilationConfig(Struct, frozen=True, kw_only=True):
-    """Whether the forward pass is compiled, before the first request, and how."""
-
-    optimization_level: Annotated[
-        int,
-        option(
-            "Compilation of the forward pass. 0: none. 1: for any number of tokens. 2: for the compile_sizes, too. 3: those are tuned.",
-            ge=0,
-            le=3,
-        ),
-    ] = 0
-    compilation_config: Annotated[str, option("Details of compilation, as JSON: '{\"compile_sizes\": [1, 8]}'.")] = "{}"
-    compile_cache: Annotated[bool, option("Keep what is compiled for the next start.")] = True
 
 
 class AttentionConfig(Struct, frozen=True, kw_only=True):

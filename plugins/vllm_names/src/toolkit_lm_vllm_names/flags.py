@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, Name
+from toolkit_lm_vllm_names.table import COMPILATION, SHORT_FLAGS, TABLE, Name, compilation_options, tell_of_no_effect
 from toolkit_lm_vllm_names.values import parsed
 
 _LISTS = (
@@ -37,8 +37,12 @@ def read_flag(words: Sequence[str]) -> Flag | None:
     if words[0] in _LEVELS:
         return Flag(TABLE["optimization_level"], words[0][2:], [words[0]])
     if words[0].startswith(_ATTACHED):
-        # -O.mode=3, -cc.mode=3
-        return Flag(TABLE["compilation_config"], words[0], [words[0]])
+        # -O.mode=3, -cc.pass_config.fuse_norm=true
+        path, _, text = words[0].partition(".")[2].partition("=")
+        value = parsed(text)
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        return Flag(TABLE["compilation_config"], value, [words[0]])
     name, has_value, text = words[0].partition("=")
     is_off = name.startswith("--no-")
     row = _row(name.replace("--no-", "--", 1) if is_off else name)
@@ -59,18 +63,25 @@ def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
     ConfigError for what cannot be had.
     """
     made: list[str] = []
+    about_compilation: list[Flag] = []
     rest = list(words)
     while rest:
         flag = None if rest[0] == "--" else read_flag(rest)
         if rest[0] == "--":
-            return [*made, *rest]
+            break
         is_own = flag is not None and rest[0].partition("=")[0] in known
+        if flag is not None and not is_own:
+            tell_of_no_effect(flag.row, flag.value)
+        if flag is not None and flag.row.name in COMPILATION:
+            about_compilation.append(flag)
+            del rest[: len(flag.words)]
+            continue
         if flag is None or (is_own and (flag.row.kind != "same" or flag.row.convert is None or flag.row.name in _LISTS)):
             made.append(rest.pop(0))
             continue
         made += flags_of(flag.row.translate(flag.value))
         del rest[: len(flag.words)]
-    return made
+    return [*made, *flags_of(compilation_options([(flag.row.name, flag.value) for flag in about_compilation])), *rest]
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 from toolkit_lm.errors import ConfigError, nearest
 
 from toolkit_lm_vllm_names.flags import flags_of, read_flag
-from toolkit_lm_vllm_names.table import TABLE
+from toolkit_lm_vllm_names.table import COMPILATION, TABLE, compilation_options
 
 _MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -32,6 +32,7 @@ def migrate(line: str) -> Migration:
         raise ConfigError(f"the line cannot be read: {error}.") from None
     words = _after_command(words)
     options: dict[str, Any] = {}
+    about_compilation: list[tuple[str, Any]] = []
     left_out, needless, models, kept = [], [], [], []
     while words:
         word = words[0]
@@ -48,17 +49,22 @@ def migrate(line: str) -> Migration:
             continue
         del words[: len(flag.words)]
         written = shlex.join(flag.words)
-        if flag.row.kind == "free":
-            needless.append(f"{written}: {flag.row.note}")
-            continue
         try:
             made = flag.row.translate(flag.value)
         except ConfigError as error:
             left_out.append(f"{written}: {error}")
             continue
-        if not made:
+        if flag.row.kind == "free":
+            needless.append(f"{written}: {flag.row.note}")
+        elif ignored := flag.row.without_effect(flag.value):
+            needless += [f"{written}: {one}" for one in ignored]
+        elif not made:
             needless.append(f"{written}: it is the default")
-        options |= made
+        if flag.row.name in COMPILATION:
+            about_compilation.append((flag.row.name, flag.value))
+        else:
+            options |= made
+    options |= compilation_options(about_compilation)
     model = options.pop("model", None) or (models.pop(0) if models else None)
     left_out += [f"{word}: there is one model already." for word in models]
     return Migration(shlex.join(["toolkit", "serve", *([model] if model else []), *kept, *flags_of(options)]), left_out, needless)

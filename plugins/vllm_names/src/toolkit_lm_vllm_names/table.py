@@ -5,12 +5,15 @@ Aliases, hints in errors, `toolkit migrate-vllm` and the page "Coming from vLLM"
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from toolkit_lm.errors import ConfigError
 
-from toolkit_lm_vllm_names import values
+from toolkit_lm_vllm_names import compilation, values
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["same", "renamed", "free", "refused"]
 """same: as here. renamed: another option here. free: any value is taken, for it changes nothing. refused: only what asks for nothing."""
@@ -34,6 +37,8 @@ class Name(NamedTuple):
     """Values that ask for nothing, beside those of `values.asks_nothing`."""
     of_server: bool = False
     """Of `vllm serve` alone."""
+    ignored: Callable[[Any], list[str]] | None = None
+    """What of a value changes nothing: a sentence for each."""
 
     @property
     def flag(self) -> str:
@@ -53,6 +58,14 @@ class Name(NamedTuple):
             raise ValueError(self.note)
         except ValueError as error:
             raise ConfigError(f"vLLM's {self.name!r} cannot be {values.shown(value)} here: {error}") from None
+
+    def without_effect(self, value: Any) -> list[str]:
+        """What of a value changes nothing here, and why: a sentence for each."""
+        if value is None or (self.kind == "free" and values.asks_nothing(value)):
+            return []
+        if self.ignored is not None:
+            return self.ignored(value)
+        return [f"{self.name} has no effect: {self.note}"] if self.kind == "free" else []
 
 
 def _same(*names: str, **traits: Any) -> list[Name]:
@@ -109,7 +122,12 @@ _ENGINE: list[Name] = [
     *_same("limit_mm_per_prompt", convert=values.limits, note="a mapping, too"),
     *_same("generation_config", convert=values.generation_config, note="auto: checkpoint; vllm: none"),
     *_same("optimization_level", note="-O2, too"),
-    *_same("compilation_config", convert=values.compilation_config, note="without what it says of passes"),
+    *_same(
+        "compilation_config",
+        convert=compilation.compilation_config,
+        note="a mode (3: level 2) and older keys, too",
+        ignored=compilation.without_effect,
+    ),
     *_same("attention_backend", convert=values.attention_backend, note="FLASH_ATTN: flash_attn; ..."),
     *_renamed("task", "runner, convert", values.task, "one task: the runner type and the pooling adapter that serve it"),
     *_renamed("gpu_memory_utilization", "kv_cache_memory", values.memory_share, "a share of what the model leaves; 0.9 is auto"),
@@ -119,16 +137,19 @@ _ENGINE: list[Name] = [
     *_renamed("mm_processor_cache_gb", "feature_cache_memory", values.gibibytes("feature_cache_memory", none="0"), "GiB"),
     *_renamed("skip_tokenizer_init", "renderer", values.when("renderer", "tokens"), "True: tokens", is_switch=True),
     *_renamed("tokenizer_mode", "renderer", values.tokenizer_mode, "mistral: mistral; auto, hf: by the checkpoint"),
-    *_renamed("distributed_executor_backend", "executor", values.executor, "mp, uni: auto"),
+    *_renamed("distributed_executor_backend", "executor", values.executor, "mp, uni: auto; ray: ray"),
     *_renamed("nnodes", "nodes"),
     *_renamed("async_scheduling", "overlap", is_switch=True),
-    *_renamed("attention_config", "attention_backend", values.attention_config, "its backend"),
+    *_renamed("attention_config", "attention_backend", values.attention_config, "its backend", ignored=values.ignored_of_attention),
     *_renamed("pooler_config", "pooling_type, ...", values.pooler_config, "its fields are options of their own"),
     *_renamed("override_pooler_config", "pooling_type, ...", values.pooler_config, "as pooler_config"),
     *_renamed("allowed_media_domains", "allowed_media_hosts"),
     *_free(_NO_GRAPHS, "enforce_eager", "enable_flashinfer_autotune", is_switch=True),
-    *_free(_NO_GRAPHS, "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
-    *_free(_NO_GRAPHS, "cuda_graph_sizes", "max_seq_len_to_capture", "use_cudagraph", "kernel_config"),
+    *_renamed("cudagraph_capture_sizes", "compilation_config", compilation.capture_sizes, "its key of this name"),
+    *_renamed("cuda_graph_sizes", "compilation_config", compilation.capture_sizes, "its key cudagraph_capture_sizes"),
+    *_renamed("use_cudagraph", "compilation_config", compilation.use_cudagraph, "its cudagraph_mode, piecewise or none", is_switch=True),
+    *_refused("list the sizes: cudagraph_capture_sizes.", "max_cudagraph_capture_size"),
+    *_free(_NO_GRAPHS, "max_seq_len_to_capture", "kernel_config"),
     *_free(_OWN_LAYOUT, "disable_custom_all_reduce", "disable_cascade_attn", "use_v2_block_manager", is_switch=True),
     *_free(_OWN_LAYOUT, "disable_hybrid_kv_cache_manager", "disable_chunked_mm_input", "use_tqdm_on_load", is_switch=True),
     *_free(_OWN_LAYOUT, "pt_load_map_location", "safetensors_load_strategy", "ignore_patterns", "max_parallel_loading_workers"),
@@ -282,6 +303,12 @@ _SERVER: list[Name] = [
 TABLE: dict[str, Name] = {one.name: one for one in (*_ENGINE, *_SERVER)}
 """All names of vLLM, those of its engine first."""
 
+COMPILATION = (
+    *("optimization_level", "compilation_config", "enforce_eager"),
+    *("cudagraph_capture_sizes", "cuda_graph_sizes", "use_cudagraph"),
+)
+"""Options that say together how the forward pass is compiled."""
+
 SHORT_FLAGS = {
     "-tp": "tensor_parallel_size",
     "-pp": "pipeline_parallel_size",
@@ -297,13 +324,33 @@ SHORT_FLAGS = {
 """vLLM's short flags."""
 
 
+def tell_of_no_effect(row: Name, value: Any) -> None:
+    """Logs what of a value changes nothing here."""
+    for sentence in row.without_effect(value):
+        logger.warning("vLLM's %s.", sentence)
+
+
 def translate(options: dict[str, Any]) -> dict[str, Any]:
     """Options in our names; those that vLLM does not have are left as they are, and win. Raises ConfigError."""
     made: dict[str, Any] = {}
     for name, value in options.items():
         if name in TABLE:
+            tell_of_no_effect(TABLE[name], value)
+        if name in TABLE and name not in COMPILATION:
             made |= TABLE[name].translate(value)
+    made |= compilation_options([(name, value) for name, value in options.items() if name in COMPILATION])
     return made | {name: value for name, value in options.items() if name not in TABLE}
+
+
+def compilation_options(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """What options of `COMPILATION` say together: a level that is given wins over a mode, and enforce_eager over both."""
+    given = list(given)
+    made: dict[str, Any] = {}
+    for name, value in sorted(given, key=lambda one: one[0] == "optimization_level"):
+        made = compilation.merged(made, TABLE[name].translate(value))
+    if "optimization_level" in made and any(name == "enforce_eager" and not values.asks_nothing(value) for name, value in given):
+        made["optimization_level"] = 0
+    return made
 
 
 def names(rows: Iterable[Name], *, of_server: bool) -> list[Name]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _DTYPES = {"half": "float16", "float": "float32"}
-_GRAPH_KEYS = ("mode", "level", "custom_ops", "pass_config", "max_cudagraph_capture_size", "debug_dump_path", "full_cuda_graph")
-"""Of compilation_config: what says nothing here."""
 _BACKENDS = {"torch_sdpa": "sdpa", "flex_attention": "flex", "cpu_attn": "cpu", "flash_attn_vllm_v1": "flash_attn", "triton_attn": "triton"}
 _TASKS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -168,22 +166,19 @@ def attention_backend(value: Any) -> dict[str, Any]:
 
 
 def attention_config(value: Any) -> dict[str, Any]:
-    """{"backend": ...}. What else it may hold changes no result."""
+    """{"backend": ...}."""
     value = parsed(value)
-    backend = value.get("backend") if isinstance(value, Mapping) else getattr(value, "backend", None)
+    if not isinstance(value, Mapping) and not hasattr(value, "backend"):
+        raise ValueError("it is a mapping with the key backend.")
+    backend = value.get("backend") if isinstance(value, Mapping) else value.backend
     return {} if backend is None else attention_backend(backend)
 
 
-def compilation_config(value: Any) -> dict[str, Any]:
-    """JSON without the keys that have no meaning here. A level alone asks for nothing."""
+def ignored_of_attention(value: Any) -> list[str]:
+    """The other keys of attention_config: they change no result."""
     value = parsed(value)
-    if not isinstance(value, Mapping):
-        return {}
-    dropped = [key for key in value if key.startswith(("cudagraph_", "use_")) and key not in ("cudagraph_mode", "cudagraph_capture_sizes")]
-    kept = {key: one for key, one in value.items() if key not in (*_GRAPH_KEYS, *dropped) and one is not None}
-    if "cudagraph_mode" in kept:
-        kept["cudagraph_mode"] = str(getattr(kept["cudagraph_mode"], "name", kept["cudagraph_mode"])).lower()
-    return {"compilation_config": json.dumps(kept)} if kept else {}
+    names = [name for name, one in value.items() if name != "backend" and not asks_nothing(one)] if isinstance(value, Mapping) else []
+    return [f"attention_config: {name} has no effect: a backend's details are options of its plugin" for name in names]
 
 
 def task(value: Any) -> dict[str, Any]:
@@ -204,9 +199,9 @@ def tokenizer_mode(value: Any) -> dict[str, Any]:
 
 def executor(value: Any) -> dict[str, Any]:
     """Those that run workers on this machine are chosen by the number of workers."""
-    if value not in ("mp", "uni", "auto"):
-        raise ValueError("use mp, or an executor of a plugin: the option executor.")
-    return {}
+    if value not in ("mp", "uni", "auto", "ray"):
+        raise ValueError("use mp, uni or ray, or an executor of a plugin: the option executor.")
+    return {"executor": "ray"} if value == "ray" else {}
 
 
 def pooler_config(value: Any) -> dict[str, Any]:

@@ -1,0 +1,118 @@
+"""The keys of vLLM's compilation_config, and its options that ask for graphs or for none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit_lm_vllm_names.values import asks_nothing, parsed
+
+_MODES = {"none": 0, "stock_torch_compile": 1, "dynamo_trace_once": 2, "vllm_compile": 3}
+_LEVELS = {0: 0, 1: 1, 2: 1, 3: 2}
+"""By vLLM's mode: the optimization_level that compiles as much. What ours does at 3, to tune code, vLLM's modes do not."""
+SAME = (
+    *("backend", "splitting_ops", "compile_sizes", "inductor_compile_config", "cache_dir"),
+    *("cudagraph_mode", "cudagraph_capture_sizes", "compile_ranges", "cudagraph_query_len"),
+)
+"""Keys that mean the same here; the last two are ours alone."""
+_MAPPED = ("mode", "level", "full_cuda_graph", "use_cudagraph", "use_inductor")
+NO_EFFECT = {
+    "custom_ops": "the option kernels says what computes norms and activations",
+    "pass_config": "the kernels fuse what they have one call for",
+    "compile_mm_encoder": "encoders of media are not compiled",
+    "dynamic_shapes_config": "parts are compiled for any number of tokens",
+    "use_inductor_graph_partition": "parts lie between the splitting_ops",
+    "use_aot_compile": "all code is compiled before the first request",
+    "compile_cache_save_format": "the cache has one format",
+    "local_cache_dir": "the folder of the cache is cache_dir",
+    "fast_moe_cold_start": "experts are computed alike in all steps",
+    "cudagraph_num_of_warmups": "each graph is warmed up as often as it needs",
+    "cudagraph_copy_inputs": "inputs have fixed addresses",
+    "cudagraph_specialize_lora": "no adapters are loaded",
+    "cudagraph_mm_encoder": "encoders of media are not captured",
+    "bs_to_padded_graph_size": "it follows from cudagraph_capture_sizes",
+}
+"""Keys whose values change no result and have no part here, and why."""
+REFUSED = {
+    "max_cudagraph_capture_size": "list the sizes: cudagraph_capture_sizes",
+    "max_capture_size": "list the sizes: cudagraph_capture_sizes",
+    "compile_ranges_endpoints": "state the bands: compile_ranges, [[first, last], ...]",
+    "compile_ranges_split_points": "state the bands: compile_ranges, [[first, last], ...]",
+    "debug_dump_path": "nothing is dumped. `toolkit cache show` tells what is compiled",
+    "inductor_passes": "passes of Inductor's come by inductor_compile_config",
+    "additional_passes": "passes of Inductor's come by inductor_compile_config",
+}
+
+
+def compilation_config(value: Any) -> dict[str, Any]:
+    """A mode alone, or a mapping. A mode is an optimization level."""
+    value = parsed(value)
+    if not isinstance(value, Mapping):
+        return {"optimization_level": _level(value)}
+    given = {key: one for key, one in value.items() if one is not None}
+    kept = {key: given[key] for key in SAME if key in given}
+    if not kept.get("backend", "inductor"):
+        del kept["backend"]
+    if "cudagraph_mode" in kept:
+        kept["cudagraph_mode"] = str(getattr(kept["cudagraph_mode"], "name", kept["cudagraph_mode"])).lower()
+    made: dict[str, Any] = {}
+    for key in given.keys() - kept.keys() - {"backend"}:
+        if key in ("mode", "level"):
+            made["optimization_level"] = _level(given[key])
+        elif key in _MAPPED:
+            kept = {**_mapped(key, given[key]), **kept}
+        elif key in REFUSED and not asks_nothing(given[key]):
+            raise ValueError(f"{key!r}: {REFUSED[key]}.")
+        elif key not in (*REFUSED, *NO_EFFECT):
+            known = (*SAME, *_MAPPED, *NO_EFFECT, *REFUSED)
+            raise ValueError(f"it has no key {key!r}. Known: {', '.join(known)}.")
+    return {**made, "compilation_config": json.dumps(kept)} if kept else made
+
+
+def without_effect(value: Any) -> list[str]:
+    """The keys of a value that change nothing, with the reasons."""
+    value = parsed(value)
+    given = value if isinstance(value, Mapping) else {}
+    ignored = [key for key in given if key in NO_EFFECT and not asks_nothing(given[key])]
+    return [f"compilation_config: {key} has no effect: {NO_EFFECT[key]}" for key in ignored]
+
+
+def _mapped(key: str, value: Any) -> dict[str, Any]:
+    """What an older key says, in keys of today."""
+    is_on = not asks_nothing(value)
+    if key == "use_inductor":
+        return {} if is_on else {"backend": "eager"}
+    if key == "full_cuda_graph":
+        return {"cudagraph_mode": "full"} if is_on else {}
+    return {"cudagraph_mode": "piecewise" if is_on else "none"}
+
+
+def _level(mode: Any) -> int:
+    """Of a number, a name, or a member of vLLM's enumeration."""
+    name = str(getattr(mode, "name", mode)).rpartition(".")[2].lower()
+    number = _MODES.get(name, int(name) if name.isdecimal() else -1)
+    if number not in _LEVELS:
+        raise ValueError(f"a mode is one of {', '.join(map(str, _LEVELS))} or {', '.join(_MODES).upper()}.")
+    return _LEVELS[number]
+
+
+def capture_sizes(value: Any) -> dict[str, Any]:
+    """Sizes, as a list, in JSON or one by one."""
+    found = parsed(value)
+    sizes = found if isinstance(found, list | tuple) else [found]
+    return {"compilation_config": json.dumps({"cudagraph_capture_sizes": [int(size) for size in sizes]})} if sizes else {}
+
+
+def use_cudagraph(value: Any) -> dict[str, Any]:
+    """The switch of early versions."""
+    return {"compilation_config": json.dumps(_mapped("use_cudagraph", value))}
+
+
+def merged(made: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Options that come one after another; what several say of compilation counts together."""
+    both = {**made, **more}
+    name = "compilation_config"
+    if name in made and name in more:
+        both[name] = json.dumps({**json.loads(made[name]), **json.loads(more[name])})
+    return both
