@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from toolkit_lm.attention import FullSpec, KVCacheConfig, WindowSpec, plan_groups
+from toolkit_lm.attention import FullSpec, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.plugin import Plugins
@@ -59,6 +59,32 @@ def test_one_odd_layer_costs_less_than_a_twentieth_of_the_tokens(odd):
     tokens = 1024 * min(pool.num_blocks / each for pool, each in zip(sized.pools, per_pool, strict=True))
     ideal = 1024 * memory / sum(one.max_blocks(1024, 64) * one.page_bytes for one in specs)
     assert 0.95 * ideal < tokens <= ideal
+
+
+class StateSpec(KVCacheSpec, frozen=True, kw_only=True, tag="state"):
+    """A recurrent state: one block of a sequence of any length."""
+
+    grows = False
+
+    @property
+    def page_bytes(self) -> int:
+        return 4096
+
+
+@pytest.mark.parametrize("pattern", ["SFSF", "FSFS", "SSSSSSSF", "FF", "S", "FO", "OF"])
+@pytest.mark.parametrize("num_kv_blocks", [32, 100])
+def test_num_kv_blocks_are_those_of_what_grows(pattern, num_kv_blocks):
+    """In a hybrid, too, whatever comes first: and there are states for as many sequences as may run."""
+    kinds = {"S": StateSpec(block_size=512), "F": spec(), "O": spec(heads=4)}
+    planned = plan(*(kinds[kind] for kind in pattern))
+    config = VllmConfig.default(max_model_len=512, max_num_seqs=8, num_kv_blocks=num_kv_blocks, enable_prefix_caching=False)
+    sized = size_kv_cache(planned, config, 2**40, 0)
+    of_kind = {group.spec.kind: sized.pools[group.pool].num_blocks for group in sized.groups}
+    if "F" in pattern:
+        assert of_kind["full"] == num_kv_blocks
+        assert of_kind.get("state", 8) == 8
+    else:
+        assert of_kind["state"] == min(num_kv_blocks, 8), "no more than could run"
 
 
 def test_a_config_survives_the_wire():

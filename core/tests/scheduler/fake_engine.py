@@ -45,7 +45,7 @@ POISON = VOCAB - 1
 """Who computes this token makes the step fail."""
 
 Groups = list[tuple[Any, ...]]
-"""Of KV groups: block size; then a window, None, "late", "state" or "cross"; then the index of the pool, 0 where it is not given."""
+"""Of KV groups: block size; then a window, None, "late", ("late", window), "state" or "cross"; then the index of the pool, or 0."""
 ENCODER_INPUTS = [[3, 1, 4, 1, 5, 9, 2, 6], [3, 1, 4, 1, 5, 9, 2, 7], [8]]
 """What encoders read. `SequenceInputs.second_text_start` tells the runner which of them is a sequence's, where there are encoders."""
 MAX_ENCODER_LEN = 8
@@ -69,12 +69,20 @@ class LateSpec(FullSpec, frozen=True, kw_only=True, tag="late"):
     shared_within_step: ClassVar[bool] = False
 
 
+class LateWindowSpec(WindowSpec, frozen=True, kw_only=True, tag="late_window"):
+    """A window whose keys and values a step reads before it writes."""
+
+    shared_within_step: ClassVar[bool] = False
+
+
 def make_spec(size: int, kind: Any) -> KVCacheSpec:
     shape = {"block_size": size, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
     if kind == "state":
         return StateSpec(block_size=64)
     if kind in ("late", "cross"):
         return (LateSpec if kind == "late" else CrossSpec)(**shape)
+    if isinstance(kind, tuple):
+        return LateWindowSpec(window=kind[1], **shape)
     return FullSpec(**shape) if kind is None else WindowSpec(window=kind, **shape)
 
 

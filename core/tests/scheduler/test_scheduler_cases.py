@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fake_engine import ENCODER_INPUTS, NAN, POISON, FakeCore, Groups, kv_cache, next_token
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.engine.memory import size_kv_cache
 from toolkit_lm.errors import RequestError
 from toolkit_lm.messages import (
     Array,
@@ -284,6 +285,39 @@ def with_pictures(request_id: str, prompt: list[int], *pictures: MultiModalFeatu
     asked.features = list(pictures)
     asked.cache_keys = [CacheKey(one.mm_position.offset, one.mm_position.end, one.mm_identifier) for one in pictures]
     return asked
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("groups", [[(4, 5)], [(4, ("late", 5))], [(4, ("late", 1))], [(8, "late"), (4, ("late", 5))]], ids=str)
+def test_what_windows_leave_behind_is_found(groups, max_in_flight):
+    """Blocks are given back before the next step is planned: by then others can find what they hold."""
+    prompt = lone_good_prompt(48, 4)
+    core = make_core(40, groups, max_in_flight, max_model_len=64, max_num_batched_tokens=16)
+    for request_id in ("a", "b"):
+        core.add_request(request(request_id, prompt, max_tokens=4, ignore_eos=True))
+        outputs = finish_all(core)[request_id]
+        assert [token for output in outputs for token in output.token_ids] == continuation(prompt, 4)
+    assert max(output.num_cached_tokens for output in outputs) == (47 // 8 * 8 if len(groups) > 1 else 44)
+
+
+@pytest.mark.parametrize("groups", [[(64, "state"), (4, None, 1)], [(4, None), (64, "state", 1)]], ids=str)
+def test_num_kv_blocks_of_a_hybrid_can_force_a_preemption(groups):
+    options = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 64, "preemption_mode": "recompute"}
+    config = VllmConfig.default(num_kv_blocks=10, enable_prefix_caching=False, **options)
+    sized = size_kv_cache(kv_cache([0, 0], groups), config, 2**40, 0)
+    core = FakeCore(config, sized, 1)
+    prompts = {f"{k}": [k] * 6 for k in range(40) if max(continuation([k] * 6, 20)) < POISON - 1}
+    asked = dict(list(prompts.items())[:3])
+    for request_id, prompt in asked.items():
+        core.add_request(request(request_id, prompt, max_tokens=20, ignore_eos=True))
+    outputs, preempted = {}, 0
+    while core.has_unfinished:
+        step = core.step()
+        preempted += sum(getattr(event, "kind", None) == "preempted" for event in step.events)
+        for output in step.outputs:
+            outputs.setdefault(output.request_id, []).extend(output.token_ids)
+    assert preempted
+    assert outputs == {request_id: continuation(prompt, 20) for request_id, prompt in asked.items()}
 
 
 def test_forks_keep_the_picture_that_ends_their_prompt():

@@ -31,6 +31,7 @@ GROUPS = [[(1, None)], [(4, None)], [(3, None)], [(4, None), (2, None)], [(2, 5)
 GROUPS += [[(8, None)], [(8, None), (4, 5)]]
 GROUPS += [
     [(2, "late")],
+    [(2, ("late", 3))],
     [(2, None), (3, "late")],
     [(2, "state")],
     [(2, None), (1, "state", 1)],

@@ -66,7 +66,12 @@ class CacheConfig(Struct, frozen=True, kw_only=True):
         str, option("Memory of the KV cache: bytes ('2GiB') or a fraction ('0.5') of what a full step leaves. auto: what can be spared.")
     ] = "auto"
     num_kv_blocks: Annotated[
-        int | None, option("Blocks of the KV cache, in place of an amount of memory.", none="as many as kv_cache_memory holds", ge=1)
+        int | None,
+        option(
+            "Blocks of the KV cache, in place of an amount of memory. Of several pools: of the one that long sequences fill first.",
+            none="as many as kv_cache_memory holds",
+            ge=1,
+        ),
     ] = None
     enable_prefix_caching: Annotated[
         bool | None, option("Prefix caching: reuse the KV cache of earlier requests that begin alike.", none="on where text is generated")

@@ -43,6 +43,8 @@ def host_bytes(config: CacheConfig, free: int) -> int:
 def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_on_host: int) -> KVCacheConfig:
     """`kv_cache` with as many blocks as its options give it, of a device and a host with so many bytes to spare.
 
+    `num_kv_blocks` are those of the pool of which a long sequence holds the most: the other pools hold as many sequences as these do.
+
     Engines that share the requests share the host too.
 
     Raises CapacityError when they are not there, or a single sequence of max_model_len does not fit in them.
@@ -54,11 +56,20 @@ def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_o
     usual = kv_cache.max_blocks(min(length, _USUAL_TOKENS), chunk, min(encoded, _USUAL_TOKENS))
     # More than all sequences at full length is used for cached prefixes only.
     num_seqs = max(config.scheduler.max_num_seqs, _CACHED_SEQUENCES if cache.enable_prefix_caching else 1)
+    lead = max(range(len(least)), key=least.__getitem__, default=0)
+    of_any_length = kv_cache.max_blocks(1, chunk, 1)
 
-    def blocks(first: int) -> list[int]:
-        """Per pool, where the first one has so many, but for what no sequences could use. The others hold one sequence at least."""
-        others = [min(num_seqs * one, max(one, first * share // usual[0])) for one, share in zip(least, usual, strict=True)]
-        return [min(num_seqs * least[0], first), *others[1:]]
+    def blocks(leading: int) -> list[int]:
+        """Per pool, where the leading one has so many, but for what no sequences could use. The others hold one sequence at least."""
+        counts = [min(num_seqs * one, max(one, leading * share // usual[lead])) for one, share in zip(least, usual, strict=True)]
+        counts[lead] = min(num_seqs * least[lead], leading)
+        if cache.num_kv_blocks is not None:
+            # What a sequence takes at any length never runs out before what grows: each that runs has a leading block.
+            fixed = [pool for pool, one in enumerate(least) if pool != lead and one == of_any_length[pool]]
+            counts = [
+                min(config.scheduler.max_num_seqs, leading) * one if pool in fixed else counts[pool] for pool, one in enumerate(least)
+            ]
+        return counts
 
     def num_bytes(num_blocks: list[int]) -> int:
         return sum(count * size for count, size in zip(num_blocks, each, strict=True))
@@ -68,13 +79,15 @@ def size_kv_cache(kv_cache: KVCacheConfig, config: VllmConfig, free: int, free_o
     if cache.num_kv_blocks is None:
         memory = kv_cache_bytes(cache, device, free // (config.parallel.data_parallel_size if device == "cpu" else 1))
     else:
-        memory = cache.num_kv_blocks * each[0] + num_bytes([0, *blocks(cache.num_kv_blocks)[1:]])
+        others = blocks(cache.num_kv_blocks)
+        others[lead] = 0
+        memory = cache.num_kv_blocks * each[lead] + num_bytes(others)
     if memory > free:
         raise CapacityError(f"the KV cache needs {memory / 2**20:.0f} MiB, but {device} has {free / 2**20:.0f} MiB free.")
-    first = cache.num_kv_blocks
-    if first is None:
-        first = bisect_right(range(1, memory // each[0] + 1), memory, key=lambda count: num_bytes(blocks(count)))
-    num_blocks = blocks(first)
+    leading = cache.num_kv_blocks
+    if leading is None:
+        leading = bisect_right(range(1, memory // each[lead] + 1), memory, key=lambda count: num_bytes(blocks(count)))
+    num_blocks = blocks(leading)
     for pool, (given, needed) in enumerate(zip(num_blocks, least, strict=True)):
         if given < needed:
             raise CapacityError(_too_small(config, memory, given, needed, each[pool]))

@@ -188,8 +188,11 @@ class RequestBlocks:
                 seq.num_computed_tokens = shared
 
     def trim(self, request: Request) -> None:
-        """Gives back what windows have left behind."""
+        """Gives back what windows have left behind, before the next step is planned."""
         for seq in request.unfinished:
+            if not self.blocks.shared_within_step:
+                # From the next step on others can read it: who gives a block back unnamed would have computed it for nobody.
+                self.publish(seq, seq.num_computed_tokens)
             self.blocks.trim(seq.seq_id, seq.num_kept_tokens)
 
     def swap_out(self, request: Request) -> list[BlockCopy] | None:
