@@ -56,11 +56,26 @@ class Array(Struct, frozen=True):
         return values
 
 
+class ForbiddenTexts(Struct, frozen=True):
+    """Texts that no drawn token may complete, as an automaton over tokens. State 0 is always active; others follow from drawn tokens."""
+
+    steps: Array
+    """[N, 3] int32, in order: a token, a state that it is drawn in, and the state that follows."""
+    ends: Array
+    """[M, 2] int32, in order: a state, and a token that is not to be drawn in it."""
+    silent: Array
+    """Packed bits, one for each token of the vocabulary: tokens without text, which change no state."""
+    longest: int
+    """Most tokens that one of the texts can have."""
+
+
 class SequenceInputs(Struct, kw_only=True, frozen=True):
     """What the runner needs of a request beside its tokens and parameters. The scheduler carries it, and never reads it."""
 
     bad_words: list[list[int]] = field(default_factory=list)
     """Sequences of tokens of which the last is not to be drawn after the others."""
+    forbidden_texts: ForbiddenTexts | None = None
+    """What the request's own bad_words are."""
     forced_tokens: dict[int, int] = field(default_factory=dict)
     """By place in the output, from 0 on, the token that is drawn there whatever the logits are."""
     logits_processors: dict[str, dict[str, Any]] = field(default_factory=dict)

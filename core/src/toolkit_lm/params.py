@@ -100,7 +100,13 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
     ] = False
     ignore_eos: Annotated[bool, param("Continue after an end-of-sequence token.", use="both")] = False
     max_tokens: Annotated[
-        int | None, param("Maximum output tokens.", none="as many as fit in max_model_len, the default of a chat", ge=1, use="both")
+        int | None,
+        param(
+            "Maximum output tokens. 0, with prompt_logprobs: the prompt is scored, and nothing generated.",
+            none="as many as fit in max_model_len, the default of a chat",
+            ge=0,
+            use="both",
+        ),
     ] = 16
     min_tokens: Annotated[
         int, param("Minimum output tokens. Until then no end-of-sequence token, stop token or stop text ends a sequence.", ge=0, use="both")
@@ -149,6 +155,8 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
 
     def _check_lengths(self) -> None:
         most = self.max_tokens if self.max_tokens is not None else self.min_tokens
+        scores = self.prompt_logprobs is not None
+        require(scores or self.max_tokens != 0, "max_tokens", "at least 1, or 0 with prompt_logprobs", 0)
         require(self.min_tokens <= most, "min_tokens", f"at most max_tokens ({most})", self.min_tokens)
         require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens", "-1 or at least 1", 0)
 

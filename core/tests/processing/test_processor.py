@@ -99,10 +99,11 @@ def test_prompts_that_share_parameters_have_them_worked_on_once(method):
     processor, names = make_processor(), ["0", "1", "2"]
     prompts = names if method == "prepare_batch" else [[{"role": "user", "content": name}] for name in names]
     prepared = getattr(processor, method)(names, prompts, SamplingParams(bad_words=["ab"], extra_args={"loud_times": 1}))
-    # The word, also after a space, what the plugin asks for, and three prompts.
-    assert processor.renderer.num_calls == 2 + 1 + 3
+    # The word, what the plugin asks for, and three prompts.
+    assert processor.renderer.num_calls == 1 + 1 + 3
     assert [(one.message.request_id, one.message.prompt_token_ids) for one in prepared] == [(name, [ord(name)]) for name in names]
-    assert all(one.message.inputs.bad_words == [[97, 98]] for one in prepared)
+    assert len({id(one.message.inputs.forbidden_texts) for one in prepared}) == 1
+    assert prepared[0].message.inputs.forbidden_texts.steps.to_numpy().tolist() == [[97, 0, 1]]
 
 
 @pytest.mark.parametrize(("params", "read"), [({"truncate_prompt_tokens": 2}, "cd"), ({"truncate_prompt_tokens": -1}, "abcd")])

@@ -44,7 +44,7 @@ def renderer(harmony_folder):
     return HarmonyRenderer(_resolved(harmony_folder))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def resolved():
     """resolved(folder, hf_config=None, generation_config=None, **options): a config of a checkpoint there."""
     return _resolved

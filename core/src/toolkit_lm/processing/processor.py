@@ -19,6 +19,7 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import PoolingInputs, Scoring, TextOptions
 from toolkit_lm.pooling_params import PoolingParams
+from toolkit_lm.processing.bad_words import BadWordRules
 from toolkit_lm.processing.multimodal import cache_keys, check_features, cut_features
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
 from toolkit_lm.processing.requests import PreparedRequest, RenderedPrompt, RequestOptions
@@ -30,7 +31,6 @@ from toolkit_lm.processing.validation import (
     check_tokens_of_params,
     cut_prompt,
     prepare_processors,
-    tokenize_bad_words,
 )
 from toolkit_lm.prompts import Conversation, Prompt, TextPair
 from toolkit_lm.renderer import EncoderDecoderRules, Rendered, RenderedText, Renderer
@@ -61,6 +61,7 @@ class Processor:
         except RequestError as error:
             raise CheckpointError(f"generation_config.json: {error} --generation-config none leaves it out.") from error
         self._vocab_size = config.vocab_size or renderer.vocab_size
+        self._bad_words = BadWordRules(renderer, self._vocab_size)
         self._eos_token_ids = renderer.eos_token_ids
 
     def _rules(self, config: VllmConfig, renderer: Renderer) -> EncoderDecoderRules | None:
@@ -211,11 +212,11 @@ class Processor:
             registry = self.plugins.logits_processors
             arguments = prepare_processors(of_processors, registry, self.renderer)
             inputs = SequenceInputs(
-                bad_words=tokenize_bad_words(params, self.renderer),
+                forbidden_texts=self._bad_words.of(params),
                 logits_processors={name: one for name, one in arguments.items() if not registry.get(name).for_model},
                 model_arguments={name: one for name, one in arguments.items() if registry.get(name).for_model},
             )
-        check_tokens_of_params(params, inputs.bad_words, self._vocab_size)
+        check_tokens_of_params(params, self._vocab_size)
         return inputs
 
     def _prepared(

@@ -81,6 +81,8 @@ class RequestState:
         """Takes in one step's output of one sequence. True: a stop text ended it, and the engine must be told."""
         if len(output.token_ids) > 1 and output.score is None and self._params.stop:
             return any(self.apply(one) for one in _token_by_token(output))
+        if self._params.max_tokens == 0:
+            output = _without_tokens(output)
         self._has_news = True
         sequence, params = self._sequence(output.index), self._params
         self.num_cached_tokens = output.num_cached_tokens
@@ -203,6 +205,12 @@ class RequestState:
         for place, (token, logprob, text) in enumerate(zip(found.token_ids, found.logprobs, texts, strict=True)):
             entries.setdefault(token, Logprob(logprob, place or found.rank, text))
         return entries
+
+
+def _without_tokens(output: EngineOutput) -> EngineOutput:
+    """Only the prompt was to be computed: a token is drawn all the same, and is nobody's."""
+    reason = "length" if output.finish_reason == "stop" else output.finish_reason
+    return structs.replace(output, token_ids=[], logprobs=None, finish_reason=reason, stop_token_id=None)
 
 
 def _token_by_token(output: EngineOutput) -> Iterator[EngineOutput]:

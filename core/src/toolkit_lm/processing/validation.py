@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from toolkit_lm.config import LimitsConfig
@@ -14,23 +14,6 @@ from toolkit_lm.renderer import Renderer
 MAX_TIMEOUT = 10**9
 MAX_SALT_LENGTH = 1024
 MAX_CONTEXT_LENGTH = 16384
-
-
-def tokenize_bad_words(params: SamplingParams, renderer: Renderer) -> list[list[int]]:
-    """The token sequences of bad_words. Raises RequestError, naming the parameter."""
-    return [tokens for word in params.bad_words or () for tokens in _bad_word(word, renderer)]
-
-
-def _bad_word(word: str, renderer: Renderer) -> Iterator[list[int]]:
-    """As it is at the beginning of a text, and, where that is another token, after a space."""
-    word = word.lstrip(" ")
-    try:
-        plain, spaced = (renderer.render_prompt(text, add_special_tokens=False).token_ids for text in (word, f" {word}"))
-    except RequestError as error:
-        raise RequestError(f"bad_words: {word!r} cannot be tokenized: {error}", "bad_words") from None
-    yield plain
-    if spaced[0] != plain[0] and len(spaced) == len(plain):
-        yield spaced
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -79,7 +62,7 @@ def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int)
     most = params.truncate_prompt_tokens
     assert most is not None, "nothing asks to cut the prompt"
     if most == -1:
-        most = max(1, max_model_len - (params.max_tokens or 1))
+        most = max(1, max_model_len - (1 if params.max_tokens is None else params.max_tokens))
     return token_ids[-most:]
 
 
@@ -113,9 +96,7 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
             raise RequestError(f"token id {token} is not in the vocabulary, {known}.", param)
 
 
-def check_tokens_of_params(params: SamplingParams, bad_words: Sequence[list[int]], vocab_size: int) -> None:
+def check_tokens_of_params(params: SamplingParams, vocab_size: int) -> None:
     """As `check_token_ids`, for the token ids that sampling parameters name."""
     for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
         check_token_ids(getattr(params, name) or (), vocab_size, name)
-    for word in bad_words:
-        check_token_ids(word, vocab_size, "bad_words")

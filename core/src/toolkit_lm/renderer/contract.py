@@ -173,6 +173,15 @@ class Renderer(ABC):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Each token's own text (for logprobs), special tokens included."""
 
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+        """The bytes that each token adds to a text that it does not begin: b"" for none. Part of a character is a few of its bytes.
+
+        This one gives those of the token's own text.
+        """
+        if skip_special_tokens:
+            return [self.decode([token_id], skip_special_tokens=True).encode() for token_id in token_ids]
+        return [text.encode() for text in self.token_texts(token_ids)]
+
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary writes it ("Ġupon"). This one gives its own text."""
         return self.token_texts(token_ids)

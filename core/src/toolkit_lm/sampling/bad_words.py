@@ -1,10 +1,12 @@
-"""bad_words: sequences of tokens of which the last is not to be drawn after the others."""
+"""Tokens that are not to be drawn after others: the last ones of sequences, and those that complete a text."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
 import numpy as np
+
+from toolkit_lm.messages import ForbiddenTexts
 
 
 class BadWords:
@@ -23,3 +25,26 @@ class BadWords:
         end = output[-self._longest :].tolist()
         words = self._after.get(end[-1], ()) if end else ()
         return np.array([*self._always, *(word[-1] for word in words if end[1 - len(word) :] == word[:-1])], np.int64)
+
+
+class ForbiddenTextRules:
+    """The forbidden texts of one request, whichever tokens spell them."""
+
+    def __init__(self, texts: ForbiddenTexts) -> None:
+        self._steps, self._ends = texts.steps.to_numpy(), texts.ends.to_numpy()
+        self._tokens, self._end_states = (np.ascontiguousarray(one[:, 0]) for one in (self._steps, self._ends))
+        self._silent = np.unpackbits(texts.silent.to_numpy()).view(bool)
+        self._longest = texts.longest
+
+    def forbidden(self, output: np.ndarray) -> np.ndarray:
+        """The tokens that would complete a text after these output tokens [N]."""
+        # A text has no more tokens than bytes; those without any stand between them.
+        read = output[~self._silent.take(output, mode="clip")]
+        read = read[1 - self._longest :] if self._longest > 1 else read[:0]
+        starts, ends = (np.searchsorted(self._tokens, read, side).tolist() for side in ("left", "right"))
+        active: set[int] = set()
+        for start, end in zip(starts, ends, strict=True):
+            steps = self._steps[start:end, 1:].tolist()
+            active = {after for state, after in steps if state == 0 or state in active}
+        bounds = [np.searchsorted(self._end_states, [state, state + 1]) for state in (0, *active)]
+        return np.concatenate([self._ends[start:end, 1] for start, end in bounds]).astype(np.int64)

@@ -8,10 +8,10 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from toolkit_lm.messages import NewSequence
+from toolkit_lm.messages import NewSequence, SequenceInputs
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS, SamplingParams
-from toolkit_lm.sampling.bad_words import BadWords
+from toolkit_lm.sampling.bad_words import BadWords, ForbiddenTextRules
 from toolkit_lm.sampling.processor import ProcessorRow
 from toolkit_lm.sampling.processors import ProcessorTable
 
@@ -27,28 +27,36 @@ MIN_TEMPERATURE = 1e-5
 class TokenRules:
     """The parameters of a request that speak of single tokens. Its sequences share them."""
 
-    given: tuple[SamplingParams, list[list[int]], list[int]]
+    given: tuple[SamplingParams, SequenceInputs, list[int]]
     """What they were made of."""
     stop: np.ndarray
     allowed: np.ndarray | None = None
     bias_ids: np.ndarray | None = None
     bias: np.ndarray | None = None
     bad_words: BadWords | None = None
+    forbidden_texts: ForbiddenTextRules | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams, bad_words: list[list[int]], stop_token_ids: list[int]) -> TokenRules:
+    def of(cls, params: SamplingParams, inputs: SequenceInputs, stop_token_ids: list[int]) -> TokenRules:
         bias = params.logit_bias or {}
         return cls(
-            (params, bad_words, stop_token_ids),
+            (params, inputs, stop_token_ids),
             stop=np.array(stop_token_ids, np.int64),
             allowed=None if params.allowed_token_ids is None else np.array(params.allowed_token_ids, np.int64),
             bias_ids=np.array(list(bias), np.int64) if bias else None,
             bias=np.array(list(bias.values()), np.float32) if bias else None,
-            bad_words=BadWords(bad_words) if bad_words else None,
+            bad_words=BadWords(inputs.bad_words) if inputs.bad_words else None,
+            forbidden_texts=None if inputs.forbidden_texts is None else ForbiddenTextRules(inputs.forbidden_texts),
         )
 
+    def are_of(self, inputs: SequenceInputs, stop_token_ids: list[int]) -> bool:
+        """Another sequence with the same parameters has these rules, too."""
+        _, known, stop = self.given
+        same = known.bad_words == inputs.bad_words and known.forbidden_texts == inputs.forbidden_texts
+        return same and stop == stop_token_ids
 
-_NO_RULES = TokenRules((SamplingParams(), [], []), np.zeros(0, np.int64))
+
+_NO_RULES = TokenRules((SamplingParams(), SequenceInputs(), []), np.zeros(0, np.int64))
 
 
 class TokenHistory:
@@ -173,12 +181,12 @@ class SamplingBatch:
         self.forces[row], self.forced[row] = bool(seq.inputs.forced_tokens), seq.inputs.forced_tokens
         self.filtered[row] = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
         stages = self.processors.add(self.processor_row(row), seq) if self.processors is not None and seq.inputs.logits_processors else ()
-        rules, given = self._known.get(id(params)), (params, seq.inputs.bad_words, seq.stop_token_ids)
-        if rules is None or rules.given[1:] != given[1:]:
+        rules, given = self._known.get(id(params)), (params, seq.inputs, seq.stop_token_ids)
+        if rules is None or not rules.are_of(seq.inputs, seq.stop_token_ids):
             rules = self._known[id(params)] = TokenRules.of(*given)
         self.rules[row] = rules
         penalized = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        ruled = rules.allowed is not None or rules.bias is not None or rules.bad_words is not None
+        ruled = any(one is not None for one in (rules.allowed, rules.bias, rules.bad_words, rules.forbidden_texts))
         self.edited[row] = penalized or ruled or "logits" in stages
         as_is = not (self.edited[row] or self.forces[row] or params.min_tokens or seq.inputs.logits_processors)
         is_usual = as_is and params.temperature < MIN_TEMPERATURE and self.logprobs[row] < 0 and not seq.num_candidates

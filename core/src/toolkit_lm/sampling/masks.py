@@ -13,12 +13,10 @@ def mask(logits: Tensor, rows: SamplingBatch) -> None:
     """Changes logits [R, V] in place, those of the rows that have such rules."""
     vocab_size = logits.shape[-1]
     _allow(logits, rows)
-    forbidden = {
-        row: rules.bad_words.forbidden(rows.history.output(rows.row[row]))
-        for row, rules in enumerate(rows.rules)
-        if rules.bad_words is not None
-    }
-    _put(logits, forbidden, -torch.inf)
+    for kind in ("bad_words", "forbidden_texts"):
+        wordy = {row: one for row, rules in enumerate(rows.rules) if (one := getattr(rules, kind)) is not None}
+        outputs = {row: rows.history.output(rows.row[row]) for row in wordy}
+        _put(logits, {row: words.forbidden(outputs[row]) for row, words in wordy.items()}, -torch.inf)
     biased = {row: rules for row, rules in enumerate(rows.rules) if rules.bias is not None}
     if biased:
         values = np.concatenate([rules.bias for rules in biased.values() if rules.bias is not None])

@@ -62,12 +62,14 @@ class RequestLimits:
             return self._check_pooling(message.inputs.pooling.task, prompt, message.inputs.pooling_start)
         if not self.generates:
             raise RequestError(f"this model generates no text. Supported: {self._served}.", "task")
-        if prompt >= self.max_model_len:
+        # A token is drawn and left out: it is never stored.
+        room = self.max_model_len - prompt + (params.max_tokens == 0)
+        if room < 1:
             raise ContextLengthError(f"{self._too_long(prompt)}, output included. Please reduce the length of the input prompt.", "prompt")
-        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - prompt)
+        max_tokens = room if params.max_tokens is None else min(max(params.max_tokens, 1), room)
         if params.min_tokens > max_tokens:
-            room = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"
-            raise RequestError(f"min_tokens is {params.min_tokens}, but {room}.", "min_tokens")
+            left = f"after a prompt of {prompt} tokens max_model_len leaves room for {max_tokens}"
+            raise RequestError(f"min_tokens is {params.min_tokens}, but {left}.", "min_tokens")
         param, width = params.widest
         if width > self.max_num_seqs:
             raise RequestError(f"{param} is {width}, but a step holds at most {self.max_num_seqs} sequences (max_num_seqs).", param)

@@ -101,6 +101,9 @@ class HarmonyRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self.decode([token_id]) for token_id in token_ids]
 
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+        return [self.bytes_of([token_id], skip_special_tokens) for token_id in token_ids]
+
     def bytes_of(self, token_ids: Sequence[int], skip_special_tokens: bool) -> bytes:
         """Of these tokens together. Ids without a token are passed over."""
         end = _FIRST_SPECIAL if skip_special_tokens else _SIZE

@@ -190,6 +190,10 @@ class HfRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._detokenizer.token_text(token_id) for token_id in token_ids]
 
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+        pieces = self._detokenizer.pieces
+        return [b"".join(pieces([one], first=False, skip_special_tokens=skip_special_tokens)) for one in token_ids]
+
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 

@@ -79,6 +79,9 @@ class MistralRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [self._detokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+        return [self._detokenizer.bytes_of([token_id], skip_special_tokens) for token_id in token_ids]
+
     @property
     def vocab_size(self) -> int:
         return self._vocab_size

@@ -200,6 +200,9 @@ class RemoteRenderer(Renderer):
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return self._local.token_texts(token_ids)
 
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+        return self._local.token_bytes(token_ids, skip_special_tokens=skip_special_tokens)
+
     def vocabulary_texts(self, token_ids: Sequence[int]) -> list[str]:
         return self._local.vocabulary_texts(token_ids)
 

@@ -126,7 +126,7 @@ class ChatAnswer:
         """As `completion`, whose choices are made when they are taken."""
         body, generation = self._body, self._generation
         self._parts.count(choices)
-        found = (_choice(choice, body, self._parts, self._echoes[choice.index // (body.n or 1)]) for choice in choices)
+        found = map(self._choice, choices)
         is_one = len(self._echoes) == 1
         prompt = {"prompt_token_ids": generation.prompt(0).prompt_token_ids if body.return_token_ids and is_one else None}
         of_prompt = prompt_logprobs(None if body.prompt_logprobs is None else generation.prompt(0).prompt_logprobs)
@@ -158,13 +158,34 @@ class ChatAnswer:
                 parts, reason = self._parts.read(delta)
                 end: dict[str, Any] = {} if reason is None else {"finish_reason": reason, "stop_reason": delta.stop_reason}
                 if parts or delta.logprobs or wanted.get("token_ids"):
-                    logprobs = chat_logprobs(delta.token_ids, delta.logprobs, body.top_logprobs or 0) if body.logprobs else None
+                    logprobs = self._logprobs(delta)
                     chunks.append(chunk(delta.index, self._parts.delta(parts), logprobs, **wanted, **end))
                 elif end:
                     chunks.append(chunk(delta.index, {}, **end))
             yield chunks
         if body.include_usage:
             yield [{**head, "choices": [], "usage": self.usage()}]
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        token_bytes = self._engine.renderer.token_bytes
+        return chat_logprobs(piece.token_ids, piece.logprobs, self._body.top_logprobs or 0, token_bytes)
+
+    def _choice(self, choice: Piece) -> dict[str, Any]:
+        body, reader = self._body, self._parts
+        parts, reason = reader.read(choice)
+        message = reader.message(parts)
+        if echo := self._echoes[choice.index // (body.n or 1)]:
+            message["content"] = echo + (message["content"] or "")
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice),
+            "finish_reason": reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if body.return_token_ids else None,
+        }
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {
@@ -181,19 +202,3 @@ def _echo(messages: Conversation) -> str:
     content = last.get("content") if last.get("role") == "assistant" else None
     parts = content if isinstance(content, list) else [{"text": content}]
     return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
-
-
-def _choice(choice: Piece, body: ChatBody, reader: Parts, echo: str) -> dict[str, Any]:
-    parts, reason = reader.read(choice)
-    logprobs = chat_logprobs(choice.token_ids, choice.logprobs, body.top_logprobs or 0) if body.logprobs else None
-    message = reader.message(parts)
-    if echo:
-        message["content"] = echo + (message["content"] or "")
-    return {
-        "index": choice.index,
-        "message": message,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-        "stop_reason": choice.stop_reason,
-        "token_ids": choice.token_ids if body.return_token_ids else None,
-    }

@@ -46,7 +46,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     """Of prompts that generate, in one call. `measure`: tells what items of media take."""
     of_prompts = sum(map(_size, prompts))
     name, width = params.widest
-    sequences, most = len(prompts) * width, min(params.max_tokens or max_model_len, max_model_len)
+    sequences, most = len(prompts) * width, max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     words = sum(map(len, params.bad_words or ())) + len(repr(params.of_processors))
     # The best of several are chosen by the log probabilities of their tokens.

@@ -16,6 +16,7 @@ from toolkit_lm.outputs import CompletionOutput, Logprob, RequestOutput
 from toolkit_lm.params import OF_THE_REQUEST
 
 from toolkit_lm_server.errors import ApiError
+from toolkit_lm_server.logprobs import ID_MARK
 
 if TYPE_CHECKING:
     from toolkit_lm.renderer import Renderer
@@ -147,7 +148,7 @@ class Generation:
 
 
 def _name(token_id: int) -> str:
-    return f"token_id:{token_id}"
+    return f"{ID_MARK}{token_id}"
 
 
 def _name_tokens(tables: Sequence[dict[int, Logprob] | None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toolkit_lm.outputs import Logprob
@@ -12,16 +12,23 @@ if TYPE_CHECKING:
 
     from toolkit_lm_server.protocol import SamplingBody
 
+ID_MARK = "token_id:"
+"""What comes before the id of a token that is named by it."""
 _LEAST = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], top: int) -> dict[str, Any]:
+TokenBytes = Callable[[Sequence[int]], list[bytes]]
+"""As Renderer.token_bytes."""
+
+
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], top: int, token_bytes: TokenBytes) -> dict[str, Any]:
     """Of chat completions: per token its own entry, and the `top` likeliest ones in order."""
     content = []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
-        likeliest = sorted((one for one in candidates.values() if one.rank <= top), key=lambda one: one.rank)
-        content.append({**_entry(candidates[token_id]), "top_logprobs": [_entry(one) for one in likeliest]})
+        likeliest = sorted((one.rank, other) for other, one in candidates.items() if one.rank <= top)
+        entries = [_entry(one, candidates[one], token_bytes) for one in (token_id, *(other for _, other in likeliest))]
+        content.append({**entries[0], "top_logprobs": entries[1:]})
     return {"content": content, "refusal": None}
 
 
@@ -64,8 +71,12 @@ def _ranked(one: Logprob) -> dict[str, Any]:
     return {"logprob": _value(one), "rank": one.rank, "decoded_token": one.decoded_token}
 
 
-def _entry(one: Logprob) -> dict[str, Any]:
-    return {"token": _text(one), "logprob": _value(one), "bytes": list(_text(one).encode())}
+def _entry(token_id: int, one: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:
+    text = _text(one)
+    # A part of a character has no text, and a token's id is none.
+    has_text = "\ufffd" not in text and not text.startswith(ID_MARK)
+    data = text.encode() if has_text else token_bytes([token_id])[0]
+    return {"token": text, "logprob": _value(one), "bytes": list(data)}
 
 
 def _text(one: Logprob) -> str:

@@ -366,6 +366,9 @@ class CompletionBody(SamplingBody):
         if self.echoes_logprobs:
             assert self.logprobs is not None
             more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
+        elif self.echo and self.max_tokens == 0:
+            # The prompt is computed for its log probabilities, told or not.
+            more["prompt_logprobs"] = self.prompt_logprobs or 0
         return self.sampling_params(**more)
 
     @property
