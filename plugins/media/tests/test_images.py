@@ -18,7 +18,7 @@ from toolkit_lm_media.limits import MediaLimits
 
 LIMITS = MediaLimits()
 MODES = {
-    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"),
+    "PNG": ("1", "L", "LA", "P", "RGB", "RGBA"),
     "JPEG": ("L", "RGB", "CMYK"),
     "WEBP": ("RGB", "RGBA"),
     "GIF": ("L", "P"),

@@ -119,7 +119,7 @@ def test_a_movie_with_sound_and_no_pictures() -> None:
 def test_frames_that_are_not_taken_to_the_end() -> None:
     """The decoder's process ends."""
     with open_video(movie(), LIMITS) as video:
-        process = video._process
+        process = video._decoder._process
         next(video.frames([0, 5]))
         assert process.poll() is None
     assert process.returncode is not None

@@ -23,7 +23,7 @@ _FORMATS = ("txt", "srt", "vtt", "json")
 def transcribe(
     config: VllmConfig,
     plugins: Plugins,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: WAV, FLAC, Ogg, MP3.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Recordings: WAV, FLAC, Ogg, MP3, AAC, M4A, MP4, WEBM.")],
     format: Annotated[str, typer.Option(metavar="|".join(_FORMATS), help="Format of the transcripts.")] = "txt",
     out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Folder of the transcripts. Default: they are printed.")] = None,
     language: Annotated[str | None, typer.Option(metavar="CODE", help="Language that is spoken, such as en. Default: detected.")] = None,

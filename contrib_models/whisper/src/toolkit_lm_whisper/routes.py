@@ -41,7 +41,7 @@ class TranslationForm(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     file: UploadFile
-    """WAV, FLAC, Ogg or MP3."""
+    """WAV, FLAC, Ogg, MP3, AAC, M4A, MP4 or WEBM."""
     model: str | None = None
     """None: the model that is served."""
     prompt: Annotated[str, Field(max_length=10_000)] = ""

@@ -13,6 +13,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from toolkit_lm_media.header import AnimationHeader
 from toolkit_lm_media.limits import MediaLimits
+from toolkit_lm_media.modes import to_rgb
 from toolkit_lm_media.refusal import RefusedError
 from toolkit_lm_media.video import Video, require_bounds
 
@@ -43,7 +44,7 @@ class Animation(Video):
                 try:
                     # Frames between are decoded too: each is painted over those before it.
                     image.seek(index)
-                    pixels = _pixels(image)
+                    pixels = np.array(to_rgb(image), dtype=np.uint8)
                 except MemoryError:
                     raise RefusedError("it does not fit in memory") from None
                 except Exception:
@@ -51,10 +52,3 @@ class Animation(Video):
                 if pixels.shape != (header.height, header.width, 3):
                     raise RefusedError(f"it is a {header.format} with two sizes")
                 yield pixels
-
-
-def _pixels(image: ImageFile) -> npt.NDArray[np.uint8]:
-    picture = image.copy()
-    # Pillow would warn that RGB has no room for a palette's transparency.
-    picture.info.pop("transparency", None)
-    return np.array(picture.convert("RGB"), dtype=np.uint8)

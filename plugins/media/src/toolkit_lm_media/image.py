@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 from PIL.BmpImagePlugin import BmpImageFile
 from PIL.GifImagePlugin import GifImageFile
 from PIL.ImageFile import ImageFile
@@ -18,6 +17,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from toolkit_lm_media import bmp, gif, jpeg, png, webp
 from toolkit_lm_media.header import Header
 from toolkit_lm_media.limits import MediaLimits
+from toolkit_lm_media.modes import to_rgb
 from toolkit_lm_media.orientation import metadata, turned
 from toolkit_lm_media.refusal import RefusedError, named
 from toolkit_lm_media.source import require_size
@@ -35,8 +35,8 @@ _DECODERS: dict[str, Callable[[io.BytesIO], ImageFile]] = {
 def open_image(data: bytes, limits: MediaLimits, *, what: str = "image", param: str | None = None) -> npt.NDArray[np.uint8]:
     """The pixels of a PNG, JPEG, WEBP, BMP or GIF (its first frame): uint8 [height, width, 3], RGB, the right way up.
 
-    Transparency is dropped, as Pillow's convert("RGB") drops it. `what` names the item in errors, such as "image 2". Raises RequestError
-    for another format, a broken file, and a picture of no pixels or more than `limits.max_pixels`.
+    Modes become RGB as `modes.to_rgb` says: transparency is dropped. `what` names the item in errors, such as "image 2".
+    Raises RequestError for another format, a broken file, and a picture of no pixels or more than `limits.max_pixels`.
     """
     with named(what, param):
         require_size(data, limits)
@@ -91,8 +91,6 @@ def _decode(header: Header) -> npt.NDArray[np.uint8]:
 def _pixels(image: ImageFile, header: Header) -> npt.NDArray[np.uint8]:
     image.load()
     exif, xmp = metadata(image.info)
-    # Pillow would warn that RGB has no room for a palette's transparency.
-    image.info.pop("transparency", None)
-    picture: Image.Image = turned(image.convert("RGB"), header.exif or exif, header.xmp or xmp)
+    picture = turned(to_rgb(image), header.exif or exif, header.xmp or xmp)
     # A copy, because an array over Pillow's memory cannot be written to, and torch warns of that.
     return np.array(picture, dtype=np.uint8)

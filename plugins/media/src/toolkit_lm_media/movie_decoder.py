@@ -1,7 +1,8 @@
-"""The program that decodes a movie for movie.py: it is run, and not imported.
+"""The program that decodes movies, and recordings in files of their kind, for decoder.py: it is run, and not imported.
 
 It reads a line of JSON and the file, and answers with a line about it. Then it reads a line with the indices of frames, and answers with a
-line and the pixels of each, then a line of an end. A line with "refused" says why there is nothing more.
+line and the pixels of each, then a line of an end. Of a recording it answers with a line and float32 samples, part by part, instead.
+A line with "refused" says why there is nothing more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ import sys
 from typing import Any
 
 _CODECS = ("av1", "h264", "hevc", "libdav1d", "libvpx", "libvpx-vp9", "mjpeg", "mpeg4", "vp8", "vp9")
+_SOUND_CODECS = (
+    *("aac", "alac", "flac", "libopus", "libvorbis", "mp3", "mp3float", "opus", "vorbis"),
+    *("pcm_f32le", "pcm_s16be", "pcm_s16le", "pcm_s24be", "pcm_s24le"),
+)
 _BUFFER = 2**20
 """Bytes of the file that are read at a time."""
 _MOST_FRAMES = 2**17
@@ -34,18 +39,22 @@ def main() -> None:
         resource.setrlimit(kind, (most, most) if hard == resource.RLIM_INFINITY else (min(most, hard), hard))
     try:
         data = sys.stdin.buffer.read(order["size"])
-        found = _survey(data, order)
+        is_sound = "most_seconds" in order
+        found = (_survey_sound if is_sound else _survey)(data, order)
         _say(found)
         asked = sys.stdin.buffer.readline()
-        if asked:
+        if asked and is_sound:
+            _decode_sound(data, order, found)
+        elif asked:
             _decode(data, order, found, json.loads(asked)["indices"])
+        if asked:
             _say({})
     except _RefusedError as refused:
         _say({"refused": str(refused)})
     except MemoryError:
         _say({"refused": "it does not fit in memory"})
     except Exception:  # whatever the decoder raises: its errors are many classes
-        _say({"refused": "it is a broken or truncated movie"})
+        _say({"refused": f"it is a broken or truncated {'recording' if 'most_seconds' in order else 'movie'}"})
 
 
 def _say(answer: dict[str, Any]) -> None:
@@ -98,6 +107,63 @@ def _survey(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
         rate = stream.average_rate or stream.guessed_rate
         fps = float(rate) if rate else num_frames / last if last else 0.0
         return {"num_frames": num_frames, "fps": fps, "width": width, "height": height}
+
+
+def _open_sound(data: bytes, order: dict[str, Any]) -> Any:
+    import av
+
+    container = av.open(
+        io.BytesIO(data),
+        format=order["format"],
+        container_options={"codec_whitelist": ",".join(_SOUND_CODECS), "max_streams": str(_MOST_STREAMS)},
+        buffer_size=_BUFFER,
+    )
+    if not container.streams.audio:
+        raise _RefusedError("it has no sound")
+    stream = container.streams.audio[0]
+    if stream.codec_context is None or stream.codec_context.name not in _SOUND_CODECS:
+        raise _RefusedError("its codec is not read")
+    return container
+
+
+def _survey_sound(data: bytes, order: dict[str, Any]) -> dict[str, Any]:
+    """Of the first samples, since a decoder may make more of them in a second than the header says, and of packets that are counted."""
+    with _open_sound(data, order) as container:
+        first = next(container.decode(container.streams.audio[0]), None)
+        if first is None:
+            raise _RefusedError("it has no samples")
+        rate, channels = first.sample_rate, first.layout.nb_channels
+    seconds = 0.0
+    with _open_sound(data, order) as container:
+        for packet in container.demux(container.streams.audio[0]):
+            if packet.pts is not None:
+                seconds = max(seconds, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+            if seconds > order["most_seconds"]:
+                break
+    return {"rate": rate, "channels": channels, "seconds": seconds}
+
+
+def _decode_sound(data: bytes, order: dict[str, Any], found: dict[str, Any]) -> None:
+    """The mean of the channels. Samples are counted again: packets may lie about them."""
+    import av
+    import numpy as np
+
+    left = int((order["most_seconds"] + 1) * found["rate"])
+    with _open_sound(data, order) as container:
+        stream = container.streams.audio[0]
+        stream.codec_context.thread_count = 1
+        for frame in container.decode(stream):
+            if (frame.sample_rate, frame.layout.nb_channels) != (found["rate"], found["channels"]):
+                raise _RefusedError("its rate or its channels change on the way")
+            left -= frame.samples
+            if left < 0:
+                raise _RefusedError(f"it has more than the {order['most_seconds']:g} seconds that are taken (max_audio_seconds)")
+            resampler = av.AudioResampler(format="fltp", layout=frame.layout, rate=frame.sample_rate)
+            for part in [*resampler.resample(frame), *resampler.resample(None)]:
+                samples = part.to_ndarray().mean(axis=0, dtype=np.float32)
+                _say({"samples": len(samples)})
+                sys.stdout.buffer.write(samples.tobytes())
+    sys.stdout.buffer.flush()
 
 
 def _is_shown(packet: Any, codec: str) -> bool:

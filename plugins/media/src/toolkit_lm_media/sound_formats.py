@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+from toolkit_lm_media import movie_formats
 from toolkit_lm_media.refusal import RefusedError
 
 MP3_SLACK = 4 * 1152
@@ -16,9 +17,38 @@ _LAST, _HEADER = 4, 27
 _MOST_PAGE = 65_307
 
 
+CONTAINERS = {"mov": "MP4", "matroska": "WEBM", "aac": "AAC"}
+"""What FFmpeg decodes, by its name of the format."""
+_MOST_AAC_FRAMES = 2**18
+
+
 def format_of(data: bytes) -> str:
-    """ "WAV", "FLAC", "OGG" or "MP3", of the first bytes of a recording."""
+    """ "WAV", "FLAC", "OGG", "MP3", "MP4", "WEBM" or "AAC", of the first bytes of a recording."""
+    if (container := container_of(data)) is not None:
+        return CONTAINERS[container]
     return {b"RIFF": "WAV", b"fLaC": "FLAC", b"OggS": "OGG"}.get(data[:4], "MP3")
+
+
+def container_of(data: bytes) -> str | None:
+    """As FFmpeg names it; None: libsndfile reads it, or nobody."""
+    if len(data) > 1 and data[0] == 0xFF and data[1] & 0xF6 == 0xF0:
+        return "aac"
+    return movie_formats.format_of(data)
+
+
+def require_whole_container(data: bytes, container: str) -> None:
+    """Raises RefusedError for a file that ends too early: FFmpeg would play what there is."""
+    if container != "aac":
+        movie_formats.require_whole(data, container)
+        return
+    offset = 0
+    for _ in range(_MOST_AAC_FRAMES):
+        header = data[offset : offset + 7]
+        if len(header) < 7 or header[0] != 0xFF or header[1] & 0xF6 != 0xF0:
+            break
+        offset += (header[3] & 3) << 11 | header[4] << 3 | header[5] >> 5
+    if offset > len(data) or 0 < len(data) - offset < 7:
+        raise RefusedError("it is a truncated AAC")
 
 
 def require_whole(data: bytes) -> int | None:

@@ -22,7 +22,7 @@ from toolkit_lm_media.audio import Resampler, open_audio
 from toolkit_lm_media.image import image_size, open_image
 from toolkit_lm_media.limits import MediaLimits
 from toolkit_lm_media.sniff import modality_of
-from toolkit_lm_media.sound_formats import format_of
+from toolkit_lm_media.sound_formats import container_of, format_of
 from toolkit_lm_media.source import load_bytes
 from toolkit_lm_media.video import Video, open_video
 
@@ -252,7 +252,8 @@ class MediaReader:
         if isinstance(item.source, str | bytes | bytearray | memoryview):
             source = item.source if isinstance(item.source, str) else bytes(item.source)
             file = load_bytes(source, self._limits, what=item.what, param=item.param)
-            if item.format and modality_of(file) == "audio" and item.format != (format := format_of(file)):
+            is_known = modality_of(file) == "audio" or container_of(file) is not None
+            if item.format and is_known and item.format != (format := format_of(file)):
                 raise RequestError(f"{item.what}: it is said to be of the format {item.format}, and is of the format {format}.", item.param)
             return _Content("file", file=file)
         with _naming(item):

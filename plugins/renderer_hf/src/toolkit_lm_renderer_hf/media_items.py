@@ -32,7 +32,19 @@ _SOURCES: dict[str, tuple[str, tuple[str, ...]]] = {
 """By type of a content part, the modality, and the keys of which one holds the item."""
 
 _INPUT_AUDIO = "input_audio"
-_FORMATS = {"wav": "WAV", "mp3": "MP3", "mpeg": "MP3", "flac": "FLAC", "ogg": "OGG", "opus": "OGG"}
+_FORMATS = {
+    "wav": "WAV",
+    "mp3": "MP3",
+    "mpeg": "MP3",
+    "mpga": "MP3",
+    "flac": "FLAC",
+    "ogg": "OGG",
+    "opus": "OGG",
+    "aac": "AAC",
+    "m4a": "MP4",
+    "mp4": "MP4",
+    "webm": "WEBM",
+}
 """What a client may call a recording's format, and what it is."""
 _FILE = "file"
 """A content part whose own bytes tell the modality."""

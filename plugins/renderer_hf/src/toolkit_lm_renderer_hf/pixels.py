@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from toolkit_lm.errors import RequestError
+from toolkit_lm_media.modes import to_rgb
+from toolkit_lm_media.refusal import RefusedError
 
 _MOST_FPS = 1000.0
 
@@ -24,7 +26,9 @@ def read_pixels(source: Any, max_pixels: int) -> tuple[str, np.ndarray]:
         raise RequestError(f"it has {width} x {height} pixels; from 1 to {max_pixels} are taken (max_media_pixels).")
     try:
         # A copy: an array over Pillow's memory cannot be written to.
-        return image.mode, np.array(_opaque(image).convert("RGB"), dtype=np.uint8)
+        return image.mode, np.array(to_rgb(image), dtype=np.uint8)
+    except RefusedError as refused:
+        raise RequestError(f"{refused}.") from None
     except Exception as error:  # whatever a decoder raises for a file that the caller has opened
         raise RequestError(f"its pixels cannot be read: {type(error).__name__}.") from error
 
@@ -107,8 +111,3 @@ def _image_of_array(array: np.ndarray) -> Image.Image:
     if not array.size or (array.ndim == 3 and array.shape[2] not in (3, 4)):
         raise RequestError(f"an array must be uint8 [height, width, 3], not of the shape {list(array.shape)}.")
     return Image.fromarray(np.ascontiguousarray(array))
-
-
-def _opaque(image: Image.Image) -> Image.Image:
-    """Pillow would warn that RGB has no room for a palette's transparency."""
-    return image.convert("RGBA") if "transparency" in image.info else image

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from toolkit_lm.errors import CheckpointError
 
 from toolkit_lm_renderer_hf.panic import panics_as
@@ -51,8 +51,33 @@ def _load(path: Path, config: dict[str, Any], special_tokens: dict[str, str], tr
             raise CheckpointError(f"{path} is not a tokenizer that the package tokenizers can read: {error}") from error
         # As in transformers 5, add_bos_token and add_eos_token of the config have no say where there is a tokenizer.json.
         apply_class_options(tokenizer, config, special_tokens, read_json(folder / "config.json"))
+        _add_named_tokens(tokenizer, config, special_tokens)
         return tokenizer, special_tokens
     return _convert(folder, trust_remote_code)
+
+
+def _add_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_tokens: dict[str, str]) -> None:
+    """Tokens that only the config knows come after the vocabulary, as transformers adds them. Raises CheckpointError for a broken one."""
+    listed, extra = (
+        config.get("added_tokens_decoder") or {},
+        config.get("extra_special_tokens", config.get("additional_special_tokens")) or [],
+    )
+    try:
+        ordered = [listed[key] for key in sorted(listed, key=int)]
+        more = [*special_tokens.values(), *(extra.values() if isinstance(extra, dict) else extra)]
+        tokens = [*map(_added_token, ordered), *map(_added_token, more)]
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"tokenizer_config.json has a token that cannot be read: {error}") from error
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_tokens([token for token in tokens if token.content not in known])
+
+
+def _added_token(given: Any) -> AddedToken:
+    """Of a text, or of a mapping as transformers saves one."""
+    if isinstance(given, str):
+        return AddedToken(given, special=True, normalized=False)
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    return AddedToken(given["content"], **{name: bool(given[name]) for name in flags if name in given})
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -116,6 +116,11 @@ def plain(value: Any) -> Any:
         return data_url(bytes(value))
     value = _numpy(value)
     if hasattr(value, "convert") and hasattr(value, "mode"):
+        if value.mode in ("I", "F") or value.mode.startswith("I;16"):
+            message = (
+                f"a picture of Pillow's mode {value.mode} cannot be sent to a render server: give its file, or one of 8 bits a sample."
+            )
+            raise RequestError(message, "prompt")
         # An image of Pillow. It would warn that RGB has no room for a palette's transparency.
         opaque = value.convert("RGBA") if "transparency" in value.info else value
         value = np.asarray(opaque.convert("RGB"))

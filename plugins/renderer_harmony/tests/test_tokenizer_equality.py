@@ -1,0 +1,118 @@
+"""The engine's tokenizer and that of `get_tokenizer` give equal ids, over real vocabularies and configs as checkpoints have them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+from toolkit_lm_renderer_hf.renderer import HfRenderer
+
+TIKTOKEN = {"cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4", "o200k": "fb374d419588a4632f3f557e76b4b70aebbca790"}
+VOCABULARIES = ["anthropic", "deepseek", *TIKTOKEN, "tekken", "tiny"]
+ADDED = {"content": "<|extra|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+CONFIGS = {
+    "no config": None,
+    "no class": {},
+    "fast": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    "bos and eos": {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": True, "add_eos_token": True},
+    "llama": {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "legacy": True},
+    "llama 3": {"tokenizer_class": "PreTrainedTokenizer", "clean_up_tokenization_spaces": True},
+    "more tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<|extra|>"]},
+    "other tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"300000": ADDED}},
+    "named tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|extra|>", "pad_token": "<|pad|>"},
+}
+FEW = ("no class", "llama", "other tokens")
+"""Configs that the large vocabularies are loaded with: it takes seconds."""
+PARTS = [
+    "Paris",
+    " the",
+    "  ",
+    "\n",
+    "\r\n\n",
+    "\t",
+    "don't",
+    "DON'T",
+    "123456",
+    "3.14",
+    "São",
+    "e\u0301",
+    "москва",
+    "北京大学",
+    "서울",
+    "😀",
+    "\u200d",
+]
+PARTS += [
+    "ﷺ",
+    "﷽",
+    "\u00a0",
+    "\ufeff",
+    "x=y+1;",
+    "http://a.b/c?d=e",
+    "_",
+    "▁",
+    "Ġ",
+    "<|extra|>",
+    "<|endoftext|>",
+    "<s>",
+    "İ",
+    "ſ",
+    "\x00",
+    "\u3000",
+]
+
+
+@pytest.fixture(scope="module")
+def save(vocabulary, tmp_path_factory):
+    """save(name): a folder with the tokenizer.json of a real vocabulary."""
+    pytest.importorskip("mistral_common")
+
+    def saved(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        if name in TIKTOKEN:
+            from transformers.convert_slow_tokenizer import TikTokenConverter
+
+            converter = TikTokenConverter(str(vocabulary.parent / TIKTOKEN[name]), extra_special_tokens=["<|endoftext|>"])
+            converter.converted().save(str(folder / "tokenizer.json"))
+        elif name == "tekken":
+            from transformers.convert_slow_tokenizer import TikTokenConverter
+
+            found = importlib.util.find_spec("mistral_common")
+            tekken = json.loads((Path(found.origin).parent / "data" / "tekken_240718.json").read_text())
+            lines = [f"{one['token_bytes']} {one['rank']}" for one in tekken["vocab"]]
+            (folder / "tekken.tiktoken").write_text("\n".join(lines[: tekken["config"]["default_vocab_size"] - 1000]))
+            converter = TikTokenConverter(str(folder / "tekken.tiktoken"), tekken["config"]["pattern"], extra_special_tokens=["<s>"])
+            converter.converted().save(str(folder / "tokenizer.json"))
+        elif name == "tiny":
+            import toolkit_lm_tiny
+
+            shutil.copy(Path(toolkit_lm_tiny.__file__).parent / "checkpoint" / "tokenizer.json", folder)
+        else:
+            shutil.copy(vocabulary.parent / f"{name}_tokenizer.json", folder / "tokenizer.json")
+        return folder
+
+    return saved
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_ids_are_equal(save, resolved, name):
+    folder, chosen = save(name), random.Random(5)
+    texts = ["".join(chosen.choices(PARTS, k=chosen.randrange(1, 12))) for _ in range(60)]
+    for title, config in CONFIGS.items():
+        if name not in ("anthropic", "tiny") and title not in FEW:
+            continue
+        path = folder / "tokenizer_config.json"
+        path.unlink(missing_ok=True)
+        if config is not None:
+            path.write_text(json.dumps(config))
+        renderer = HfRenderer(resolved(folder))
+        tokenizer = renderer.get_tokenizer()
+        for text in texts:
+            for special in (True, False):
+                ours = renderer.render_prompt(text, add_special_tokens=special).token_ids
+                theirs = tokenizer(text, add_special_tokens=special)["input_ids"]
+                assert ours == theirs, (title, text, special)
