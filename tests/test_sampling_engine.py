@@ -151,3 +151,23 @@ def test_a_request_whose_parameters_leave_no_token_fails_alone(llm):
     good, bad = llm.generate(["a", "b"], params, use_tqdm=False)
     assert good.outputs[0].finish_reason == "length"
     assert bad.outputs[0].finish_reason == "error" and "leave no token" in bad.error
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_is_scored_without_a_token(llm, work, n):
+    """As with a token, and as long as the model reads."""
+    scored = SamplingParams(max_tokens=0, n=n, prompt_logprobs=1, logprobs=1, ignore_eos=True)
+    most = llm.engine.config.max_model_len
+    prompts = [*({"prompt_token_ids": one} for one in work[:3]), {"prompt_token_ids": (work[0] * most)[:most]}]
+    found = llm.generate(prompts, scored, use_tqdm=False)
+    usual = llm.generate(prompts[:3], scored.replace(max_tokens=1), use_tqdm=False)
+    for one, other in zip(found, usual, strict=False):
+        assert one.prompt_logprobs == other.prompt_logprobs
+    for one, prompt in zip(found, prompts, strict=True):
+        assert len(one.prompt_logprobs) == len(prompt["prompt_token_ids"])
+        assert [(part.text, part.token_ids, part.logprobs, part.finish_reason) for part in one.outputs] == [("", [], [], "length")] * n
+
+
+def test_no_token_and_no_score_is_refused():
+    with pytest.raises(RequestError, match="max_tokens must be at least 1, or 0 with prompt_logprobs"):
+        SamplingParams(max_tokens=0)

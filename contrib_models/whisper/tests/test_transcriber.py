@@ -230,7 +230,10 @@ def test_what_was_said_before_is_read(llm):
 def test_files_that_are_no_recordings(tmp_path):
     soundfile.write(tmp_path / "none.wav", np.zeros(0), 16000)
     (tmp_path / "text.mp3").write_text("no sound")
-    for name, why in (("none.wav", "it has no samples"), ("text.mp3", "it is no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM")):
+    for name, why in (
+        ("none.wav", "it has no samples"),
+        ("text.mp3", "it is no recording of a known format; known: AAC, FLAC, M4A, MP3, MP4, Ogg, WAV, WEBM"),
+    ):
         with pytest.raises(RequestError, match=f"{name}: {why}"):
             read_recording(tmp_path / name, 16000)
     for path, why in ((tmp_path / "missing.wav", "No such file or directory"), (tmp_path, "Is a directory")):

@@ -363,12 +363,9 @@ class CompletionBody(SamplingBody):
 
     def params(self) -> SamplingParams:
         more: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
-        if self.echoes_logprobs:
-            assert self.logprobs is not None
-            more["prompt_logprobs"] = max(self.logprobs, self.prompt_logprobs or 0)
-        elif self.echo and self.max_tokens == 0:
-            # The prompt is computed for its log probabilities, told or not.
-            more["prompt_logprobs"] = self.prompt_logprobs or 0
+        # Without a token to draw, a prompt is computed for its log probabilities, told or not.
+        if self.echoes_logprobs or (self.echo and self.max_tokens == 0):
+            more["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
         return self.sampling_params(**more)
 
     @property
