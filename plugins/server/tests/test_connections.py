@@ -258,6 +258,40 @@ async def test_what_is_not_http(running):
         assert await client.end() < 1
 
 
+CHUNKED, LENGTH = "Transfer-Encoding: chunked", "Content-Length: 4"
+
+
+@pytest.mark.parametrize(
+    ("version", "headers"),
+    [
+        ("1.1", [LENGTH, CHUNKED]),
+        ("1.1", [CHUNKED, LENGTH]),
+        ("1.1", [CHUNKED, "Content-Length: 0"]),
+        ("1.0", [CHUNKED]),
+        ("1.0", [CHUNKED, "Connection: keep-alive"]),
+        ("1.0", [LENGTH, CHUNKED]),
+        ("1.1", [LENGTH, "Content-Length: 5"]),
+        ("1.1", ["Content-Length: +4"]),
+        ("1.1", ["Content-Length: 4, 5"]),
+        ("1.1", [CHUNKED, CHUNKED]),
+        ("1.1", ["Transfer-Encoding: gzip, chunked"]),
+        ("1.1", ["Transfer-Encoding: identity"]),
+        ("1.1", ["Transfer-Encoding : chunked"]),
+        ("1.1", ["Transfer-Encoding: chunked\r\n , identity"]),
+        ("1.1", ["X: \rContent-Length: 4"]),
+    ],
+)
+async def test_a_body_whose_end_is_not_clear_ends_the_connection(running, version, headers):
+    """What follows it could be read as a request of its own, behind a proxy that takes another end."""
+    head = "\r\n".join([f"POST /tokenize HTTP/{version}", "Host: localhost", *headers, "", ""]).encode()
+    async with running() as one:
+        client = await one.connect(head + b"0\r\n\r\n" + GET)
+        status, answer = await client.answer()
+        assert 400 <= status < 500 or status == 501, answer
+        assert await client.reader.read() == b"", "the second request has no answer"
+        assert (await one.http.get("/version")).status_code == 200
+
+
 async def test_a_client_that_does_not_read(running):
     """What is sent to it stays small, and the request ends."""
     sent, ended = [], asyncio.Event()

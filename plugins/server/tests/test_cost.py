@@ -156,6 +156,10 @@ def test_who_comes_later_finds_some_left():
             assert str(error.value).startswith(f"the engine is busy: {1000 - left} requests are taken{own}. This takes 1 requests more.")
     with budget.spend({"all": 1}, "a", 875):
         pass
+    alone = pytest.raises(RequestError, match="this takes 876 requests, and no client may take more than 875 requests")
+    with alone as error, budget.spend({"all": 1}, "a", 876):
+        raise AssertionError("it is let in")
+    assert not isinstance(error.value, QueueFullError), "another try would be in vain"
     with CostBudget(MIB, max_queued=3).spend({"all": 1}, "a", 100):
         pass
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from toolkit_lm.config import LimitsConfig
-from toolkit_lm.errors import QueueFullError
+from toolkit_lm.errors import QueueFullError, RequestError
 from toolkit_lm.messages import EngineRequest
 
 
@@ -37,11 +37,15 @@ class QueueLimits:
     def check(self, batch: Sequence[EngineRequest]) -> None:
         """Raises QueueFullError where one more batch would be too much. Prompts that are pooled together count as one request.
 
-        Prompts that are longer than the bound are let in when none waits.
+        Raises RequestError for a batch that an empty queue has no room for. Prompts that are longer than the bound are let in when
+        none waits.
         """
         tokens = sum(_num_tokens(request) for request in batch)
         added = len(batch) if batch[0].draws_tokens else 1
-        if self.max_requests is not None and self.num_requests + added > max(self.max_requests, 1):
+        most = None if self.max_requests is None else max(self.max_requests, 1)
+        if most is not None and added > most:
+            raise RequestError(f"{added} prompts in one request; no more than {most} requests may wait (max_queued_requests).", "prompt")
+        if most is not None and self.num_requests + added > most:
             more = f", and these are {added}" if added > 1 else ""
             limit = f"{self.num_requests} requests wait already{more} (max_queued_requests)"
         elif self.max_tokens is not None and self._waiting and self.num_tokens + tokens > self.max_tokens:

@@ -118,8 +118,12 @@ class Connections:
             self._idle.pop(one, None)
 
     def check(self, scope: Scope) -> None:
-        """Raises ApiError (431) for a request with too many headers, (503) where too many are under way."""
+        """Raises ApiError (400) for a body without one clear end, (431) for too many headers, (503) where too many are under way."""
         headers = scope["headers"]
+        names = {name for name, _ in headers}
+        if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
+            # A proxy in front may take another end, and the rest for a request of its own (RFC 9112, 6.1 and 11.2).
+            raise ApiError(400, "Transfer-Encoding is for HTTP/1.1 alone, and without Content-Length.", code="invalid_framing")
         if len(headers) > _MOST_HEADERS or sum(len(name) + len(value) for name, value in headers) > self._max_header_bytes:
             raise _large_head()
         num_busy = len(self._stages) - len(self._idle)

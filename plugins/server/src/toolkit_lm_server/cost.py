@@ -146,7 +146,12 @@ class Shares:
 
     @contextmanager
     def take(self, client: str, amount: int, told: Callable[[int], str]) -> Iterator[None]:
-        """Raises QueueFullError where that is too much. `told`: how it says an amount."""
+        """Raises QueueFullError where that is too much beside the others, RequestError where it is too much alone.
+
+        `told`: formats an amount for the error.
+        """
+        if self._most is not None and amount > self._most * 7 // 8:
+            raise RequestError(f"this takes {told(amount)}, and no client may take more than {told(self._most * 7 // 8)}.")
         with self._lock:
             own, taken = self._taken[client], self._taken.total()
             if self._most is not None and own + amount > (self._most - (taken - own)) * 7 // 8:

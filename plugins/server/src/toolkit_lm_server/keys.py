@@ -74,8 +74,17 @@ class Account:
 
     @contextmanager
     def run(self, num_sequences: int) -> Iterator[None]:
-        """For the life of so many sequences. Raises ApiError (429) where these are too many beside the others."""
+        """For the life of so many sequences.
+
+        Raises ApiError: (400) for more than the key may ever have, (429) where they are too many beside the others.
+        """
         most = self._key.max_sequences
+        if most is not None and num_sequences > most:
+            message = (
+                f"The key {self.name!r} may have {most} sequences at a time (max_sequences), "
+                f"and the request asks for {num_sequences}: prompts x n."
+            )
+            raise ApiError(400, message, code="rate_limit_exceeded")
         if most is not None and self._num_sequences + num_sequences > most:
             self._refuse("max_sequences", most, 1.0)
         self._num_sequences += num_sequences
