@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import tarfile
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,12 @@ def test_list(tmp_path, capsys):
     assert second["model"] == "damaged"
     assert cache("list", folder=tmp_path / "c") == 0
     assert "M float32 -O1" in capsys.readouterr().out
+
+
+def test_names_that_look_like_markup_are_shown_as_they_are(tmp_path, capsys):
+    fill(tmp_path / "c", model="[/bold] [red] :x: M")
+    assert cache("list", folder=tmp_path / "c") == 0
+    assert "[/bold] [red] :x: M" in capsys.readouterr().out
 
 
 def test_show(tmp_path, capsys):
@@ -204,6 +211,53 @@ def test_import_reads_nothing_of_a_file_that_claims_an_absurd_size(tmp_path):
         file.write(info.tobuf())
     with pytest.raises(ConfigError, match="holds more than an entry"):
         read_archive(tmp_path / "e.tar.gz", open_root(tmp_path / "d"))
+
+
+def header(kind: bytes, size: int) -> bytes:
+    info = tarfile.TarInfo("header")
+    info.type, info.size = kind, size
+    return info.tobuf()
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK])
+def test_import_holds_no_large_header_in_memory(tmp_path, kind):
+    """tarfile reads a header of attributes, or a long name, whole."""
+    size = 300 * 2**20
+    with gzip.open(tmp_path / "e.tar.gz", "wb", compresslevel=1) as file:
+        file.write(header(kind, size))
+        for _ in range(size // 2**20):
+            file.write(bytes(2**20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ConfigError, match=f"cannot be read: a header of {size} bytes"):
+            read_archive(tmp_path / "e.tar.gz", open_root(tmp_path / "d"))
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_import_refuses_headers_without_an_end(tmp_path):
+    attributes = b"%d comment=%b\n" % (2**16, b"x" * (2**16 - 15))
+    with gzip.open(tmp_path / "e.tar.gz", "wb", compresslevel=1) as file:
+        for _ in range(2000):
+            file.write(header(tarfile.XGLTYPE, len(attributes)) + attributes.ljust(2**16, b"\0"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_archive(tmp_path / "e.tar.gz", open_root(tmp_path / "d"))
+
+
+def test_import_says_what_it_replaces(exported, tmp_path, capsys):
+    root = tmp_path / "d"
+    assert cache("import", exported, folder=root) == 0
+    assert capsys.readouterr().out == f"taken: {KEY}\n"
+    assert cache("import", exported, folder=root) == 0
+    assert capsys.readouterr().out == f"unchanged: {KEY}, which the cache has already\n"
+    fill(root, model="another")
+    assert cache("import", exported, folder=root) == 0
+    assert capsys.readouterr().out == f"taken: {KEY}, in place of another entry, which is gone\n"
+    (root / KEY / "rank_0_0" / "graph_0.py").write_text("damaged")
+    assert cache("import", exported, folder=root) == 0
+    assert capsys.readouterr().out.startswith(f"taken: {KEY}, in place of")
+    assert (root / KEY / "rank_0_0" / "graph_0.py").read_text() == "graph"
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", None])

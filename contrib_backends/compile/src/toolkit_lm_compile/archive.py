@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import io
 import re
 import tarfile
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from toolkit_lm.errors import ConfigError
 
-from toolkit_lm_compile.store import MANIFEST, DamagedError, Entry, open_root
+from toolkit_lm_compile.store import MANIFEST, DamagedError, Entry, Manifest, open_root
 
 MOST_BYTES = 2**32
 """Of an archive's files together."""
 MOST_FILES = 2**16
 _LONGEST_NAME = 500
+_MOST_AT_ONCE = 2**16
+"""Bytes of one read: tarfile reads contents in smaller pieces, and each header of further attributes whole."""
 _ENTRY = re.compile(r"[0-9a-f]{32}/rank_[0-9]{1,4}_[0-9]{1,4}")
 """The folder of an entry: its key, and the rank."""
 
@@ -40,28 +45,69 @@ def write_archive(archive: Path, folders: Sequence[Path]) -> None:
         aside.unlink(missing_ok=True)
 
 
-def read_archive(archive: Path, root: Path) -> list[str]:
-    """Puts the entries of an archive into the cache at `root`, all or none, and gives their keys.
+class Imported(NamedTuple):
+    """Keys of the entries that an archive held, each list sorted."""
+
+    taken: list[str]
+    replaced: list[str]
+    """Some of `taken`: the cache had another entry of that key, which is gone."""
+    present: list[str]
+    """The cache had the same entries already, and keeps its own."""
+
+
+def read_archive(archive: Path, root: Path) -> Imported:
+    """Puts the entries of an archive into the cache at `root`, all or none.
 
     Raises ConfigError for an archive that cannot be read or is too large, whose files would lie elsewhere or are no plain files, and whose
     entries are damaged, of another format, or hold what their manifests do not name.
     """
     with tempfile.TemporaryDirectory(prefix=".import-", dir=root) as scratch:
-        with _errors_of(archive), tarfile.open(archive) as tar:
+        with _errors_of(archive), gzip.open(archive) as whole, tarfile.open(fileobj=_Pieces(whole), mode="r:") as tar:
             for member in _checked(archive, tar):
                 tar.extract(member, scratch, filter="data")
         folders = sorted(one.parent for one in Path(scratch).glob(f"*/*/{MANIFEST}"))
         if not folders:
             raise ConfigError(f"{archive} holds no entry of the compile cache.")
-        for folder in folders:
-            _check(archive, folder)
-        for folder in folders:
-            entry = Entry(root, folder.parent.name, folder.name)
-            with entry.locked():
-                entry.discard()
-                folder.rename(entry.folder)
+        manifests = [_check(archive, folder) for folder in folders]
+        found = Imported([], [], [])
+        for folder, manifest in zip(folders, manifests, strict=True):
+            _place(folder, manifest, root, found)
     open_root(root)
-    return sorted({folder.parent.name for folder in folders})
+    return Imported(*(sorted(set(keys)) for keys in found))
+
+
+def _place(folder: Path, manifest: Manifest, root: Path, found: Imported) -> None:
+    """Moves an entry that was checked into the cache, and notes in `found` what became of it."""
+    entry = Entry(root, folder.parent.name, folder.name)
+    with entry.locked():
+        with contextlib.suppress(DamagedError):
+            if entry.read() == manifest:
+                found.present.append(entry.key)
+                return
+        if entry.folder.exists():
+            found.replaced.append(entry.key)
+        entry.discard()
+        folder.rename(entry.folder)
+        found.taken.append(entry.key)
+
+
+class _Pieces(io.BufferedIOBase):
+    """What tarfile reads of an archive, refused where one read asks for more than a piece of a file."""
+
+    def __init__(self, whole: gzip.GzipFile) -> None:
+        self._whole = whole
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Raises tarfile.ReadError."""
+        if size is None or not 0 <= size <= _MOST_AT_ONCE:
+            raise tarfile.ReadError(f"a header of {size} bytes")
+        return self._whole.read(size)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._whole.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._whole.tell()
 
 
 def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -72,7 +118,7 @@ def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
 def _errors_of(archive: Path) -> Iterator[None]:
     try:
         yield
-    except (tarfile.TarError, OSError, EOFError, zlib.error, UnicodeError) as error:
+    except (tarfile.TarError, OSError, EOFError, zlib.error, UnicodeError, RecursionError) as error:
         raise ConfigError(f"{archive} cannot be read: {error or type(error).__name__}") from error
 
 
@@ -96,7 +142,7 @@ def _checked(archive: Path, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
             yield member
 
 
-def _check(archive: Path, folder: Path) -> None:
+def _check(archive: Path, folder: Path) -> Manifest:
     try:
         manifest = Entry(folder.parent.parent, folder.parent.name, folder.name).read()
     except DamagedError as error:
@@ -106,3 +152,4 @@ def _check(archive: Path, folder: Path) -> None:
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name != MANIFEST and name not in manifest.files:
             raise ConfigError(f"{archive} holds {name!r}, which its manifest does not name.")
+    return manifest

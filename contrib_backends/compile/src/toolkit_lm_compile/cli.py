@@ -46,7 +46,7 @@ def list_entries(cache_dir: CacheDir = None, json_output: AsJson = False) -> Non
     table = Table("key", "rank", "model", "parts", "MiB", box=None)
     for row in rows:
         table.add_row(row["key"], row["rank"], row["model"], str(row["parts"]), f"{row['bytes'] / 2**20:.1f}")
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 @engine_command(PluginsConfig)
@@ -94,8 +94,11 @@ def export(key: Key, archive: Annotated[Path, typer.Argument(help="Archive to wr
 @engine_command(PluginsConfig)
 def import_(archive: Annotated[Path, typer.Argument(help="Archive of an entry.")], cache_dir: CacheDir = None) -> None:
     """Take an archive into the cache. What it holds is run as code: take those alone that you have made."""
-    keys = read_archive(archive, open_root(cache_dir or default_root()))
-    typer.echo(f"taken: {', '.join(keys)}")
+    found = read_archive(archive, open_root(cache_dir or default_root()))
+    for key in found.taken:
+        typer.echo(f"taken: {key}{', in place of another entry, which is gone' if key in found.replaced else ''}")
+    for key in found.present:
+        typer.echo(f"unchanged: {key}, which the cache has already")
 
 
 def _folders(cache_dir: Path | None) -> list[Path]:

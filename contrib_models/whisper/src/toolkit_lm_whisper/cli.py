@@ -70,11 +70,11 @@ def _transcripts(config: VllmConfig, plugins: Plugins, given: list, format: str,
     from toolkit_lm_whisper.formats import FORMATS
     from toolkit_lm_whisper.transcriber import Transcriber
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False, emoji=False)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.completed:.0f} of {task.total:.0f} s"),
+        TextColumn("{task.completed:.0f} of {task.total:.0f} s", markup=False),
         TimeRemainingColumn(),
     )
     with (

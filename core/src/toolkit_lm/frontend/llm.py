@@ -178,7 +178,7 @@ class LLM(PoolingMixin):
         from rich.console import Console
         from rich.progress import Progress as Bar
 
-        with Bar(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        with Bar(console=Console(stderr=True, markup=False, emoji=False), transient=True, disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task("Processed prompts", total=len(prepared))
             return self._run(prepared, False, lambda done, total: bar.update(task, completed=done))
 

@@ -155,5 +155,7 @@ def _print(title: str, table: Table) -> None:
     """Lines are whole where nobody sees them: in a file, or a pipe."""
     if title:
         typer.echo(title)
-    console = Console() if Console().is_terminal else Console(width=10_000)
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
     console.print(table)

@@ -111,8 +111,14 @@ def embed(
 
 def _run(engine: LLMEngine, lines: Iterator[Line], num_lines: int, how: How, file: VectorFile) -> int:
     failed = 0
-    console = Console(stderr=True)
-    columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}"))
+    console = Console(stderr=True, markup=False, emoji=False)
+    columns = (
+        TextColumn("texts", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}", markup=False),
+    )
     progress = Progress(*columns, console=console)
     bar = progress.add_task("", total=num_lines, speed="")
     results = _results(engine, lines, how)
@@ -124,7 +130,7 @@ def _run(engine: LLMEngine, lines: Iterator[Line], num_lines: int, how: How, fil
             file.put(line.number, line.text, None if isinstance(output, RequestError) else output.outputs.data, error)
             failed += error is not None
             if error is not None and failed <= _TOLD:
-                console.print(f"line {line.number + 1}: {error}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"line {line.number + 1}: {error}", highlight=False, soft_wrap=True)
             elapsed = progress.tasks[0].elapsed or 0
             progress.update(bar, advance=1, speed=f"{done / elapsed:.0f} texts/s" if elapsed else "")
     return failed

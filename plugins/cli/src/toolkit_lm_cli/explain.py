@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.plugin import Plugins
@@ -34,7 +33,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     table.add_column(overflow="fold")
     table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
     taken, *others = _verdicts(found.architecture, found.models)
-    table.add_row("model class", escape("\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others])))
+    table.add_row("model class", "\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others]))
     table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
     table.add_row("weights", f"{resolved.load.load_format}, quantization: {resolved.load.quantization}")
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
@@ -43,20 +42,20 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
         table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")
     table.add_row("executor", "\n".join(_verdicts(found.executor, found.executors)))
     table.add_row("kernels", "\n".join(_verdicts(found.kernels, found.kernels_considered)))
-    table.add_row("compilation", escape("\n".join([*_verdicts(found.compiler, found.compilers), *found.computed])))
+    table.add_row("compilation", "\n".join([*_verdicts(found.compiler, found.compilers), *found.computed]))
     # Layers that were decided alike are shown together.
     alike: dict[tuple[str, ...], list[str]] = {}
     for layer in found.layers:
         alike.setdefault(tuple(_verdicts(layer.backend, layer.candidates)), []).append(layer.layer)
     for verdicts, layers in alike.items():
         shown = layers[0] if len(layers) == 1 else f"{layers[0]} ... {layers[-1]} ({len(layers)} layers)"
-        table.add_row("attention", escape("\n".join([shown, *verdicts])))
+        table.add_row("attention", "\n".join([shown, *verdicts]))
     table.add_row("ranks", "\n".join(_shares(found.ranks)))
     table.add_row(
         "KV cache",
         found.kv_refusal or ("none" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens, with the memory that is free now"),
     )
-    Console().print(table)
+    Console(markup=False, emoji=False).print(table)
 
 
 def _shares(ranks: list[RankShare]) -> Iterator[str]:

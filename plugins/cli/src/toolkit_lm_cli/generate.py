@@ -78,7 +78,13 @@ class _Writer:
 
 def _run(engine: LLMEngine, lines: list[str | dict[str, Any]], flags: SamplingFlags, writer: _Writer) -> int:
     failed = 0
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[speed]}"))
+    columns = (
+        TextColumn("prompts", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[speed]}", markup=False),
+    )
     with Progress(*columns) as progress:
         task, num_tokens = progress.add_task("", total=len(lines), speed=""), 0
         for index, row in _rows(engine, lines, flags):

@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError
 from toolkit_lm.plugin import PluginInfo, Plugins, Registry
@@ -37,7 +37,7 @@ def list_plugins(config: PluginsConfig, plugins: Plugins, json_output: AsJson = 
     table = _new_table(3)
     for info in plugins.infos:
         lines = [f"{info.distribution} {info.version}", info.file, ", ".join(info.hooks), info.error and f"error: {info.error}"]
-        table.add_row(info.name, f"[{_COLORS[info.status]}]{info.status}[/]", escape("\n".join(filter(None, lines))))
+        table.add_row(info.name, Text(info.status, style=_COLORS[info.status]), "\n".join(filter(None, lines)))
     _print(table)
 
 
@@ -56,7 +56,7 @@ def show_plugin(
     table = _new_table(2)
     for key, value in row.items():
         if value not in (None, [], {}):
-            table.add_row(key, escape(_text(value)))
+            table.add_row(key, _text(value))
     _print(table)
 
 
@@ -81,7 +81,9 @@ def _new_table(columns: int) -> Table:
 
 def _print(table: Table) -> None:
     """Lines are whole where nobody sees them: in a file, or a pipe."""
-    console = Console() if Console().is_terminal else Console(width=10_000)
+    console = Console(markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = 10_000
     console.print(table)
 
 

@@ -85,7 +85,7 @@ class WrappedScreen:
         return shown.result()
 
     def note(self, text: str) -> None:
-        self._console.print(text, style="dim", markup=False, highlight=False)
+        self._console.print(text, style="dim", highlight=False)
 
     def _write(self, text: str, *, dim: bool = False) -> None:
         # Dumb terminals know no styles.
@@ -310,5 +310,5 @@ def _screen(as_markdown: bool) -> Screen:
         return PlainScreen()
     from rich.console import Console
 
-    console: Any = Console(highlight=False)
+    console: Any = Console(highlight=False, markup=False, emoji=False)
     return MarkdownScreen(console) if as_markdown and not console.is_dumb_terminal else WrappedScreen(console)

@@ -16,8 +16,8 @@ import typer
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import PluginError, ToolkitError, nearest
 from toolkit_lm.plugin import (
@@ -189,15 +189,15 @@ def _print(report: Report) -> None:
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("distribution", escape(f"{report.distribution} {report.version}"))
-    table.add_row("requires", escape(f"{CORE_DISTRIBUTION}{report.requires_core or ' (any version)'}; this is API {API_VERSION}"))
+    table.add_row("distribution", f"{report.distribution} {report.version}")
+    table.add_row("requires", f"{CORE_DISTRIBUTION}{report.requires_core or ' (any version)'}; this is API {API_VERSION}")
     for entry in report.entry_modules:
         pulled = ", ".join(entry.imports) or "nothing"
-        table.add_row(f"plugin {entry.plugin}", escape(f"{entry.module}: {1000 * entry.import_seconds:.0f} ms, imports {pulled}"))
-    table.add_row("hooks", escape(", ".join(report.hooks) or "none"))
+        table.add_row(f"plugin {entry.plugin}", f"{entry.module}: {1000 * entry.import_seconds:.0f} ms, imports {pulled}")
+    table.add_row("hooks", ", ".join(report.hooks) or "none")
     for what, target in report.targets.items():
-        table.add_row(escape(what), escape(target))
+        table.add_row(what, target)
     for problem in report.problems:
-        table.add_row("[red]problem[/]", escape(problem))
-    Console().print(table)
+        table.add_row(Text("problem", style="red"), problem)
+    Console(markup=False, emoji=False).print(table)
     typer.echo(f"{len(report.problems)} problems" if report.problems else "no problems")

@@ -156,8 +156,8 @@ def _progress(requests: IO[bytes]) -> Iterator[Watch]:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
     total = os.fstat(requests.fileno()).st_size or None
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True, markup=False, emoji=False), transient=True) as bar:
         task = bar.add_task("starting", total=total)
         yield lambda counts: bar.update(task, completed=counts.bytes, description=_words(counts))
 
