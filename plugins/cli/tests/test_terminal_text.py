@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from toolkit_lm_devkit import write_checkpoint
 
 ROOT = Path(__file__).parents[3]
 SOURCES = sorted(path for pattern in ("core/src", "plugins/*/src", "contrib_*/*/src") for path in ROOT.glob(f"{pattern}/**/*.py"))
@@ -49,10 +49,9 @@ def test_nothing_reads_markup():
     assert found == {}
 
 
-def test_explain_shows_brackets(toolkit, tmp_path):
+def test_explain_shows_brackets(toolkit, checkpoint, tmp_path):
     folder = tmp_path / "[red] odd [bold] :x: [" / "] model"
-    folder.mkdir(parents=True)
-    write_checkpoint(folder)
+    shutil.copytree(checkpoint, folder)
     done = toolkit("explain", str(folder))
     assert done.code == 0, done.err
     assert "[red] odd [bold] :x: [/] model" in " ".join(done.out.split())

@@ -923,11 +923,11 @@ async def test_a_body_has_a_field_for_each_sampling_parameter(body):
 
 
 async def test_bodies_are_bounded_together(engine, client_of):
-    """Each may be of max_body_size, and 16 of them at a time; the next one is asked to come again."""
-    gate, arrived = asyncio.Event(), []
+    """Each may be of max_body_size, and 16 of them at a time, with the copies of each; the next one is asked to come again."""
+    gate, arrived, most = asyncio.Event(), [], 2**16
 
     async def parts():
-        yield b'{"prompt": "abc", "max_tokens": 1'
+        yield b'{"prompt": "abc", "max_tokens": 1' + b" " * (most - 100)
         arrived.append(1)
         await gate.wait()
         yield b" " * 60 + b"}"
@@ -935,9 +935,9 @@ async def test_bodies_are_bounded_together(engine, client_of):
     def post(client):
         return client.post("/v1/completions", content=parts(), headers={"content-type": "application/json"})
 
-    async with client_of(create_app(engine, ServerOptions(max_body_size="100"))) as client:
-        waiting = [asyncio.create_task(post(client)) for _ in range(40)]
-        while len(arrived) < 40:
+    async with client_of(create_app(engine, ServerOptions(max_body_size=str(most)))) as client:
+        waiting = [asyncio.create_task(post(client)) for _ in range(100)]
+        while len(arrived) + sum(one.done() for one in waiting) < 100:
             await asyncio.sleep(0)
         gate.set()
         answers = await asyncio.gather(*waiting)
@@ -947,6 +947,18 @@ async def test_bodies_are_bounded_together(engine, client_of):
         assert busy.json()["error"]["code"] == "server_busy" and "retry-after" in busy.headers
         # What they held is free again.
         assert [(await post(client)).status_code for _ in range(40)] == [200] * 40
+
+
+@pytest.mark.parametrize("most", ["100", "16MiB"])
+async def test_no_body_is_too_much_where_it_is_the_only_one(engine, client_of, most):
+    """However many of its characters could begin a value."""
+    options = ServerOptions(max_body_size=most)
+    room = options.max_body_bytes - 40
+    async with client_of(create_app(engine, options)) as client:
+        for character in ("a", ",", "[", ": "):
+            text = character * (room // len(character))
+            reply = await client.post("/v1/completions", content=json.dumps({"prompt": "abc", "x": text}))
+            assert reply.status_code != 503, reply.text
 
 
 async def test_several_conversations(client, engine):

@@ -116,12 +116,21 @@ def test_the_renderer_knows_what_an_image_takes():
         asked.clear()
         assert generation_cost([given], SamplingParams(max_tokens=1), 64, measure)["images and other media"] == cost
         asked.clear()
-    assert rendering_cost(["a" * 100, {"prompt_token_ids": [5] * 10}]) == {"images and other media": 0, "prompt": 110 * 64}
+    kept = 110 * (24 + 40)
+    assert rendering_cost(["a" * 100, {"prompt_token_ids": [5] * 10}]) == {"images and other media": 0, "prompt": kept + 100 * 160}
     assert rendering_cost([([{"role": "user", "content": parts[:1]}], {"mm_processor_kwargs": 5})], measure)
 
 
 def conversation_cost(messages):
     return generation_cost([(messages, {})], SamplingParams(max_tokens=16), 4096)
+
+
+def test_a_text_costs_by_its_bytes_each_of_which_may_be_a_token():
+    costs = [generation_cost([text * 2**18], SamplingParams(max_tokens=1), 4096)["prompt"] for text in ("a", "é", "\U0001f600")]
+    assert [cost // costs[0] for cost in costs] == [1, 2, 4]
+    how = {"cut": True, "size": 1, "per_token": False, "max_model_len": 512}
+    few, many = (pooling_cost([f"{i} {'a' * 2**12}" for i in range(n)], **how)["text"] for n in (256, 1024))
+    assert many < 3 * few, "short texts are tokenized some at a time"
 
 
 def test_texts_that_are_given_often_count_once_but_for_their_tokens():
@@ -272,7 +281,7 @@ async def test_media_are_paid_for_where_they_are_rendered_only(engine, client_of
             refused = await client.post(path, json=body)
             assert refused.status_code == 400
             assert "images and other media (32 MiB)" in refused.json()["error"]["message"]
-        assert (await client.post("/tokenize", json={"prompt": "a" * 200_000})).status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "a" * 50_000})).status_code == 200
     engine.renderer.media_size = lambda part, options: (MIB, 0)
     async with client_of(create_app(engine, ServerOptions(max_request_cost="16MiB"))) as client:
         assert (await client.post("/tokenize", json=body)).status_code == 200

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +23,10 @@ def made(monkeypatch):
     )
     monkeypatch.setattr(garbage, "gc", fake)
     monkeypatch.setattr(garbage, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    return SimpleNamespace(garbage=garbage.Garbage(), calls=calls, clock=clock, held=held)
+    memory = SimpleNamespace(resident=1000)
+    monkeypatch.setattr(garbage, "resident_bytes", lambda: memory.resident)
+    monkeypatch.setattr(garbage, "_trim", lambda: lambda padding: calls.append("trim"))
+    return SimpleNamespace(garbage=garbage.Garbage(), calls=calls, clock=clock, held=held, memory=memory)
 
 
 def test_it_waits_until_little_is_there(made):
@@ -41,6 +46,36 @@ def test_it_waits_until_little_is_there(made):
     made.clock.now += 1
     made.garbage.tend()
     assert made.calls[2:] == ["collect"] * 2
+
+
+def test_memory_is_given_back_where_there_is_more_and_nobody_waits(made):
+    tend, seen = made.garbage.tend, []
+    for resident, is_idle in ((1049, True), (1051, False), (1051, True), (1051, True), (1200, True)):
+        made.memory.resident = resident
+        made.clock.now += 10
+        tend(is_idle=is_idle)
+        seen.append(made.calls.count("trim"))
+    assert seen == [0, 0, 1, 1, 2]
+
+
+def test_the_c_library_gives_back_what_threads_have_freed():
+    code = """
+import threading
+from toolkit_lm_server.garbage import _trim, resident_bytes
+first = resident_bytes()
+def work():
+    pieces = [bytes(2000) for _ in range(100_000)]
+    keep.append(bytes(100))
+keep = []
+threads = [threading.Thread(target=work) for _ in range(2)]
+[one.start() for one in threads], [one.join() for one in threads]
+held = resident_bytes()
+_trim()(0)
+print(held - first, resident_bytes() - first)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    held, kept = map(int, done.stdout.split())
+    assert kept < 2**25 and (held < 2**25 or kept < held / 2)
 
 
 def test_cycles_go(monkeypatch):

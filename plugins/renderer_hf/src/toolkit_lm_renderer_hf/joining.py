@@ -80,7 +80,7 @@ class Joiner:
         return self._tokenizer.decode([token_id])
 
     def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)]
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:

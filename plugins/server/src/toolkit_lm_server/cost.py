@@ -32,10 +32,20 @@ Cost = Mapping[str, int]
 HoldRendering = Callable[[Sequence[object], Mapping[str, Any]], AbstractContextManager[None]]
 """BudgetedLLM.hold_rendering."""
 
-# Bytes, estimated generously: of a character or token of a prompt, a sequence, a log probability and a number of a result, and an entry.
-_CHARACTER, _SEQUENCE, _LOGPROB, _NUMBER, _ENTRY = 64, 4096, 256, 40, 40
+_CHARACTER = 24
+"""Bytes of memory for each byte of a text, in UTF-8, or token id, while it is read, checked and rendered."""
+_TOKENIZING = 160
+"""Bytes more while it is tokenized, where each of its bytes is a token: what the package tokenizers keeps of them."""
+_AT_A_TIME = 2**20
+"""Bytes of short texts that are tokenized together."""
+_SEQUENCE = 4096
+_LOGPROB = 256
+_NUMBER = 40
+"""Bytes of memory for a number of a result."""
+_ENTRY = 40
+"""Bytes of memory for an entry of a list: a token id, say."""
 _MESSAGE = 64
-"""Characters that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
+"""Bytes that a message of a conversation counts as, beside its own: it is read, checked and copied for the template."""
 _SHORT = 64
 _MEDIA = "images and other media"
 _REQUESTS = 3
@@ -44,7 +54,8 @@ _REQUESTS = 3
 
 def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model_len: int, measure: Measure | None = None) -> Cost:
     """Of prompts that generate, in one call. `measure`: tells what items of media take."""
-    of_prompts = sum(map(_size, prompts))
+    sizes = [_size(prompt) for prompt in prompts]
+    of_prompts = sum(sizes)
     name, width = params.widest
     sequences, most = len(prompts) * width, max_model_len if params.max_tokens is None else min(params.max_tokens, max_model_len)
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
@@ -53,7 +64,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     ranked = 0 if params.ranks and params.logprobs is None else params.logprobs
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
-        "prompt": of_prompts * (_CHARACTER + _ENTRY * width),
+        "prompt": of_prompts * (_CHARACTER + _ENTRY * width) + _tokenizing(prompts, sizes),
         f"prompts x {name}": sequences * _SEQUENCE,
         f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
         f"prompts x {name} x max_tokens x logprobs": sequences * most * _entries(ranked) * _LOGPROB,
@@ -66,10 +77,11 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
 
 
 def rendering_cost(prompts: Sequence[object], measure: Measure | None = None) -> Cost:
-    """Of prompts, or conversations with their options, that are rendered only."""
+    """Of prompts, or conversations with their options, that are rendered only: side by side."""
+    sizes = [_size(prompt) for prompt in prompts]
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
-        "prompt": sum(map(_size, prompts)) * _CHARACTER,
+        "prompt": sum(sizes) * (_CHARACTER + _ENTRY) + sum(_tokenizing([one], [size]) for one, size in zip(prompts, sizes, strict=True)),
     }
 
 
@@ -79,10 +91,11 @@ def pooling_cost(prompts: Sequence[object], *, cut: bool, size: int, per_token: 
     `cut`: they are cut to max_model_len at most. `size`: numbers of a result, or, with `per_token`, of each token's.
     """
     distinct = {id(text): text for prompt in prompts for text in (prompt if isinstance(prompt, tuple) else (prompt,))}
+    sizes = [_size(text) for text in distinct.values()]
     lengths = [min(length, max_model_len) if cut else length for length in map(_size, prompts)]
     vectors = sum(min(length, max_model_len) for length in lengths) if per_token else len(prompts)
     return {
-        "text": sum(map(_size, distinct.values())) * _CHARACTER,
+        "text": sum(sizes) * (_CHARACTER + _ENTRY) + _tokenizing(list(distinct.values()), sizes),
         "inputs x text": len(prompts) * _SEQUENCE + sum(lengths) * _ENTRY,
         "inputs x result": vectors * size * _NUMBER,
     }
@@ -93,8 +106,25 @@ def _entries(asked: int | None) -> int:
     return 0 if asked is None else asked + 1
 
 
+def _tokenizing(given: Sequence[object], sizes: Sequence[int]) -> int:
+    """Bytes of memory that it takes to tokenize prompts one after the other. Token ids take nothing."""
+    texts = [size for one, size in zip(given, sizes, strict=True) if not _is_tokens(one)]
+    return min(sum(texts), max([_AT_A_TIME, *texts])) * _TOKENIZING
+
+
+def _is_tokens(given: object) -> bool:
+    if isinstance(given, Mapping):
+        return given.get("prompt_token_ids") is not None
+    return isinstance(given, list) and (not given or isinstance(given[0], int))
+
+
+def _utf8(text: str) -> int:
+    """Bytes of a text. A tokenizer may make a token of each."""
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
+
+
 def _size(given: object) -> int:
-    """Characters or tokens, about."""
+    """Bytes of a text, or token ids, about."""
     if isinstance(given, tuple):
         return sum(map(_size, given))
     if isinstance(given, Mapping) and "encoder_prompt" in given:
@@ -105,7 +135,9 @@ def _size(given: object) -> int:
         given = given["prompt"]
     if isinstance(given, list) and given and isinstance(given[0], dict):
         return sum(map(_message_size, given))
-    return len(given) if isinstance(given, str | list) else len(repr(given))
+    if isinstance(given, str):
+        return _utf8(given)
+    return len(given) if isinstance(given, list) else _utf8(repr(given))
 
 
 def _may_hold_media(given: object) -> bool:
@@ -122,10 +154,10 @@ def _has_parts(message: object) -> bool:
 def _message_size(message: object) -> int:
     """As `_size`, without items of media, which may be files of megabytes."""
     if not _has_parts(message) or not any(True for _ in items_of(message)):
-        return len(repr(message)) + _MESSAGE
+        return _utf8(repr(message)) + _MESSAGE
     assert isinstance(message, Mapping)
     texts = [part for part in message["content"] if not is_item(part)]
-    return len(repr({**message, "content": texts})) + _MESSAGE * len(message["content"])
+    return _utf8(repr({**message, "content": texts})) + _MESSAGE * len(message["content"])
 
 
 class Shares:

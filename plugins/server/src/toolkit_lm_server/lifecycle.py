@@ -185,7 +185,7 @@ class Lifecycle:
             announce(f"Serving {engine.served_model_name} at {self._url}", self._options)
             while engine.health().status != "dead":
                 self._check_stopped()
-                garbage.tend()
+                garbage.tend(is_idle=not self._is_busy)
                 throughput.tend()
                 await asyncio.wait([self._serving], timeout=_POLL)
             await asyncio.sleep(_DEAD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
 from toolkit_lm.errors import RequestError
@@ -11,11 +11,13 @@ from toolkit_lm.outputs import PoolingRequestOutput
 from toolkit_lm.pooling_params import PoolingParams
 
 from toolkit_lm_server.answers import answer
+from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import ApiError
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.pooled import head, pool, usage
 from toolkit_lm_server.pooling_protocol import CohereRerankBody, RerankBody, ScoreBody, read_texts
 from toolkit_lm_server.protocol import check_model
+from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
     from toolkit_lm_async_llm import AsyncLLM
@@ -40,7 +42,8 @@ class Reranking:
         check_model(self._engine, body.model)
         documents = texts = read_texts(body.documents, "documents", self._options.max_inputs)
         if body.max_tokens_per_doc is not None:
-            texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
+            with cast(BudgetedLLM, self._engine).hold_rendering(documents, {"context": request_context(request)}):
+                texts = await asyncio.to_thread(self._cut, documents, body.max_tokens_per_doc)
         scores, outputs = await self._score(body, request, {"query": body.query, "documents": texts})
         results = []
         for index in sorted(range(len(documents)), key=lambda i: -scores[i])[: body.top_n]:

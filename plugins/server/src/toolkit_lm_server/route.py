@@ -42,6 +42,10 @@ _TRACE = {"traceparent": 128, "tracestate": 4096}
 
 _BODIES = 16
 """So many bodies of max_body_size may be read or worked on at a time."""
+_COPIES = 5
+"""Bytes of memory for each byte of a body: as it came, as a whole, parsed, checked, and handed on."""
+_VALUE = 256
+"""Bytes of memory for each value and name of JSON, beside its text: an object of Python, and one of pydantic."""
 
 _SMALL = 2**15
 """Bytes of a body that is parsed at once."""
@@ -139,9 +143,13 @@ class JsonRequest(Request):
                 await asyncio.sleep(time.perf_counter() - start)
 
 
+def _most_values(body: bytes) -> int:
+    """How many values and names JSON has at most: texts may have the same characters."""
+    return sum(map(body.count, (b"[", b"{", b",", b":")))
+
+
 def _parse(body: bytes, max_values: int) -> Any:
-    opens = body.count(b"[") + body.count(b"{")
-    if opens > MAX_DEPTH or opens + body.count(b",") + body.count(b":") >= max_values:
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH or _most_values(body) >= max_values:
         levels, values = measure(body)
         if levels > MAX_DEPTH:
             raise _invalid(f"it is nested more than {MAX_DEPTH} levels deep")
@@ -198,14 +206,20 @@ class Bodies:
     """The bodies of requests that are read or worked on, all together."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        self._most = _BODIES * max_body_bytes
         self.max_values = max(max_body_bytes // _BYTES_OF_VALUE, _FEWEST_VALUES)
+        largest = max_body_bytes * _COPIES + self.max_values * _VALUE
+        self._most = _BODIES * max_body_bytes * _COPIES + largest
         self.parsing = asyncio.Lock()
         self._held = 0
 
+    def cost(self, body: bytes) -> int:
+        """Bytes of memory that a body takes while it is worked on. JSON of too many values is refused before it is parsed."""
+        is_json = body[:64].lstrip()[:1] in (b"{", b"[")
+        return len(body) * _COPIES + (min(_most_values(body), self.max_values) * _VALUE if is_json else 0)
+
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
-        """For one body. What it gives takes the bytes that have come, and raises ApiError (503) where the others leave no room."""
+        """For one body. What it gives takes bytes of memory, and raises ApiError (503) where the others leave no room."""
         held = 0
 
         def take(size: int) -> None:
@@ -286,6 +300,7 @@ class ServerRoute(APIRoute):
                 check_encoding(request)
                 with self.bodies.hold() as take:
                     body = await read_body(request, self.max_body_bytes, take)
+                    take(self.bodies.cost(body) - len(body))
                     response = await unless_disconnected(
                         request.receive, handle(JsonRequest(request, body, self.bodies, self._scope(request)))
                     )

@@ -13,7 +13,6 @@ from toolkit_lm.resolution.checkpoint import read_json
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import HoldRendering
-from toolkit_lm_server.media_cost import items_of
 from toolkit_lm_server.protocol import DetokenizeBody, TokenizeBody, check_model
 from toolkit_lm_server.route import request_context
 
@@ -25,7 +24,7 @@ class Tokens:
     """The engine's tokenizer."""
 
     def __init__(self, engine: AsyncLLM, hold: HoldRendering) -> None:
-        """`hold`: called with conversations that have items of media; a text's cost is in its body's size."""
+        """`hold`: called with what is rendered."""
         self._engine = engine
         self._hold = hold
 
@@ -34,9 +33,8 @@ class Tokens:
         check_model(self._engine, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
-        has_media = any(True for message in body.messages or () for _ in items_of(message))
-        prompts = [(body.messages, body.render_options())] if has_media else []
-        with self._hold(prompts, {"context": request_context(request)}):
+        prompt = body.prompt if body.messages is None else (body.messages, body.render_options())
+        with self._hold([prompt], {"context": request_context(request)}):
             token_ids = (await self._rendered(body)).token_ids
             return await answer(lambda: self._tokenized(token_ids, body))
 
