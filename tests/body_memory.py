@@ -42,16 +42,16 @@ def bodies() -> dict[str, list[dict[str, Any]]]:
     texts = [LARGE, SPACED, TOO_LARGE]
     many, parts = talk("a") * MANY, [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]
     chats = [{"messages": one, "max_tokens": 1} for one in (*map(talk, texts), many, parts)]
-    named = [{**one, "model": "tiny"} for one in chats]
+    named = [{**one, "model": "tiny"} for one in (chats[0], chats[3])]
     inputs = [{"input": one, "truncate_prompt_tokens": 10} for one in (*texts, ["a b"] * 2000, [LARGE[i:] for i in range(3)])]
     documents = [{"query": "a", "documents": one} for one in ([LARGE], [SPACED], [TOO_LARGE], ["a b"] * 2000)]
     prompts = [{"prompt": one, "max_tokens": 1} for one in (*texts, ["a b"] * 256, [5] * 200_000)]
     scores = [{"text_1": "a", "text_2": one} for one in (LARGE, [SPACED], TOO_LARGE, ["a b"] * 2000)]
     cohere = [{"model": "tiny", "texts": one, "input_type": "search_document"} for one in ([LARGE], ["a b"] * 90)]
-    ollama = [{"model": "tiny", "prompt": one, "stream": False} for one in texts]
+    ollama = [{"model": "tiny", "prompt": LARGE, "stream": False}]
     return {
         "/v1/chat/completions": chats,
-        "/v1/chat/completions/batch": [{**one, "messages": [one["messages"]]} for one in chats],
+        "/v1/chat/completions/batch": [{**one, "messages": [one["messages"]]} for one in chats[:1]],
         "/v1/completions": [*prompts, {"prompt": LARGE, "suffix": "a", "max_tokens": 1}, {"prompt": SPACED, "add_special_tokens": False}],
         "/infill": [{"input_prefix": one, "input_suffix": "a"} for one in texts],
         "/v1/responses": [{"input": one} for one in (*texts, many)],
@@ -72,7 +72,7 @@ def bodies() -> dict[str, list[dict[str, Any]]]:
         "/v1/messages": named,
         "/v1/messages/count_tokens": named,
         "/v2/chat": named,
-        "/api/chat": [{"model": "tiny", "messages": one["messages"], "stream": False} for one in chats],
+        "/api/chat": [{"model": "tiny", "messages": one["messages"], "stream": False} for one in chats[:1]],
         "/api/generate": ollama,
         "/api/embed": [{"model": "tiny", "input": one} for one in (LARGE, ["a b"] * 2000)],
         "/api/embeddings": ollama,

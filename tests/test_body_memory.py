@@ -29,6 +29,6 @@ def test_no_route_takes_more_than_is_estimated(measured):
     assert not measured["unknown"], f"POST routes without a largest body in body_memory.py: {measured['unknown']}"
     assert measured["statuses"].keys() == set(measured["routes"]) - NO_BODIES
     served = {path for path, statuses in measured["statuses"].items() if set(statuses) - {400, 404, 413}}
-    assert len(served) >= 5, "most bodies are refused, so that nothing is measured"
+    assert len(served) >= 4, "most bodies are refused, so that nothing is measured"
     over = {one["name"]: one for one in measured["bodies"] if one["peak"] > MOST * one["estimate"]}
     assert over == {}
