@@ -115,6 +115,19 @@ def test_prompt_logprobs_are_those_of_transformers(llm, llama, counter, work, n,
     assert sum(rows) == sum(len(p) - 1 for p in work) + n * MAX_TOKENS * len(work)
 
 
+def test_logprobs_of_named_tokens(llm, work):
+    """Equal to those of the whole vocabulary, beside a request without."""
+    named, size = [9, 2], 20
+    ask = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    params = [SamplingParams(logprob_token_ids=named, **ask), SamplingParams(logprobs=size, **ask), SamplingParams(**ask)]
+    one, every, none = llm.generate([{"prompt_token_ids": work[2]}] * 3, params)
+    assert none.outputs[0].logprobs is None
+    for token, told, known in zip(one.outputs[0].token_ids, one.outputs[0].logprobs, every.outputs[0].logprobs, strict=True):
+        assert set(told) == {token, *named}
+        for shared in set(told) & set(known):
+            assert told[shared].logprob == pytest.approx(known[shared].logprob, abs=1e-4) and told[shared].rank == known[shared].rank
+
+
 def test_prompt_logprobs_stream_with_the_chunks(llm, work):
     llm.engine.add_request("chunks", {"prompt_token_ids": work[2]}, SamplingParams(max_tokens=1, prompt_logprobs=0))
     lengths = []
@@ -137,6 +150,8 @@ def test_bad_words_are_texts(llm):
         ({"logit_bias": {272: 1.0}}, "token id 272 is not in the vocabulary"),
         ({"allowed_token_ids": [5, 300]}, "token id 300 is not in the vocabulary"),
         ({"prompt_logprobs": 21}, "at most 20"),
+        ({"logprob_token_ids": list(range(21))}, "at most 20"),
+        ({"logprob_token_ids": [10**6]}, "not in the vocabulary"),
         ({"bad_words": ["\ud800"]}, "bad_words: .* cannot be tokenized"),
     ],
 )

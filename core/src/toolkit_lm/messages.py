@@ -204,10 +204,12 @@ class TokenLogprobs(Struct):
     """
 
     token_ids: list[int]
-    """The token, then the likeliest ones in order."""
+    """The token, then the others: the likeliest ones in order, or those that the request names."""
     logprobs: list[float]
     rank: int
     """Rank of the token, 1 for the likeliest."""
+    ranks: list[int] | None = None
+    """Of the others, where the request names them. None: they are the likeliest ones."""
 
 
 class Candidates(Struct):

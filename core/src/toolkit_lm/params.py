@@ -120,6 +120,15 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
             flag=False,
         ),
     ] = None
+    logprob_token_ids: Annotated[
+        list[int] | None,
+        param(
+            "Tokens whose log probabilities are returned per output token, in the place of the likeliest; at most max_logprobs.",
+            none="the likeliest, as many as logprobs says",
+            max_items=2**18,
+            flag=False,
+        ),
+    ] = None
     prompt_logprobs: Annotated[
         int | None,
         param(
@@ -165,6 +174,9 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "at least one token id", [])
         allowed = self.allowed_token_ids or ()
         require(len(set(allowed)) == len(allowed), "allowed_token_ids", "token ids of which none comes twice", allowed)
+        asked = self.logprob_token_ids or ()
+        require(self.logprob_token_ids is None or len(asked) > 0, "logprob_token_ids", "at least one token id", [])
+        require(len(set(asked)) == len(asked), "logprob_token_ids", "token ids of which none comes twice", asked)
         blank = any(not word.strip(" ") for word in self.bad_words or ())
         require(not blank, "bad_words", "texts of which none is blank", self.bad_words)
 
@@ -199,6 +211,11 @@ class SamplingParams(Struct, kw_only=True, omit_defaults=True):
         if self.use_beam_search and self.beam_width is not None:
             return "beam_width", self.beam_width
         return ("n", self.n) if self.best_of is None or self.best_of == self.n else ("best_of", self.best_of)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens whose log probabilities are returned per output token, beside its own; None: no log probabilities."""
+        return 0 if self.logprob_token_ids else self.logprobs
 
     @property
     def of_processors(self) -> dict[str, Any]:

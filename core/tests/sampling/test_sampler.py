@@ -72,6 +72,18 @@ def test_logprobs_are_of_the_raw_distribution(make_rows):
     assert first.rank == int((expected[0] > expected[0, first.token_ids[0]]).sum()) + 1
 
 
+def test_logprobs_of_the_tokens_that_a_request_names(make_rows):
+    """In the place of the likeliest ones, with their ranks; a row beside it is as it would be alone."""
+    table = logits(2)
+    params = [SamplingParams(temperature=0, logprob_token_ids=[7, 3]), SamplingParams(temperature=0, logprobs=1)]
+    named, usual = sample(table.clone(), make_rows(*params)).logprobs
+    expected = torch.log_softmax(table, -1)
+    assert named.token_ids[1:] == [7, 3] and named.rank == 1
+    assert named.logprobs == pytest.approx([expected[0, token].item() for token in named.token_ids])
+    assert named.ranks == [int((expected[0] > expected[0, token]).sum()) + 1 for token in (7, 3)]
+    assert len(usual.token_ids) == 2 and usual.ranks is None
+
+
 def test_a_row_of_nan_fails_alone(make_rows):
     table = logits(4)
     table[1, 5] = torch.nan

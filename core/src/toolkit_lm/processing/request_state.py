@@ -112,7 +112,7 @@ class RequestState:
 
     def _sequence(self, index: int) -> SequenceState:
         if index not in self._begun:
-            has_logprobs = self._params.logprobs is not None
+            has_logprobs = self._params.num_logprobs is not None
             self._begun[index] = SequenceState(index, has_logprobs, has_logprobs or self._ranks)
         return self._begun[index]
 
@@ -200,10 +200,11 @@ class RequestState:
 
     def _entries(self, found: TokenLogprobs) -> dict[int, Logprob]:
         texts = self.renderer.token_texts(found.token_ids) if self._params.detokenize else [None] * len(found.token_ids)
-        # The token itself comes first, and again in its place among the likeliest, if it is one of them.
+        # The token itself comes first, and again in its place among the likeliest, if it is one of the others.
         entries: dict[int, Logprob] = {}
-        for place, (token, logprob, text) in enumerate(zip(found.token_ids, found.logprobs, texts, strict=True)):
-            entries.setdefault(token, Logprob(logprob, place or found.rank, text))
+        ranks = [found.rank, *(range(1, len(found.token_ids)) if found.ranks is None else found.ranks)]
+        for token, logprob, rank, text in zip(found.token_ids, found.logprobs, ranks, texts, strict=True):
+            entries.setdefault(token, Logprob(logprob, rank, text))
         return entries
 
 

@@ -55,6 +55,9 @@ def check_bounds(params: SamplingParams, limits: LimitsConfig) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > limits.max_logprobs:
             raise RequestError(f"{name} is {getattr(params, name)}; this engine allows at most {limits.max_logprobs} (max_logprobs).", name)
+    if (asked := len(params.logprob_token_ids or ())) > limits.max_logprobs:
+        allowed = f"this engine allows at most {limits.max_logprobs} (max_logprobs)"
+        raise RequestError(f"logprob_token_ids names {asked} tokens; {allowed}.", "logprob_token_ids")
 
 
 def cut_prompt(token_ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
@@ -98,5 +101,5 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str = "p
 
 def check_tokens_of_params(params: SamplingParams, vocab_size: int) -> None:
     """As `check_token_ids`, for the token ids that sampling parameters name."""
-    for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
+    for name in ("allowed_token_ids", "logit_bias", "logprob_token_ids", "stop_token_ids"):
         check_token_ids(getattr(params, name) or (), vocab_size, name)

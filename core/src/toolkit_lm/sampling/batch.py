@@ -138,6 +138,8 @@ class SamplingBatch:
         self.min_tokens = np.zeros(num_rows, np.int64)
         self.logprobs = np.full(num_rows, -1, np.int64)
         """Alternatives wanted; -1: no logprobs at all."""
+        self.logprob_token_ids = np.full(num_rows, None, object)
+        """Alternatives that the request names; None: the likeliest ones."""
         self.prompt_logprobs = np.full(num_rows, -1, np.int64)
         self.num_candidates = np.zeros(num_rows, np.int64)
         """Likeliest tokens that a beam search wants; 0: a token is drawn."""
@@ -175,7 +177,9 @@ class SamplingBatch:
         self.position[row] = len(seq.token_ids) - seq.num_prompt_tokens
         self.min_tokens[row] = params.min_tokens
         # The best of several are chosen by the log probabilities of their tokens.
-        self.logprobs[row] = (0 if params.ranks else -1) if params.logprobs is None else params.logprobs
+        num_logprobs = params.num_logprobs
+        self.logprobs[row] = (0 if params.ranks else -1) if num_logprobs is None else num_logprobs
+        self.logprob_token_ids[row] = params.logprob_token_ids
         self.num_candidates[row] = seq.num_candidates
         self.prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.forces[row], self.forced[row] = bool(seq.inputs.forced_tokens), seq.inputs.forced_tokens

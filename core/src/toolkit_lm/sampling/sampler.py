@@ -95,7 +95,7 @@ def sample(logits: Tensor, rows: SamplingBatch, likeliest: Callable[[Tensor], tu
         return Sampled(drawn_ids, [], errors, states)
     if processors is not None and (changed := processors.in_logprobs(rows.key.tolist())):
         logits = logits.float().index_copy(0, _to(np.array(changed), logits), scores[changed].float())
-    logprobs = _logprobs(logits, token_ids, rows.logprobs)
+    logprobs = _logprobs(logits, token_ids, rows.logprobs, rows.logprob_token_ids)
     return Sampled(drawn_ids, logprobs, errors, states)
 
 
@@ -135,10 +135,10 @@ def _why_none(logits: Tensor, params: SamplingParams) -> str:
     return leave_too_little(params, "no token that could be drawn") if is_finite else _NOT_FINITE
 
 
-def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray) -> list[TokenLogprobs | None]:
+def _logprobs(logits: Tensor, token_ids: Tensor, wanted: np.ndarray, named: np.ndarray) -> list[TokenLogprobs | None]:
     asking = np.flatnonzero(wanted >= 0)
     index = _to(asking, logits)
-    found = iter(token_logprobs(logits[index], token_ids[index], wanted[asking]))
+    found = iter(token_logprobs(logits[index], token_ids[index], wanted[asking], named[asking]))
     return [next(found) if one >= 0 else None for one in wanted.tolist()]
 
 

@@ -169,8 +169,8 @@ class ChatAnswer:
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        token_bytes = self._engine.renderer.token_bytes
-        return chat_logprobs(piece.token_ids, piece.logprobs, self._body.top_logprobs or 0, token_bytes)
+        token_bytes, named = self._engine.renderer.token_bytes, self._body.logprob_token_ids
+        return chat_logprobs(piece.token_ids, piece.logprobs, self._body.top_logprobs or 0, token_bytes, named)
 
     def _choice(self, choice: Piece) -> dict[str, Any]:
         body, reader = self._body, self._parts

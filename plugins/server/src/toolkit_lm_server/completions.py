@@ -121,7 +121,7 @@ class Completions:
 
     def _whole_choice(self, body: CompletionBody, generation: Generation, one: Piece) -> dict[str, Any]:
         echo: dict[str, Any] = self._echo(body, generation, one.index) if body.echo else {"text": ""}
-        choice = _choice(one, body.logprobs, len(echo["text"])) | (generation.token_ids(one) if body.return_token_ids else {})
+        choice = _choice(one, body, len(echo["text"])) | (generation.token_ids(one) if body.return_token_ids else {})
         if body.echo:
             choice["text"] = echo["text"] + choice["text"]
             choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
@@ -141,7 +141,7 @@ class Completions:
                     chunks.append({**head, "choices": [echo], **body.usage_so_far(generation.usage)})
                 wanted = generation.token_ids(one) if body.return_token_ids else {}
                 if one.text or one.logprobs or one.finish_reason is not None or wanted.get("token_ids"):
-                    choice = _choice(one, body.logprobs, echoed.get(one.index, 0)) | wanted
+                    choice = _choice(one, body, echoed.get(one.index, 0)) | wanted
                     chunks.append({**head, "choices": [choice], **body.usage_so_far(generation.usage)})
             yield chunks
         if body.include_usage:
@@ -169,13 +169,16 @@ class Completions:
         }
 
 
-def _choice(one: Piece, logprobs: int | None, offset: int = 0) -> dict[str, Any]:
+def _choice(one: Piece, body: CompletionBody, offset: int = 0) -> dict[str, Any]:
     """`offset`: characters of the prompt before the choice's text."""
     offset += one.text_offset
+    logprobs = None
+    if body.logprobs is not None:
+        logprobs = completion_logprobs(one.token_ids, one.logprobs, body.logprobs, offset, body.logprob_token_ids)
     return {
         "index": one.index,
         "text": one.text,
-        "logprobs": None if logprobs is None else completion_logprobs(one.token_ids, one.logprobs, logprobs, offset),
+        "logprobs": logprobs,
         "finish_reason": one.finish_reason,
         "stop_reason": one.stop_reason,
     }

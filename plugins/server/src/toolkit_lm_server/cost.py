@@ -61,13 +61,14 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
     words = sum(map(len, params.bad_words or ())) + len(repr(params.of_processors))
     # The best of several are chosen by the log probabilities of their tokens.
-    ranked = 0 if params.ranks and params.logprobs is None else params.logprobs
+    ranked = 0 if params.ranks and params.num_logprobs is None else params.num_logprobs
+    entries = _entries(ranked) + len(params.logprob_token_ids or ())
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
         "prompt": of_prompts * (_CHARACTER + _ENTRY * width) + _tokenizing(prompts, sizes),
         f"prompts x {name}": sequences * _SEQUENCE,
         f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
-        f"prompts x {name} x max_tokens x logprobs": sequences * most * _entries(ranked) * _LOGPROB,
+        f"prompts x {name} x max_tokens x logprobs": sequences * most * entries * _LOGPROB,
         "prompt x prompt_logprobs": min(of_prompts, len(prompts) * max_model_len) * _entries(params.prompt_logprobs) * _LOGPROB,
         f"prompts x {name} x stop": sum(map(len, stops)) * 4 + sequences * len(stops) * 8,
         "prompts x bad_words": len(prompts) * words * 2 * _ENTRY,

@@ -22,18 +22,34 @@ TokenBytes = Callable[[Sequence[int]], list[bytes]]
 """As Renderer.token_bytes."""
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], top: int, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Of chat completions: per token its own entry, and the `top` likeliest ones in order."""
+def chat_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob]],
+    top: int,
+    token_bytes: TokenBytes,
+    named: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Of chat completions: per token its own entry, and the `top` likeliest ones in order, or in their place those that are `named`."""
     content = []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
-        likeliest = sorted((one.rank, other) for other, one in candidates.items() if one.rank <= top)
-        entries = [_entry(one, candidates[one], token_bytes) for one in (token_id, *(other for _, other in likeliest))]
+        others = [other for other, one in candidates.items() if one.rank <= top] if named is None else named
+        likeliest = sorted(others, key=lambda other: candidates[other].rank)
+        entries = [_entry(one, candidates[one], token_bytes) for one in (token_id, *likeliest)]
         content.append({**entries[0], "top_logprobs": entries[1:]})
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, Logprob]], top: int, text_offset: int) -> dict[str, Any]:
-    """Of plain completions: parallel lists. `text_offset`: characters before the first of these tokens."""
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob]],
+    top: int,
+    text_offset: int,
+    named: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Of plain completions: parallel lists. `text_offset`: characters before the first of these tokens.
+
+    `named`: token ids that are told in the place of the `top` likeliest.
+    """
     tokens = [_text(candidates[token_id]) for token_id, candidates in zip(token_ids, logprobs, strict=True)]
     offsets = []
     for token in tokens:
@@ -42,7 +58,11 @@ def completion_logprobs(token_ids: Sequence[int], logprobs: Sequence[dict[int, L
     chosen = [_value(candidates[token_id]) for token_id, candidates in zip(token_ids, logprobs, strict=True)]
     # The chosen token is in its own table, even where it is not among the likeliest.
     tables = [
-        {_text(one): _value(one) for token, one in candidates.items() if one.rank <= top or token == token_id}
+        {
+            _text(one): _value(one)
+            for token, one in candidates.items()
+            if token == token_id or (one.rank <= top if named is None else token in named)
+        }
         for token_id, candidates in zip(token_ids, logprobs, strict=True)
     ]
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tables, "text_offset": offsets}

@@ -202,6 +202,8 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is allowed only when stream is true.", "stream_options")
+        if self.logprob_token_ids is not None and more.get("logprobs") is None:
+            raise RequestError("logprob_token_ids is allowed only with logprobs.", "logprob_token_ids")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs is allowed only when stream is false.", "prompt_logprobs")
         given = {name: value for name in _FIELDS if name != "max_tokens" and (value := getattr(self, name)) is not None}
