@@ -269,6 +269,6 @@ def shipped_with(name: str) -> str:
     shipped = {
         "sampling-extra": _SAMPLING_EXTRA,
         "parsers": ("thinking_",),
-        "llguidance": ("structured_outputs", "response_format", "guided_"),
+        "llguidance": ("structured_outputs", "response_format", "guided_", "grammar", "json_schema", "regex", "ebnf"),
     }
     return next((f"It comes with toolkit-lm-{plugin}." for plugin, names in shipped.items() if name.startswith(names)), "")

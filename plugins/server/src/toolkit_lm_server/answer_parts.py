@@ -38,6 +38,10 @@ _STRUCTURES = (
     "guided_regex",
     "guided_choice",
     "guided_grammar",
+    "grammar",
+    "json_schema",
+    "regex",
+    "ebnf",
 )
 
 
@@ -287,16 +291,16 @@ def _content_structure(asked: dict[str, Any]) -> dict[str, Any] | None:
     if name == "response_format":
         if not isinstance(value, Mapping):
             return None
-        schema = value.get("json_schema")
+        schema, beside = value.get("json_schema"), value.get("schema", value.get("value"))
         kinds: dict[str, dict[str, Any]] = {
-            "json_object": {"json_object": True},
-            "json_schema": {"json": schema.get("schema", {}) if isinstance(schema, Mapping) else None},
+            "json_object": {"json_object": True} if beside is None else {"json": beside},
+            "json_schema": {"json": schema.get("schema", {}) if isinstance(schema, Mapping) else beside},
         }
         asked = kinds.get(str(value.get("type")), {})
     elif name == "structured_outputs":
         asked = {key: one for key, one in value.items() if one is not None and one is not False} if isinstance(value, Mapping) else {}
     else:
-        asked = {name.removeprefix("guided_"): value}
+        asked = {"json" if name == "json_schema" else name.removeprefix("guided_"): value}
     if len(asked) != 1:
         return None
     [(kind, value)] = asked.items()

@@ -13,7 +13,7 @@ _ALIAS = "Older name of structured_outputs."
 
 
 class StructuredOutputs(ProcessorParams):
-    """OpenAI's response_format, vLLM's structured_outputs, and the names that vLLM had for it before."""
+    """OpenAI's response_format, vLLM's structured_outputs with the names that it had before, and those of llama.cpp and SGLang."""
 
     changes_forward = False
     structured_outputs: Annotated[
@@ -28,6 +28,12 @@ class StructuredOutputs(ProcessorParams):
     guided_choice: Annotated[list[str] | None, param(f"{_ALIAS[:-1]}.choice.", flag=False)] = None
     guided_grammar: Annotated[str | None, param(f"{_ALIAS[:-1]}.grammar.", flag=False)] = None
     guided_whitespace_pattern: Annotated[str | None, param(f"{_ALIAS[:-1]}.whitespace_pattern.", flag=False)] = None
+    grammar: Annotated[str | None, param("llama.cpp's name of structured_outputs.grammar.", flag=False)] = None
+    json_schema: Annotated[dict[str, Any] | str | None, param("llama.cpp's and SGLang's name of structured_outputs.json.", flag=False)] = (
+        None
+    )
+    regex: Annotated[str | None, param("SGLang's name of structured_outputs.regex.", flag=False)] = None
+    ebnf: Annotated[str | None, param("SGLang's name of structured_outputs.grammar.", flag=False)] = None
 
     def __post_init__(self) -> None:
         for name in ("structured_outputs", "response_format"):

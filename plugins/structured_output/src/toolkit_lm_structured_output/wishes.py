@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from toolkit_lm.errors import RequestError, nearest
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
-_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+_FORMATS = {
+    "text": (),
+    "json_object": ("schema", "value"),
+    "json_schema": ("json_schema", "schema"),
+    "structural_tag": None,
+}
+"""Types of response_format, each with the names that it may have beside its type. None: whoever reads the tag checks them."""
+_SCHEMA_NAMES = ("name", "description", "schema", "strict")
+OTHER_NAMES = {"grammar": "grammar", "ebnf": "grammar", "json_schema": "json", "regex": "regex"}
+"""Parameters that llama.cpp and SGLang have for it, and the kind of each."""
 _NEUTRAL = ("backend", "backend_was_auto", "disable_fallback")
 """Of vLLM: how the output comes to be, not what it is."""
 
@@ -33,9 +42,11 @@ class Wish(NamedTuple):
 def wish_of(given: Mapping[str, Any]) -> Wish | None:
     """The one that a request's parameters ask for. Raises RequestError, naming the parameter."""
     old = {name.removeprefix("guided_"): value for name, value in given.items() if name.startswith("guided_")}
+    others = [_of_structured_outputs({kind: given[name]}, name) for name, kind in OTHER_NAMES.items() if given.get(name) not in (None, "")]
     wishes = [
         wish
         for wish in (
+            *others,
             _of_structured_outputs(given["structured_outputs"], "structured_outputs") if "structured_outputs" in given else None,
             _of_response_format(given["response_format"]) if "response_format" in given else None,
             _of_structured_outputs(old, next(name for name in given if name.startswith("guided_"))) if old else None,
@@ -82,17 +93,38 @@ def _of_response_format(given: Mapping[str, Any]) -> Wish | None:
     param, kind = "response_format", given.get("type")
     if kind not in _FORMATS:
         raise RequestError(f"response_format.type must be one of {', '.join(_FORMATS)}, not {str(kind)[:50]!r}.", param)
-    if kind == "json_schema":
-        told = given.get("json_schema")
-        if not isinstance(told, dict):
-            raise RequestError('response_format.json_schema must be provided with this type: {"name": ..., "schema": {...}}.', param)
-        schema = told.get("schema", {})
-        if not isinstance(schema, dict | bool):
-            raise RequestError("response_format.json_schema.schema must be a JSON Schema.", param)
-        return Wish(param, "json", schema, lenient=told.get("strict") is False)
     if kind == "structural_tag":
         return Wish(param, "structural_tag", given)
+    known = _FORMATS[kind] or ()
+    _check_names(given, ("type", *known), param)
+    if kind == "json_schema":
+        told = given.get("json_schema") or ({"schema": given["schema"]} if given.get("schema") is not None else None)
+        if not isinstance(told, dict):
+            raise RequestError('response_format.json_schema must be provided with this type: {"name": ..., "schema": {...}}.', param)
+        _check_names(told, _SCHEMA_NAMES, "response_format.json_schema")
+        return Wish(
+            param, "json", _schema(told.get("schema", {}), "response_format.json_schema.schema"), lenient=told.get("strict") is False
+        )
+    schemas = [(name, given[name]) for name in known if given.get(name) is not None]
+    if len(schemas) > 1:
+        raise RequestError("response_format has two schemas, schema and value: give one of them.", param)
+    for name, value in schemas:
+        return Wish(param, "json", _schema(value, f"response_format.{name}"))
     return Wish(param, "json_object", True) if kind == "json_object" else None
+
+
+def _check_names(given: Mapping[str, Any], known: Sequence[str], inside: str) -> None:
+    """Raises RequestError for a name that nothing would read."""
+    for name, value in given.items():
+        if name not in known and value is not None:
+            told = str(name)[:50]
+            raise RequestError(f"{inside} has no field {told!r}. {nearest(told, known)}", "response_format")
+
+
+def _schema(value: Any, what: str) -> Any:
+    if not isinstance(value, dict | bool):
+        raise RequestError(f"{what} must be a JSON Schema.", "response_format")
+    return value
 
 
 def read_json(value: Any, param: str, what: str) -> Any:
