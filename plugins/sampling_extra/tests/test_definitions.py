@@ -152,6 +152,7 @@ def test_filters_are_those_of_transformers(make_rows, make_logits, filtered, nam
 BAD = {
     "xtc_probability": [-0.1, 1.1, True],
     "xtc_threshold": [-0.1, 2],
+    "mirostat": [-1, 1, 3, 2.5, "2"],
     "mirostat_tau": [0, -1, 101, float("inf"), "3"],
     "mirostat_eta": [-0.1, 1.5],
     "dry_multiplier": [-1, 1001],
@@ -180,12 +181,18 @@ def test_every_parameter_is_known(registry):
     [
         {"xtc_probability": 0, "xtc_threshold": 0.5},
         {"mirostat_tau": None, "mirostat_eta": 0.5},
+        {"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1},
         {"dry_multiplier": 0, "dry_sequence_breakers": ["a"]},
         {"no_repeat_ngram_size": 0, "epsilon_cutoff": 0, "typical_p": 1},
     ],
 )
 def test_values_that_mean_off(prepare, fields):
     assert prepare(**fields) == {}
+
+
+def test_mirostat_as_llama_cpp_turns_it_on(prepare):
+    assert prepare(mirostat=2) == prepare(mirostat_tau=5.0)
+    assert prepare(mirostat=2, mirostat_tau=3.0) == prepare(mirostat_tau=3.0)
 
 
 def test_dry_breakers_are_texts_or_ids(prepare):

@@ -134,8 +134,8 @@ async def test_what_is_refused(client, body, param, message):
         {"input": "\ud800"},
         {"instructions": "\ud800"},
         {"metadata": {"\ud800": "a"}},
-        {"reasoning": {"a": "\ud800"}},
-        {"text": {"a": "\ud800"}},
+        {"reasoning": {"effort": "\ud800"}},
+        {"text": {"format": {"type": "\ud800"}}},
         {"tools": [{"type": "function", "name": "\ud800"}], "tool_choice": "none"},
     ],
 )

@@ -19,8 +19,9 @@ from toolkit_lm_server.cost import BudgetedLLM
 from toolkit_lm_server.errors import ApiError, described, printable
 from toolkit_lm_server.event_stream import EventStream
 from toolkit_lm_server.protocol import check_model
+from toolkit_lm_server.request_fields import SPEECH
 from toolkit_lm_server.route import request_context
-from toolkit_lm_server.unknown_fields import STRICT, UNKNOWN
+from toolkit_lm_server.unknown_fields import kept_fields
 
 from toolkit_lm_whisper.formats import FORMATS, usage, verbose
 from toolkit_lm_whisper.long_form import Recording, Segment, Thresholds
@@ -56,10 +57,7 @@ class TranslationForm(BaseModel):
     @classmethod
     def _check_names(cls, data: Any) -> Any:
         known = [one.alias or name for name, one in cls.model_fields.items()]
-        for name in data if isinstance(data, dict) else ():
-            if name not in known:
-                UNKNOWN.get(STRICT).add(name, known)
-        return {name: value for name, value in data.items() if name in known} if isinstance(data, dict) else data
+        return kept_fields(data, known, SPEECH) if isinstance(data, dict) else data
 
 
 class TranscriptionForm(TranslationForm):

@@ -74,15 +74,37 @@ class XtcParams(ProcessorParams):
         return {"probability": self.xtc_probability, "threshold": self.xtc_threshold} if self.xtc_probability else None
 
 
+_USUAL_TAU = 5.0
+"""Bits, where a request turns mirostat on and says no more: llama.cpp's default."""
+
+
 class MirostatParams(ProcessorParams):
     """Mirostat 2.0 (Basu et al. 2021)."""
 
     changes_forward = False
+
+    mirostat: Annotated[
+        int | None,
+        param(
+            "Mirostat, as llama.cpp and Ollama turn it on. 0: off. 2: version 2.0.",
+            none="on where mirostat_tau is given",
+            ge=0,
+            le=2,
+            flag=False,
+        ),
+    ] = None
     mirostat_tau: Annotated[float | None, param("Mirostat 2.0: target surprise of a token, in bits.", none="off", gt=0, le=100)] = None
     mirostat_eta: Annotated[float, param("Mirostat 2.0: learning rate.", ge=0, le=1, flag=False)] = 0.1
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.mirostat != 1, "mirostat", "0 or 2 (the first version is not there)", 1)
+
     def prepare(self, renderer: Renderer) -> Mapping[str, Any] | None:
-        return {"tau": self.mirostat_tau, "eta": self.mirostat_eta} if self.mirostat_tau else None
+        tau = self.mirostat_tau
+        if self.mirostat is not None:
+            tau = (tau or _USUAL_TAU) if self.mirostat else None
+        return {"tau": tau, "eta": self.mirostat_eta} if tau else None
 
 
 class NgramParams(ProcessorParams):

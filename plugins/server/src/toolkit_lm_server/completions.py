@@ -169,11 +169,11 @@ class Completions:
         }
 
 
-def _choice(one: Piece, body: CompletionBody, offset: int = 0) -> dict[str, Any]:
-    """`offset`: characters of the prompt before the choice's text."""
+def _choice(one: Piece, body: CompletionBody | None, offset: int = 0) -> dict[str, Any]:
+    """`body`: None where no log probabilities are told. `offset`: characters of the prompt before the choice's text."""
     offset += one.text_offset
     logprobs = None
-    if body.logprobs is not None:
+    if body is not None and body.logprobs is not None:
         logprobs = completion_logprobs(one.token_ids, one.logprobs, body.logprobs, offset, body.logprob_token_ids)
     return {
         "index": one.index,

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict
+from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.completions import Completions
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.protocol import CompletionBody, Items, SamplingBody, examples
+from toolkit_lm_server.request_fields import INFILL
 from toolkit_lm_server.route import request_context
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
 _MOST = 128
 """Tokens, where the body says nothing."""
+_WITHOUT_PLACE = ("prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids")
 _SNIPPET = "\n\n--- snippet ---\n\n"
 _STOP_TYPES = {"stop": "eos", "length": "limit"}
 
@@ -38,6 +41,8 @@ class InfillBody(SamplingBody):
 
     model_config = examples({"input_prefix": "def add(a, b):\n    return", "input_suffix": "\n", "n_predict": 8})
 
+    verdicts = INFILL
+
     input_prefix: str = ""
     input_suffix: str = ""
     input_extra: Items[Snippet] = []
@@ -48,7 +53,12 @@ class InfillBody(SamplingBody):
     repeat_penalty: float | None = None
 
     def completion(self, kind: type[CompletionBody], max_model_len: int) -> CompletionBody:
-        """The same, as OpenAI has it. Raises ValidationError."""
+        """The same, as OpenAI has it. Raises ValidationError, RequestError."""
+        for name in _WITHOUT_PLACE:
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"{name} is for /v1/completions: an answer here has no place for it.", name)
+        if self.n not in (None, 1):
+            raise RequestError("n must be 1: an answer here is one text.", "n")
         fields = self.model_dump(exclude_unset=True, exclude=set(InfillBody.__annotations__))
         before = "".join(f"{_SNIPPET}{one.text}" for one in self.input_extra)
         most = _MOST if self.n_predict is None else max_model_len if self.n_predict < 0 else max(self.n_predict, 1)

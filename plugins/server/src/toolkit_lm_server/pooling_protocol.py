@@ -14,6 +14,7 @@ from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.errors import missing
 from toolkit_lm_server.protocol import EngineBody, Items, RenderBody, examples
+from toolkit_lm_server.request_fields import POOLING, refused
 
 EncodingFormat = Literal["float", "base64"]
 BytesFormat = Literal["bytes", "bytes_only"]
@@ -35,6 +36,8 @@ class Inputs(NamedTuple):
 
 class PoolingBody(EngineBody):
     """What all routes of pooling models share."""
+
+    verdicts = POOLING
 
     truncate_prompt_tokens: int | None = None
     """Longer inputs are cut; -1: to what the model takes. None: they are an error."""
@@ -64,6 +67,7 @@ class InputBody(PoolingBody, RenderBody):
 class EmbeddingBody(InputBody):
     """POST /v1/embeddings."""
 
+    verdicts = {**POOLING, **refused("vectors are what this route gives", "task", "embed")}
     model_config = examples({"input": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
 
     encoding_format: EncodingFormat | BytesFormat = "float"
@@ -85,6 +89,7 @@ class EmbeddingBody(InputBody):
 class ClassifyBody(InputBody):
     """POST /classify."""
 
+    verdicts = {**POOLING, **refused("classes are what this route gives", "task", "classify")}
     model_config = examples({"input": "Once upon a time"})
 
     use_activation: bool | None = None
@@ -161,6 +166,7 @@ class CohereRerankBody(RerankBody):
 class CohereEmbedBody(EngineBody):
     """POST /v1/embed and /v2/embed."""
 
+    verdicts = POOLING
     model_config = examples({"texts": ["Once upon a time"]})
 
     texts: Texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -17,22 +17,21 @@ from pydantic import (
     create_model,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema
 from toolkit_lm.config import Option
 from toolkit_lm.errors import PluginError, RequestError
 from toolkit_lm.param_spec import spec_of
-from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams, shipped_with
+from toolkit_lm.params import SAMPLING_PARAMS, RequestOutputKind, SamplingParams
 from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.errors import ApiError, printable
-from toolkit_lm_server.unknown_fields import NEUTRAL, NOTES, STRICT, UNKNOWN, asks_nothing, is_neutral, unknown_field
+from toolkit_lm_server.request_fields import COMMON, SAMPLING, STREAM_OPTIONS, TOKENS, Verdicts, described_others
+from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
     from toolkit_lm.processing.requests import RequestOptions
     from toolkit_lm_async_llm import AsyncLLM
-
-_NO_EFFECT = {"description": "It has no effect."}
 
 
 def examples(*bodies: dict[str, Any]) -> ConfigDict:
@@ -59,8 +58,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
-    meant: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are kept, though others know them with values that change nothing."""
+    verdicts: ClassVar[Verdicts] = COMMON
+    """What becomes of fields that others have and this body has not."""
+    dropped: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the body that count as absent where their value changes nothing."""
+    nested: ClassVar[Mapping[str, tuple[tuple[str, ...], Verdicts]]] = {}
+    """By field that is an object: the names that are read of it, and what becomes of others."""
 
     model: str | None = None
     """None: the model that is served."""
@@ -68,31 +71,19 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         schema = handler.resolve_ref_schema(handler(core_schema))
-        ignored = dict.fromkeys(sorted(NOTES), _NO_EFFECT)
-        neutral = {name: {"enum": [None, False, *values], **_NO_EFFECT} for name, values in NEUTRAL.items()}
-        schema["properties"] = {**neutral, **ignored, **schema["properties"]}
+        schema["properties"] = {**described_others(cls.verdicts), **schema["properties"]}
         return schema
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral(cls, data: Any) -> Any:
+    def _check_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        kept, unknown = {}, UNKNOWN.get(STRICT)
-        for name, value in data.items():
-            if name in NEUTRAL and name not in cls.meant and is_neutral(name, value):
-                continue
-            if name in cls.model_fields:
-                if not _stands_for_default(cls, name, value):
-                    kept[name] = value
-            elif name in NEUTRAL:
-                raise PydanticCustomError("unsupported", "{param} is not supported by this server.", {"param": name})
-            elif hint := "" if asks_nothing(value) else shipped_with(name):
-                # Without its plugin, the answer would be another one than was asked for.
-                raise unknown_field(name, (), hint=hint)
-            elif name not in NOTES and not (asks_nothing(value) and unknown.lenient):
-                unknown.add(name, cls.model_fields)
-        return kept
+        kept = kept_fields(data, cls.model_fields, cls.verdicts, dropped=cls.dropped)
+        for name, (stated, verdicts) in cls.nested.items():
+            if isinstance(value := kept.get(name), dict):
+                kept[name] = kept_fields(value, stated, verdicts, inside=f"{name}.")
+        return {name: value for name, value in kept.items() if not _stands_for_default(cls, name, value)}
 
 
 def _stands_for_default(cls: type[BaseModel], name: str, value: Any) -> bool:
@@ -121,10 +112,8 @@ class StreamOptions(BaseModel):
     def _check_names(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for name in data:
-            if name not in cls.model_fields:
-                UNKNOWN.get(STRICT).add(name, cls.model_fields, "stream_options.")
-        return {name: value for name, value in data.items() if value is not None}
+        kept = kept_fields(data, cls.model_fields, STREAM_OPTIONS, inside="stream_options.")
+        return {name: value for name, value in kept.items() if value is not None}
 
 
 class EngineBody(Body):
@@ -175,6 +164,9 @@ _FIELDS = _fields(SAMPLING_PARAMS)
 class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS)):  # type: ignore[misc]
     """What chat and plain completions share: the sampling parameters."""
 
+    verdicts = SAMPLING
+    dropped = frozenset({"reasoning_effort", "response_format", "suffix"})
+
     plugin_fields: ClassVar[tuple[str, ...]] = ()
     """Parameters of plugins' logits processors."""
     defaults: ClassVar[Mapping[str, Any]] = {}
@@ -193,6 +185,16 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     """Log probabilities name each token "token_id:7": texts of tokens may be alike."""
     truncation_side: Literal["left", "right"] | None = None
     """Where prompts are cut: at their beginning, unless it is right, for plain completions."""
+    n_predict: int | None = None
+    """llama.cpp's name of max_tokens. -1: as many as fit."""
+
+    def most_tokens(self, default: int | None) -> int | None:
+        """Output tokens, at most; None: as many as fit. `default`: where the body says nothing. Raises RequestError."""
+        if self.n_predict is None:
+            return default if self.max_tokens is None else self.max_tokens
+        if self.max_tokens is not None:
+            raise RequestError("n_predict is another name of max_tokens: give one of them.", "n_predict")
+        return None if self.n_predict < 0 else self.n_predict
 
     def sampling_params(self, **more: Any) -> SamplingParams:
         """Raises RequestError for a value out of range."""
@@ -293,8 +295,6 @@ class ChatBody(SamplingBody, RenderBody):
         {"messages": [{"role": "user", "content": "What is the capital of Italy?"}], "logprobs": True, "top_logprobs": 2, "stream": True},
     )
 
-    meant = frozenset({"include_reasoning", "parallel_tool_calls", "tool_choice", "tools"})
-
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     echo: bool = False
@@ -337,9 +337,8 @@ class ChatBody(SamplingBody, RenderBody):
     def params(self) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs is allowed only when logprobs is true.", "top_logprobs")
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = self.defaults.get("max_tokens")
+        most = self.most_tokens(self.defaults.get("max_tokens"))
+        max_tokens = most if self.max_completion_tokens is None else self.max_completion_tokens
         return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
 
 
@@ -364,9 +363,9 @@ class CompletionBody(SamplingBody):
     logprobs: int | None = None
 
     def params(self) -> SamplingParams:
-        more: dict[str, Any] = {"max_tokens": 16 if self.max_tokens is None else self.max_tokens, "logprobs": self.logprobs}
+        more: dict[str, Any] = {"max_tokens": self.most_tokens(16), "logprobs": self.logprobs}
         # Without a token to draw, a prompt is computed for its log probabilities, told or not.
-        if self.echoes_logprobs or (self.echo and self.max_tokens == 0):
+        if self.echoes_logprobs or (self.echo and more["max_tokens"] == 0):
             more["prompt_logprobs"] = max(self.logprobs or 0, self.prompt_logprobs or 0)
         return self.sampling_params(**more)
 
@@ -409,6 +408,8 @@ def _prompt(given: str | list[int]) -> SingletonPrompt:
 class TokenizeBody(RenderBody):
     """POST /tokenize, of a text or a conversation."""
 
+    verdicts = TOKENS
+
     model_config = examples({"prompt": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
 
     prompt: str | None = None
@@ -424,57 +425,11 @@ class TokenizeBody(RenderBody):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
+    verdicts = TOKENS
+
     model_config = examples({"tokens": [5, 6, 7]})
 
     tokens: Items[int]
-
-
-class DerenderBody(Body):
-    """POST /derender."""
-
-    model_config = examples({"token_ids": [5, 6, 7]})
-
-    token_ids: Items[int]
-    prompt_token_ids: Items[int] = []
-    """Those before them, on which depends how the first one joins on."""
-    skip_special_tokens: bool = True
-
-
-class Held(Body):
-    """What engines hold of media, and who checks the length: fields of the routes that render."""
-
-    held: Items[str] = []
-    """Identifiers of items of media whose data the engine holds: it is left out."""
-    check_length: bool = True
-    """A prompt that leaves no room for a token is refused. False: whoever asks sees to it."""
-
-
-class ChatRenderBody(ChatBody, Held):
-    """POST /v1/chat/completions/render."""
-
-    def render_options(self) -> dict[str, Any]:
-        return super().render_options() | ({"tools": self.tools} if self.tools else {})
-
-
-class CompletionRenderBody(CompletionBody, Held):
-    """POST /v1/completions/render."""
-
-    multi_modal_data: dict[str, Any] | None = None
-    """By modality, an item or a list of items: {"image": ["data:image/png;base64,..."]}. For one prompt."""
-    mm_processor_kwargs: dict[str, Any] | None = None
-    multi_modal_uuids: dict[str, Any] | None = None
-    """By modality, the caller's own names of the items. Equal items of unlike names share nothing."""
-
-    def prompts(self, most: int) -> list[Prompt]:
-        prompts: list[Any] = super().prompts(most)
-        names = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
-        media = {name: value for name in names if (value := getattr(self, name))}
-        if not media:
-            return prompts
-        if len(prompts) > 1:
-            raise RequestError("items of media are for one prompt, and there are several: ask for each of them.", "multi_modal_data")
-        [prompt] = prompts
-        return [cast("Prompt", ({"prompt": prompt} if isinstance(prompt, str) else dict(prompt)) | media)]
 
 
 def check_model(engine: AsyncLLM, name: str | None) -> None:

@@ -27,7 +27,8 @@ from toolkit_lm_server.held import HeldElsewhere
 from toolkit_lm_server.keys import Keys
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_server.protocol import ChatRenderBody, CompletionRenderBody, DerenderBody, Held, body_of, check_model
+from toolkit_lm_server.protocol import body_of, check_model
+from toolkit_lm_server.render_protocol import ChatRenderBody, CompletionRenderBody, DerenderBody, Held
 from toolkit_lm_server.route import Readiness, request_context, route_class, with_body
 from toolkit_lm_server.tokens import Tokens
 

@@ -1,52 +1,25 @@
-"""Fields that a body does not state: those of others, and those that nobody knows."""
+"""Fields that a body does not state: those of others, of which a table says what becomes of them, and those that nobody knows."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from msgspec import Struct, field
 from pydantic_core import PydanticCustomError
 from toolkit_lm.errors import nearest
+from toolkit_lm.params import shipped_with
 
 from toolkit_lm_server.errors import printable
+from toolkit_lm_server.request_fields import Verdicts, asks_nothing
 
 logger = logging.getLogger("uvicorn.error")
 
 IGNORED = "x-ignored-fields"
 """The header of an answer that names the fields which were ignored."""
-
-NOTES = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id", "service_tier", "prediction"}
-)
-"""Fields that say something to accounting, or to whoever could be faster for it, and nothing to a model."""
-
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "audio": (),
-    "extra_args": (),
-    "function_call": ("none", "auto"),
-    "functions": (),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "logits_processors": (),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "prompt_embeds": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "spaces_between_special_tokens": (True,),
-    "store": (),
-    "suffix": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
-    "verbosity": (),
-    "vllm_xargs": (),
-    "web_search_options": (),
-}
-"""Fields of OpenAI and vLLM that only a plugin may implement, each with the values that change nothing, beside those of `asks_nothing`."""
 
 _MOST_NAMES = 8
 """Of one request that are told."""
@@ -54,16 +27,6 @@ _MOST_TOLD = 256
 _told: set[str] = set()
 """Names that the log has."""
 _PLAIN = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
-def asks_nothing(value: Any) -> bool:
-    """null, false, and what is empty."""
-    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
-
-
-def is_neutral(name: str, value: Any) -> bool:
-    """A field that others know has a value that changes nothing."""
-    return name in NEUTRAL and (asks_nothing(value) or any(value == one and type(value) is type(one) for one in NEUTRAL[name]))
 
 
 def unknown_field(name: str, known: Iterable[str], inside: str = "", hint: str = "") -> PydanticCustomError:
@@ -88,20 +51,70 @@ class UnknownFields(Struct):
             raise unknown_field(name, known, inside)
         if len(self.names) < _MOST_NAMES:
             self.names[whole] = None
-        if whole not in _told and len(_told) < _MOST_TOLD:
-            _told.add(whole)
+        if self._is_news(whole):
             hint = nearest(name, known, 1, otherwise="")
             logger.warning("the field %s of a request is ignored: this server does not know it. %s", whole, hint)
 
     def drop(self, name: str, why: str) -> None:
         """Ignores a field that clients may not leave out, strict or not."""
-        self.names[name] = None
-        if name not in _told and len(_told) < _MOST_TOLD:
-            _told.add(name)
+        if len(self.names) < _MOST_NAMES:
+            self.names[name] = None
+        if self._is_news(name):
             logger.warning("the field %s of a request is ignored: %s", name, why)
+
+    @staticmethod
+    def _is_news(name: str) -> bool:
+        """The log does not have it yet."""
+        if name in _told or len(_told) >= _MOST_TOLD:
+            return False
+        _told.add(name)
+        return True
 
 
 UNKNOWN: ContextVar[UnknownFields] = ContextVar("UNKNOWN")
 """Of the request that is read."""
 STRICT = UnknownFields(lenient=False)
 """A body that comes from elsewhere is to have none."""
+
+
+def kept_fields(
+    given: Mapping[str, Any], stated: Collection[str], verdicts: Verdicts, *, dropped: Collection[str] = (), inside: str = ""
+) -> dict[str, Any]:
+    """Of an object's fields those that are read, under our names. `stated`: the names that are. `inside`: where the object stands.
+
+    `dropped`: those of the stated ones that are left out where their value changes nothing.
+    Raises PydanticCustomError for a field that would change the answer, and for an unknown one where fields are strict.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        verdict = verdicts.get(name)
+        if name in stated:
+            # Numbers speak for themselves: 0 may turn off what another field turns on.
+            if verdict is None or name not in dropped or not verdict.is_neutral(value, given):
+                kept[name] = value
+        elif verdict is None:
+            _unknown(name, value, stated, inside)
+        elif verdict.becomes == "renamed" and value is not None:
+            if given.get(verdict.note) is not None:
+                raise unsupported(f"{inside}{name}", f"it is another name of {verdict.note}, which is given too")
+            kept[verdict.note] = value
+        elif verdict.becomes == "refused" and not verdict.is_neutral(value, given):
+            raise unsupported(f"{inside}{name}", verdict.note)
+        elif verdict.becomes == "told" and not verdict.is_neutral(value, given):
+            UNKNOWN.get(STRICT).drop(f"{inside}{name}", verdict.note)
+    return kept
+
+
+def _unknown(name: str, value: Any, stated: Collection[str], inside: str) -> None:
+    unknown = UNKNOWN.get(STRICT)
+    if not inside and (hint := "" if asks_nothing(value) else shipped_with(name)):
+        # Without its plugin, the answer would be another one than was asked for.
+        raise unknown_field(name, (), hint=hint)
+    # Of what nobody knows, false may change more than it seems.
+    if value is False or not (asks_nothing(value) and unknown.lenient):
+        unknown.add(name, stated, inside)
+
+
+def unsupported(name: str, why: str) -> PydanticCustomError:
+    """The error of a field that others have, and that would change the answer."""
+    return PydanticCustomError("unsupported", "{param} is not supported by this server: {why}.", {"param": name, "why": why})

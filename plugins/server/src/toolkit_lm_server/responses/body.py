@@ -9,7 +9,9 @@ from pydantic import Field
 from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SAMPLING_PARAMS
 
+from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import Items, SamplingBody, examples
+from toolkit_lm_server.request_fields import REASONING, RESPONSES, STREAM_OPTIONS, TEXT
 from toolkit_lm_server.responses.items import chat_tool_choice, chat_tools, messages_of
 
 NAMES = {
@@ -19,8 +21,31 @@ NAMES = {
     "reasoning_effort": "reasoning.effort",
 }
 """What a chat completion's fields are called here."""
-_ALSO = ("model", "stream", "priority", "timeout", "cache_salt", "chat_template_kwargs", "parallel_tool_calls")
+_ALSO = (
+    "model",
+    "stream",
+    "n_predict",
+    "truncation_side",
+    "priority",
+    "timeout",
+    "cache_salt",
+    "chat_template_kwargs",
+    "parallel_tool_calls",
+)
 _LOGPROBS = "message.output_text.logprobs"
+_OF_CHATS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+"""What a response has no place for."""
+_INCLUDED = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""What may be asked for. But for log probabilities it is told anyway, as reasoning is, or there is none of it."""
 _ECHOED = ("input", "instructions", "metadata", "reasoning", "text", "tool_choice", "tools")
 """What is kept of a request, or comes back with its answer."""
 _ABSENT = "this server keeps no {name}: send the whole conversation as input."
@@ -34,7 +59,8 @@ class ResponsesBody(SamplingBody):
         {"input": [{"role": "user", "content": "What is the capital of Italy?"}], "stream": True, "max_output_tokens": 8},
     )
 
-    meant = frozenset({"parallel_tool_calls", "store", "tool_choice", "tools"})
+    verdicts = RESPONSES
+    nested = {"text": (("format",), TEXT), "reasoning": (("effort",), REASONING), "stream_options": ((), STREAM_OPTIONS)}
 
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
@@ -113,8 +139,12 @@ class ResponsesBody(SamplingBody):
                 raise RequestError(_ABSENT.format(name=f"{name}s"), name)
         if self.n not in (None, 1):
             raise RequestError("n must be 1: a response is one answer.", "n")
-        if self.prompt_logprobs is not None:
-            raise RequestError("prompt_logprobs is for chat completions.", "prompt_logprobs")
+        for name in _OF_CHATS:
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"{name} is for chat completions.", name)
+        if unknown := [one for one in self.include or () if one not in _INCLUDED]:
+            known = ", ".join(_INCLUDED)
+            raise RequestError(f"include: {printable(unknown[0])!r} is not one of {known}.", "include")
 
     def _response_format(self) -> dict[str, Any] | None:
         form = (self.text or {}).get("format")

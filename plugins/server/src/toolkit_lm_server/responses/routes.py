@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from toolkit_lm_async_llm import AsyncLLM
 
 _PATH = "/v1/responses"
-_STORE_HINT = ", and by a server that keeps responses: its operator starts it with --max-stored-responses."
+_STORE_HINT = ": its operator starts it with --max-stored-responses."
 
 
 class Responses:
@@ -47,6 +47,8 @@ class Responses:
         """Answers an input: a text, or the items of a conversation."""
         owner, own = client_of(request), body.own_messages()
         earlier = self._earlier(body.previous_response_id, owner)
+        if body.store and not self._store.is_on:
+            raise RequestError(f"store true is supported only by a server that keeps responses{_STORE_HINT}", "store")
         keeps = self._store.is_on and body.store is not False
 
         async def begin() -> ChatAnswer:
@@ -87,7 +89,8 @@ class Responses:
             except RequestValidationError as error:
                 raise renamed(as_api_error(error), NAMES) from error
             if not keeps:
-                raise RequestError(f"background can only be used when `store` is true{_STORE_HINT}", "background")
+                message = "background can only be used when `store` is true, and by a server that keeps responses"
+                raise RequestError(f"{message}{_STORE_HINT}", "background")
             self._background.start(output.id, make)
             keep(queued := output.state("queued"))
             return await answer(lambda: queued, is_large=False)

@@ -7,6 +7,7 @@ from typing import Any
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import EngineBody, Items, examples
+from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters, told
 
 from toolkit_lm_vendor_apis.arguments import dumps
 from toolkit_lm_vendor_apis.images import image_part, url_part
@@ -19,12 +20,27 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
 }
 """What a chat completion's fields are called here."""
+VERDICTS: Verdicts = {
+    **COMMON,
+    **sampling_parameters("Anthropic's API has no such field: ask /v1/chat/completions"),
+    **idle("prefixes are cached without being told", "cache_control"),
+    **idle("it is about accounts at Anthropic", "billing_policy betas"),
+    **told("the whole conversation is read, and nothing is told of caches", "context_management diagnostics"),
+    **refused("there are no containers, servers or tools here", "container mcp_servers"),
+    **refused("there is one model, in one place", "inference_geo fallbacks fallback_credit_token"),
+    **refused("there is one speed", "speed", "standard"),
+    **refused("send the whole conversation", "compaction thread"),
+    **refused("use output_config.format", "output_format"),
+    **refused("use max_tokens", "max_tokens_to_sample"),
+}
+"""What becomes of other fields."""
+_OF_DRAWING = "max_tokens stop_sequences stream temperature top_p top_k speed"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
 
 
 class PromptBody(EngineBody):
-    """POST /v1/messages/count_tokens, and what /v1/messages shares with it."""
+    """What /v1/messages and /v1/messages/count_tokens share."""
 
     model_config = examples(_EXAMPLE)
 
@@ -34,10 +50,13 @@ class PromptBody(EngineBody):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
-    cache_control: Any = None
-    """It has no effect: prefixes are cached without being told."""
 
-    meant = frozenset({"tools"})
+    verdicts = VERDICTS
+    nested = {
+        "thinking": (("type", "budget_tokens"), told("thoughts come as they are", "display")),
+        "tool_choice": (("type", "name", "disable_parallel_tool_use"), {}),
+        "output_config": (("format", "effort"), refused("use thinking.budget_tokens", "task_budget")),
+    }
 
     @property
     def thinks(self) -> bool:
@@ -85,6 +104,12 @@ class PromptBody(EngineBody):
         if config.get("effort") is not None:
             fields["reasoning_effort"] = config["effort"]
         return fields
+
+
+class CountBody(PromptBody):
+    """POST /v1/messages/count_tokens."""
+
+    verdicts = {**VERDICTS, **idle("nothing is drawn", _OF_DRAWING)}
 
 
 class MessagesBody(PromptBody):

@@ -15,7 +15,7 @@ from toolkit_lm_server.generation import are_large
 from toolkit_lm_server.plugin_routes import OpenAIApi
 from toolkit_lm_server.route import request_context
 
-from toolkit_lm_vendor_apis.anthropic.body import NAMES, MessagesBody, PromptBody
+from toolkit_lm_vendor_apis.anthropic.body import NAMES, CountBody, MessagesBody
 from toolkit_lm_vendor_apis.anthropic.errors import AnthropicError, error_body
 from toolkit_lm_vendor_apis.anthropic.output import MessageEvents, Output
 from toolkit_lm_vendor_apis.anthropic.schemas import AnthropicMessage, MessageEvent, TokenCount
@@ -52,7 +52,7 @@ class Messages:
         choices = await reply.choices()
         return await answer(lambda: output(reply).whole(choices), is_large=are_large(choices))
 
-    async def count_tokens(self, body: PromptBody, request: Request) -> dict[str, Any]:
+    async def count_tokens(self, body: CountBody, request: Request) -> dict[str, Any]:
         """The tokens of a conversation's prompt."""
         try:
             return {"input_tokens": await self._chat.count(body.chat(), request_context(request))}

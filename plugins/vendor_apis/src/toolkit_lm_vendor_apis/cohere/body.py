@@ -7,11 +7,22 @@ from typing import Any, Literal
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import EngineBody, Items, examples
+from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters
 
 _SAME = ("model", "stream", "temperature", "seed", "frequency_penalty", "presence_penalty", "priority", "timeout", "cache_salt", "tools")
 _OTHERS = {"k": "top_k", "p": "top_p", "stop_sequences": "stop", "max_tokens": "max_completion_tokens"}
 NAMES = {"thinking_token_budget": "thinking.token_budget", **{theirs: ours for ours, theirs in _OTHERS.items()}}
 """What a chat completion's fields are called here."""
+VERDICTS: Verdicts = {
+    **COMMON,
+    **sampling_parameters("Cohere's API has no such field: ask /v1/chat/completions"),
+    **idle("there are no citations", "citation_options"),
+    **refused("write the rules into a message", "safety_mode", "CONTEXTUAL", "NONE", "OFF"),
+    **refused("prompts go through the chat template: ask /v1/completions", "raw_prompting"),
+    **refused("use messages", "message chat_history preamble"),
+    **refused("there are no tools that run on the server", "connectors search_queries_only"),
+}
+"""What becomes of other fields."""
 _EXAMPLE = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8}
 
 
@@ -36,14 +47,14 @@ class CohereChatBody(EngineBody):
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
     strict_tools: bool | None = None
     documents: list[str | dict[str, Any]] | None = None
-    citation_options: dict[str, Any] | None = None
-    """It has no effect: there are no citations."""
     response_format: dict[str, Any] | None = None
-    safety_mode: str | None = None
-    """It has no effect."""
     thinking: dict[str, Any] | None = None
 
-    meant = frozenset({"tool_choice", "tools", "response_format"})
+    verdicts = VERDICTS
+    nested = {
+        "thinking": (("type", "token_budget"), {}),
+        "response_format": (("type", "schema", "json_schema"), {}),
+    }
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import SkipValidation
 from toolkit_lm.errors import RequestError
 from toolkit_lm_server.errors import printable
 from toolkit_lm_server.protocol import EngineBody, Items, examples
+from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sampling_parameters
 
 from toolkit_lm_vendor_apis.arguments import dumps
 from toolkit_lm_vendor_apis.images import image_part
@@ -17,10 +18,44 @@ _OPTIONS = {
     "repeat_penalty": "repetition_penalty",
     **{
         name: name
-        for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "seed",
+            "stop",
+            "presence_penalty",
+            "frequency_penalty",
+            "mirostat",
+            "mirostat_tau",
+            "mirostat_eta",
+        )
     },
 }
-"""Options that say how to draw tokens. The others say how Ollama runs a model, and have no effect."""
+"""Options that say how to draw tokens."""
+_PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
+OPTIONS: Verdicts = {
+    **idle(
+        "it says how Ollama runs a model; here the server's options do",
+        "numa num_ctx num_batch num_gpu main_gpu low_vram f16_kv kv_cache_type logits_all vocab_only use_mmap use_mlock num_thread "
+        "num_keep embedding_only draft_num_predict",
+    ),
+    **refused("penalties look at the whole context: -1", "repeat_last_n", -1, qualifies=_PENALTIES),
+    **refused("penalties are of all tokens", "penalize_newline", True),
+    **refused("use top_p, min_p or typical_p", "tfs_z", 1),
+}
+"""What becomes of other options."""
+VERDICTS: Verdicts = {
+    **COMMON,
+    **sampling_parameters("write it into options"),
+    **idle("a prompt that is too long is refused, and an answer that reaches the end has the done_reason length", "truncate shift"),
+    **idle("the model stays", "keep_alive"),
+    **refused("answers are texts", "width height steps"),
+    **refused("prompts are not told", "_debug_render_only"),
+}
+"""What becomes of other fields."""
 NAMES = {"response_format": "format", **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()}}
 """What a chat completion's fields are called here."""
 _TAG = ":latest"
@@ -29,8 +64,9 @@ _TAG = ":latest"
 class NamedModel(EngineBody):
     """What all routes take."""
 
-    keep_alive: Any = None
-    """It has no effect: the model stays."""
+    verdicts: ClassVar[Verdicts] = {**VERDICTS, **idle("the card has all", "system template verbose")}
+    nested = {"options": ((), {**OPTIONS, **idle("nothing is drawn", " ".join(_OPTIONS))})}
+
     options: dict[str, Any] | None = None
 
     @property
@@ -45,6 +81,9 @@ class NamedModel(EngineBody):
 
 
 class _Generating(NamedModel):
+    verdicts = VERDICTS
+    nested = {"options": (tuple(_OPTIONS), OPTIONS)}
+
     format: str | dict[str, Any] | None = None
     """"json", or a JSON schema."""
     stream: bool = True
@@ -93,8 +132,6 @@ class OllamaChatBody(_Generating):
     """None: the model is loaded, which it is."""
     tools: Items[dict[str, Any]] | None = None
 
-    meant = frozenset({"tools"})
-
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
         fields = self._fields() | self._thinking() | ({"tools": self.tools} if self.tools else {})
@@ -117,8 +154,6 @@ class GenerateBody(_Generating):
     """What is to come after the answer: of a model that fills in the middle."""
     template: str | None = None
     context: list[int] | None = None
-
-    meant = frozenset({"suffix"})
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
@@ -163,8 +198,6 @@ class OldEmbedBody(NamedModel):
 
 class ShowBody(NamedModel):
     """POST /api/show."""
-
-    verbose: bool | None = None
 
 
 class _Calls:

@@ -1,0 +1,288 @@
+"""What becomes of request fields that a body does not state: those of vLLM, SGLang, llama.cpp, TGI, Ollama, OpenAI and others.
+
+A field that would change the answer is obeyed or refused by name. The checks of bodies, and docs/request_fields.md, come from this table.
+Which fields each of the others has is in `peer_fields`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, NamedTuple
+
+from toolkit_lm.params import SAMPLING_PARAMS
+
+Becomes = Literal["refused", "idle", "told", "renamed"]
+"""refused: unless its value changes nothing. idle: it has no effect on any answer. told: the header and the log say that it is ignored,
+because clients cannot leave it out. renamed: obeyed under another name."""
+
+
+class Verdict(NamedTuple):
+    """What becomes of one field."""
+
+    becomes: Becomes
+    note: str
+    """Of idle ones the reason, of refused ones what to use, of renamed ones the name of ours."""
+    neutral: tuple[Any, ...] = ()
+    """Values that change nothing. null is one; so are false and what is empty, unless true is one too."""
+    qualifies: tuple[str, ...] = ()
+    """Where a body has none of these, the field says nothing."""
+    false_asks: bool = False
+    """False would change the answer."""
+
+    def is_neutral(self, value: Any, given: Mapping[str, Any] | None = None) -> bool:
+        """Whether a value changes nothing. `given`: the body that it is in."""
+        if value is None or any(_same(value, one) for one in self.neutral):
+            return True
+        if self.qualifies and given is not None and not any(given.get(name) for name in self.qualifies):
+            return True
+        return asks_nothing(value) and not (value is False and (self.false_asks or True in self.neutral))
+
+
+def _same(value: Any, other: Any) -> bool:
+    """1 is 1.0, and no true."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def asks_nothing(value: Any) -> bool:
+    """null, false, and what is empty."""
+    return value is None or value is False or (isinstance(value, str | list | dict) and not value)
+
+
+Verdicts = Mapping[str, Verdict]
+
+
+def refused(note: str, names: str, *neutral: Any, qualifies: Collection[str] = (), false_asks: bool = False) -> dict[str, Verdict]:
+    """Rows of fields that are refused. `names`: several, with spaces between them."""
+    return dict.fromkeys(names.split(), Verdict("refused", note, neutral, tuple(qualifies), false_asks))
+
+
+def idle(note: str, names: str) -> dict[str, Verdict]:
+    """Rows of fields that have no effect on answers."""
+    return dict.fromkeys(names.split(), Verdict("idle", note))
+
+
+def told(note: str, names: str, *neutral: Any) -> dict[str, Verdict]:
+    """Rows of fields that are ignored, and told of."""
+    return dict.fromkeys(names.split(), Verdict("told", note, neutral))
+
+
+def renamed(**names: str) -> dict[str, Verdict]:
+    """Rows of fields that are obeyed under another name."""
+    return {theirs: Verdict("renamed", ours) for theirs, ours in names.items()}
+
+
+_OF_THE_CHECKPOINT = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+"""Where a body says nothing, the checkpoint may: no value of theirs is neutral."""
+
+
+def sampling_parameters(note: str) -> dict[str, Verdict]:
+    """Rows of all sampling parameters, for a body that states few of them: they are refused, but for their defaults."""
+    return {name: Verdict("refused", note, () if name in _OF_THE_CHECKPOINT else (o.default,)) for name, o in SAMPLING_PARAMS.items()}
+
+
+_NO_ADAPTERS = "no adapters are applied to the model: serve a merged checkpoint"
+_OWN_FIELDS = "parameters of plugins are fields of their own"
+_STRUCTURE = "use structured_outputs or response_format"
+_TEMPLATE = "use chat_template_kwargs"
+_PENALTIES = ("repeat_penalty", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+COMMON: Verdicts = {
+    **idle(
+        "it says who asks, or what for",
+        "user metadata safety_identifier service_tier custom_labels user_profile_id workspace_id",
+    ),
+    **idle("it names the request: send the header x-request-id", "request_id rid"),
+    **idle(
+        "it can make an answer come sooner, and changes none",
+        "prediction prompt_cache_key prompt_cache_retention prompt_cache_options cache_prompt n_cache_reuse id_slot session_id "
+        "ngram_corpus_id routed_dp_rank data_parallel_rank disagg_prefill_dp_rank backend_sampling",
+    ),
+    **idle("answers tell it anyway", "return_cached_tokens_details"),
+    **idle("it is about how a stream is cut into events", "stream_interval sse_ping_interval stream_reasoning"),
+    **idle("it asks for figures of speed beside the answer: /metrics has them", "timings_per_token return_progress"),
+    **idle("a context is never shifted: an answer that reaches its end has the finish_reason length", "n_keep n_discard"),
+    # What only plugins, or other routes, implement.
+    **refused("this route has no tools", "tools tool_choice", "none", "auto"),
+    **refused("this route has no tools", "parallel_tool_calls", True, False),
+    **refused("use tools", "functions function_call", "none", "auto"),
+    **refused("this route has no structured output", "response_format", {"type": "text"}),
+    **refused("this route has no reasoning", "include_reasoning reasoning_effort", True, False),
+    **refused("answers are texts", "audio"),
+    **refused("answers are texts", "modalities", ["text"]),
+    **refused("ask for it in a message", "verbosity", "medium"),
+    **refused("this server keeps no chats", "store"),
+    **refused("this route fills in no middle", "suffix"),
+    **refused("there are no tools that run on the server", "web_search_options"),
+    **refused("nothing is moderated here", "moderation"),
+    # Arguments of a client, where they were written into the body.
+    **refused(
+        "it is an argument of the client: what it holds stands at the top of the body",
+        "extra_body extra_headers extra_query parameters sampling_params",
+    ),
+    **refused(_OWN_FIELDS, "extra_args vllm_xargs custom_params"),
+    **refused("bring a logits processor as a plugin", "logits_processors custom_logit_processor"),
+    **refused(_NO_ADAPTERS, "lora_request lora_path lora adapter_id adapters adapter_name"),
+    # vLLM.
+    **refused("prompts are texts or token ids", "prompt_embeds input_embeds input_ids inputs"),
+    **refused(
+        "there is no transfer of caches between engines",
+        "kv_transfer_params ec_transfer_params bootstrap_host bootstrap_port bootstrap_room",
+    ),
+    **refused("a tokenizer joins tokens in one way", "spaces_between_special_tokens", True),
+    **refused("there are no watermarks", "watermarking watermark"),
+    **refused("use the penalties, or no_repeat_ngram_size", "repetition_detection"),
+    **refused("use mm_processor_kwargs", "media_io_kwargs images_config max_dynamic_patch min_dynamic_patch use_audio_in_video"),
+    **refused("use return_token_ids", "return_prompt_text return_prompt_token_ids return_tokens"),
+    **refused("what the model computes inside is not told", "return_hidden_states return_routed_experts"),
+    **refused("what the model computes inside is not told", "routed_experts_prompt_start routed_experts_start_len", 0),
+    **refused("/tokenize has the tokens", "return_token_offsets"),
+    **refused("the route renders whole features", "return_mm_kwargs", True),
+    # SGLang.
+    **refused("use stop", "stop_regex"),
+    **refused("use cache_salt", "extra_key"),
+    **refused("the answer has usage and finish_reason", "return_meta_info verbose"),
+    **refused("use --reasoning-parser", "separate_reasoning", True),
+    **refused("requests have no sessions", "session_params"),
+    **refused("write the task into a message", "task"),
+    **refused("use reasoning_effort", "reasoning"),
+    # llama.cpp.
+    **refused("use temperature", "dynatemp_range", 0),
+    **refused("use temperature", "dynatemp_exponent", 1, qualifies=["dynatemp_range"]),
+    **refused("use min_p", "top_n_sigma", -1, 0),
+    **refused("use mirostat_tau", "adaptive_target", -1),
+    **refused("use mirostat_tau", "adaptive_decay", qualifies=["adaptive_target"]),
+    **refused("penalties look at the whole context: -1", "repeat_last_n", -1, qualifies=_PENALTIES),
+    **refused("DRY looks at the whole context: -1", "dry_penalty_last_n", -1, qualifies=["dry_multiplier"]),
+    **refused("penalties are of all tokens", "penalize_nl penalize_newline", True),
+    **refused("use top_p, min_p or typical_p", "tfs_z tfs", 1),
+    **refused("it comes with toolkit-lm-sampling-extra", "mirostat", 0),
+    **refused("use logprobs", "n_probs", 0),
+    **refused("log probabilities are of the model's own distribution", "post_sampling_probs"),
+    **refused("filters keep the likeliest token, and no more", "min_keep", 0, 1),
+    **refused("filters come in one order", "samplers"),
+    **refused("lines begin where the model begins them", "n_indent", 0),
+    **refused("use timeout", "t_max_predict_ms t_max_prompt_ms", 0, -1),
+    **refused("answers have all of their fields", "response_fields"),
+    **refused(_STRUCTURE, "grammar_lazy grammar_triggers grammar_type preserved_tokens"),
+    **refused(_STRUCTURE, "grammar json_schema regex ebnf structural_tag"),
+    **refused("use --tool-call-parser", "chat_format"),
+    **refused("use --tool-call-parser", "parse_tool_calls", True),
+    **refused("use --reasoning-parser", "reasoning_format", "auto", "deepseek"),
+    **refused("use --reasoning-parser", "reasoning_in_content thinking_forced_open"),
+    **refused("send images in messages", "image_data multimodal_data"),
+    **refused("write it into the prompt", "penalty_prompt"),
+    # TGI, and transformers.
+    **refused("false is temperature 0", "do_sample", True, false_asks=True),
+    **refused("use echo", "return_full_text", false_asks=False),
+    **refused("use top_logprobs", "top_n_tokens", 0),
+    **refused("use prompt_logprobs", "decoder_input_details"),
+    **refused("use logprobs", "details"),
+    **refused("use truncate_prompt_tokens", "truncate"),
+    **refused("use a system message", "tool_prompt guideline"),
+    **refused("use use_beam_search and beam_width", "num_beams", 1),
+    **refused("use max_tokens", "max_length"),
+    # Of templates: a field at the top is a frequent mistake.
+    **refused(_TEMPLATE, "enable_thinking thinking", false_asks=True),
+    **refused("use thinking_token_budget", "thinking_budget reasoning_budget"),
+}
+"""Fields that mean the same on every route of OpenAI's kind."""
+
+SAMPLING: Verdicts = {
+    **COMMON,
+    **renamed(
+        repeat_penalty="repetition_penalty",
+        n_predict="max_tokens",
+        max_new_tokens="max_tokens",
+        min_new_tokens="min_tokens",
+        no_stop_trim="include_stop_str_in_output",
+        sampling_seed="seed",
+        n_cmpl="n",
+    ),
+}
+"""Of bodies with sampling parameters."""
+
+INFILL: Verdicts = {
+    **SAMPLING,
+    **told(
+        "editors send it always; here filters come in one order, and an answer ends by its length or `timeout`",
+        "samplers t_max_predict_ms t_max_prompt_ms n_indent response_fields",
+        0,
+    ),
+}
+
+RESPONSES: Verdicts = {
+    **SAMPLING,
+    **refused(
+        "there is no such thing here",
+        "access_programs background_options context_management image moderation",
+    ),
+    **refused("input is one answer's: logprobs come by include", "echo"),
+    **refused("use max_output_tokens", "max_completion_tokens"),
+    **refused("ask /v1/chat/completions", "chat_template mm_processor_kwargs documents"),
+}
+
+TEXT: Verdicts = refused("ask for it in instructions", "verbosity", "medium")
+"""Inside of `text`."""
+REASONING: Verdicts = told("reasoning is told whole, and as the model thinks it", "summary generate_summary context mode", "auto")
+"""Inside of `reasoning`."""
+STREAM_OPTIONS: Verdicts = idle("nothing is obfuscated", "include_obfuscation")
+"""Inside of `stream_options`."""
+
+POOLING: Verdicts = {
+    **COMMON,
+    **renamed(activation="use_activation", softmax="use_activation", normalized="normalize"),
+    **refused("use the prompt of the checkpoint: prompt_name", "instruct"),
+    **refused("vectors are of length 1, or as the model makes them: normalize", "embd_normalize", 2),
+    **refused("each input is read by itself", "late_chunking"),
+    **refused("use encoding_format", "embedding_type output_dtype"),
+    **refused("send texts", "images inputs"),
+    **refused("documents are texts", "rank_fields relevant_spans"),
+    **refused("use max_tokens_per_doc", "max_chunks_per_doc"),
+    **refused("use /classify, or logprob_token_ids of /v1/completions", "label_token_ids apply_softmax item_first"),
+    **refused("use input", "content"),
+    **refused("this route renders no conversation", "chat_template chat_template_kwargs mm_processor_kwargs add_special_tokens"),
+    **refused("embeddings are of all dimensions here", "dimensions output_dimension"),
+}
+"""Of bodies for pooling models."""
+
+TOKENS: Verdicts = {
+    **COMMON,
+    **refused("use prompt", "content text"),
+    **refused("use add_special_tokens", "add_special"),
+    **refused("texts of special tokens are texts", "parse_special"),
+    **refused("use return_token_strs", "with_pieces"),
+    **refused("texts are told as they are", "skip_special_tokens", True, false_asks=False),
+}
+"""Of bodies about tokens."""
+
+SPEECH: Verdicts = {
+    **COMMON,
+    **refused("windows follow the timestamps that the model sets", "chunking_strategy", "auto"),
+    **refused("write the words into prompt", "keywords hotwords"),
+    **refused("use language", "languages"),
+    **refused("speakers are not told apart", "known_speaker_names[] known_speaker_references[]"),
+    **refused("there are no log probabilities", "include include[]"),
+    **refused("timestamps are of segments", "timestamp_granularities[]"),
+    **refused("translations are English", "language to_language"),
+    **refused("each window is drawn as Whisper draws it", "seed top_p top_k min_p frequency_penalty presence_penalty repetition_penalty"),
+    **refused("each window is drawn as Whisper draws it", "max_completion_tokens use_beam_search n length_penalty"),
+    **idle("a stream ends with its usage", "stream_include_usage stream_continuous_usage_stats"),
+}
+"""Of forms with recordings."""
+
+
+def described_others(verdicts: Verdicts) -> dict[str, Any]:
+    """The properties of a JSON Schema that say what becomes of the fields that a body does not state."""
+    told: dict[str, Any] = {}
+    for name, one in sorted(verdicts.items()):
+        match one.becomes:
+            case "refused" if one.qualifies:
+                told[name] = {"description": f"It is refused beside {' or '.join(one.qualifies)}: {one.note}."}
+            case "refused":
+                nothing = [None] if True in one.neutral or one.false_asks else [None, False]
+                told[name] = {"enum": [*nothing, *one.neutral], "description": f"Any other value is refused: {one.note}."}
+            case "renamed":
+                told[name] = {"description": f"Another name of {one.note}."}
+            case _:
+                told[name] = {"description": f"It has no effect: {one.note}."}
+    return told

@@ -1,0 +1,315 @@
+"""The table of request fields: a field that would change the answer is obeyed, or refused by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.audio import transcription_create_params, translation_create_params
+from openai.types.chat import chat_completion_stream_options_param, completion_create_params as chat_create_params
+from openai.types.responses import response_create_params, response_text_config_param
+from openai.types.shared_params import reasoning
+from pydantic import ValidationError
+from toolkit_lm.errors import RequestError
+from toolkit_lm.params import SamplingParams
+from toolkit_lm_server.peer_fields import PEER_FIELDS
+from toolkit_lm_server.protocol import Body
+from toolkit_lm_server.request_fields import COMMON, Verdict
+from toolkit_lm_server.unknown_fields import UNKNOWN, UnknownFields
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def _generator():
+    spec = importlib.util.spec_from_file_location("generate_request_fields", DOCS / "generate_request_fields.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+GENERATOR = _generator()
+BODIES = GENERATOR.bodies()
+JSON = {route: body for route, body in BODIES.items() if issubclass(body, Body)}
+NEEDED = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "a"},
+    "/infill": {"input_prefix": "a"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": [], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": []},
+    "/v2/chat": {"messages": []},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
+    "/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/embed": {"texts": ["a"]},
+    "/detokenize": {"tokens": [1]},
+}
+
+
+@pytest.fixture(autouse=True)
+def unknown():
+    """What is ignored of a request, where fields are not strict."""
+    UNKNOWN.set(found := UnknownFields(lenient=True))
+    return found
+
+
+def test_the_page_is_made_of_the_table():
+    assert (DOCS / "request_fields.md").read_text(encoding="utf-8") == GENERATOR.page(), "run python docs/generate_request_fields.py"
+
+
+@pytest.mark.parametrize("route", PEER_FIELDS)
+def test_each_field_of_the_others_has_a_verdict(route):
+    for peer, names in PEER_FIELDS[route].items():
+        for name in names.split():
+            try:
+                GENERATOR.verdict(BODIES[route], name)
+            except KeyError:
+                pytest.fail(f"{route}: nothing says what becomes of {peer}'s field {name}: a row in request_fields.py")
+
+
+CLIENT = {
+    "/v1/chat/completions": [chat_create_params.CompletionCreateParamsStreaming],
+    "/v1/completions": [completion_create_params.CompletionCreateParamsStreaming],
+    "/v1/embeddings": [embedding_create_params.EmbeddingCreateParams],
+    "/v1/responses": [response_create_params.ResponseCreateParamsStreaming],
+    "/v1/audio/transcriptions": [transcription_create_params.TranscriptionCreateParamsStreaming],
+    "/v1/audio/translations": [translation_create_params.TranslationCreateParams],
+}
+INSIDE = [
+    ("/v1/chat/completions", "stream_options", chat_completion_stream_options_param.ChatCompletionStreamOptionsParam),
+    ("/v1/responses", "stream_options", response_create_params.StreamOptions),
+    ("/v1/responses", "reasoning", reasoning.Reasoning),
+    ("/v1/responses", "text", response_text_config_param.ResponseTextConfigParam),
+]
+ARRAYS = {"include", "known_speaker_names", "known_speaker_references", "timestamp_granularities"}
+"""Of forms, which have [] at the end of their names."""
+
+
+def names_of(kind) -> set[str]:
+    return set(kind.__required_keys__ | kind.__optional_keys__)
+
+
+@pytest.mark.parametrize("route", CLIENT)
+def test_each_field_of_the_openai_client_has_a_row(route):
+    """With the installed version: a field of a newer one fails here on the day that it comes."""
+    named = {f"{name}[]" if "audio" in route and name in ARRAYS else name for kind in CLIENT[route] for name in names_of(kind)}
+    named |= {f"{outer}.{name}" for where, outer, kind in INSIDE if where == route for name in names_of(kind)}
+    assert named - set(PEER_FIELDS[route]["OpenAI"].split()) == set()
+
+
+def rows(becomes: str) -> list[tuple[str, str, Verdict]]:
+    return [(route, name, one) for route, body in JSON.items() for name, one in body.verdicts.items() if one.becomes == becomes]
+
+
+def loaded(route: str, **fields):
+    return BODIES[route].model_validate({**NEEDED.get(route, {}), **fields})
+
+
+def asking(row: Verdict) -> object:
+    """A value that is not neutral."""
+    return next(value for value in (5, False, True, "x") if not row.is_neutral(value))
+
+
+def test_refused_fields_are_refused_by_name(unknown):
+    for route, name, row in rows("refused"):
+        if name in BODIES[route].model_fields:
+            continue
+        beside = dict.fromkeys(row.qualifies[:1], 1.5)
+        with pytest.raises(ValidationError) as error:
+            loaded(route, **{name: asking(row)}, **beside)
+        told = error.value.errors()[0]
+        assert (told["type"], told["ctx"]["param"], told["ctx"]["why"]) == ("unsupported", name, row.note), (route, name)
+    assert not unknown.names
+
+
+def test_neutral_values_pass(unknown):
+    for route, name, row in rows("refused"):
+        if name in BODIES[route].model_fields:
+            continue
+        for value in (None, *row.neutral, *([] if row.false_asks or True in row.neutral else [False, "", []])):
+            loaded(route, **{name: value})
+        if row.qualifies:
+            loaded(route, **{name: asking(row)})
+    assert not unknown.names
+
+
+def test_fields_without_effect_pass_in_silence(unknown):
+    for route, name, _ in rows("idle"):
+        if name in BODIES[route].model_fields:
+            continue
+        assert loaded(route, **{name: 5}) == loaded(route), (route, name)
+    assert not unknown.names
+
+
+def test_ignored_fields_are_told():
+    for route, name, _ in rows("told"):
+        UNKNOWN.set(found := UnknownFields(lenient=False))
+        assert loaded(route, **{name: 5}) == loaded(route)
+        assert list(found.names) == [name]
+
+
+VALUES = {"repetition_penalty": 1.5, "include_stop_str_in_output": True, "use_activation": False, "normalize": False}
+
+
+def test_other_names_are_obeyed():
+    for route, name, row in rows("renamed"):
+        if name in BODIES[route].model_fields or row.note not in BODIES[route].model_fields:
+            continue
+        value = VALUES.get(row.note, 3)
+        assert loaded(route, **{name: value}) == loaded(route, **{row.note: value}) != loaded(route), (route, name)
+        with pytest.raises(ValidationError, match=f"another name of {row.note}"):
+            loaded(route, **{name: value, row.note: value})
+
+
+def test_what_is_inside_of_objects():
+    cases = [
+        ("/v1/responses", {"text": {"verbosity": "low"}}, "text.verbosity", None),
+        ("/v1/responses", {"text": {"verbosity": "medium"}}, None, None),
+        ("/v1/responses", {"reasoning": {"summary": "detailed"}}, None, "reasoning.summary"),
+        ("/v1/chat/completions", {"stream": True, "stream_options": {"include_obfuscation": True}}, None, None),
+        ("/v1/chat/completions", {"stream": True, "stream_options": {"includeusage": True}}, None, "stream_options.includeusage"),
+        ("/api/chat", {"options": {"tfs_z": 0.5}}, "options.tfs_z", None),
+        ("/api/chat", {"options": {"num_ctx": 4096, "tfs_z": 1, "penalize_newline": True, "repeat_last_n": 64}}, None, None),
+        ("/api/chat", {"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n", None),
+        ("/api/chat", {"options": {"temprature": 1}}, None, "options.temprature"),
+        ("/api/embed", {"options": {"temperature": 1, "num_ctx": 1}}, None, None),
+        ("/v1/messages", {"output_config": {"task_budget": {}}}, None, None),
+        ("/v1/messages", {"output_config": {"task_budget": {"total": 5}}}, "output_config.task_budget", None),
+        ("/v1/messages", {"thinking": {"type": "enabled", "display": "omitted"}}, None, "thinking.display"),
+        ("/v1/messages", {"tool_choice": {"type": "auto", "which": "x"}}, None, "tool_choice.which"),
+    ]
+    for route, fields, refused, ignored in cases:
+        UNKNOWN.set(found := UnknownFields(lenient=True))
+        if refused is None:
+            loaded(route, **fields)
+        else:
+            with pytest.raises(ValidationError) as error:
+                loaded(route, **fields)
+            assert error.value.errors()[0]["ctx"]["param"] == refused
+        assert list(found.names) == ([] if ignored is None else [ignored]), fields
+
+
+def test_what_nobody_knows_is_never_silent(unknown):
+    """Whatever its value, but null and what is empty."""
+    for route in JSON:
+        for value in (False, True, 0, "x", {"a": 1}):
+            unknown.names.clear()
+            loaded(route, nobody_knows=value)
+            assert list(unknown.names) == ["nobody_knows"], (route, value)
+    for name in ("adapter_id", "lora_request", "extra_body", "grammar_triggers"):
+        assert name in COMMON
+
+
+SAMPLES = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "other"}],
+    "prompt": "other",
+    "stop": ["x"],
+    "logit_bias": {"5": 1.0},
+    "bad_words": ["x"],
+    "structured_outputs": {"regex": "a"},
+    "response_format": {"type": "json_object"},
+    "allowed_token_ids": [5],
+    "logprob_token_ids": [5],
+    "stop_token_ids": [5],
+    "skip_special_tokens": False,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.5,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.5,
+    "typical_p": 0.5,
+    "epsilon_cutoff": 0.5,
+    "mirostat": 2,
+    "mirostat_eta": 0.5,
+    "dry_sequence_breakers": ["x"],
+    "guided_json": {},
+    "guided_choice": ["x"],
+    "truncation_side": "left",
+    "cache_salt": "x",
+    "documents": [{"text": "x"}],
+    "chat_template_kwargs": {"a": 1},
+    "mm_processor_kwargs": {"a": 1},
+    "reasoning_effort": "low",
+    "text": {"format": {"type": "json_object"}},
+    "reasoning": {"effort": "low"},
+    "tools": [{"type": "function", "name": "f", "function": {"name": "f"}, "input_schema": {}}],
+    "include": ["message.output_text.logprobs"],
+    "instructions": "x",
+    "input": "other",
+    "truncation": "auto",
+    "stop_sequences": ["x"],
+    "system": "x",
+    "thinking": {"type": "enabled"},
+    "output_config": {"effort": "low"},
+    "format": "json",
+    "think": True,
+    "options": {"seed": 3},
+    "input_extra": [{"text": "x"}],
+    "max_tokens": 9,
+}
+ON_SHAPE = {
+    "/v1/chat/completions": "tools tool_choice parallel_tool_calls include_reasoning echo return_token_ids return_tokens_as_token_ids "
+    "stream_options truncation_side chat_template model",
+    "/v1/completions": "suffix encoder_prompt decoder_prompt add_special_tokens echo return_token_ids return_tokens_as_token_ids "
+    "stream_options truncation_side model",
+    "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id background enable_response_messages conversation "
+    "prompt stream_options include top_logprobs return_token_ids return_tokens_as_token_ids prompt_logprobs n best_of use_beam_search "
+    "beam_width length_penalty early_stopping logprob_token_ids truncation_side",
+    "/v1/messages": "tool_choice thinking",
+    "/v2/chat": "tool_choice strict_tools documents thinking logprobs",
+    "/api/chat": "logprobs top_logprobs stream",
+}
+"""Fields that a route reads by itself, for the shape of its answer or to refuse them: tests of the routes have them."""
+BEAMS = {"beam_width", "length_penalty", "early_stopping"}
+
+
+def reached(route: str, **fields) -> object:
+    """All that a body asks of the engine."""
+    body = loaded(route, **fields)
+    match route:
+        case "/v1/responses":
+            return body.chat([], body.own_messages())
+        case "/v1/messages" | "/v2/chat" | "/api/chat":
+            return body.chat()
+    if route == "/infill":
+        body = body.completion(BODIES["/v1/completions"], 64)
+        return structs.asdict(body.params()), body.prompt, body.suffix
+    rendering = (body.render_options(), body.messages) if hasattr(body, "messages") else body.prompt
+    return structs.asdict(body.params()), body.request_options({}), rendering
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/infill", *list(ON_SHAPE)[2:]])
+def test_each_field_that_is_read_reaches_the_engine(route):
+    shape, missing = set(ON_SHAPE.get(route, "").split()) | BEAMS | {"use_beam_search", "model"}, []
+    if route == "/infill":
+        shape |= {"stream_options", "truncation_side", "priority", "timeout", "cache_salt", "stream"}
+        shape |= {"prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids", "n", "input_prefix"}
+    for name in sorted(set(BODIES[route].model_fields) - shape):
+        beside = {
+            "top_logprobs": {"logprobs": True},
+            "logprob_token_ids": {"logprobs": True if "chat" in route else 1},
+            "mirostat_eta": {"mirostat": 2},
+        }.get(name, {})
+        kind = str(BODIES[route].model_fields[name].annotation)
+        value = SAMPLES.get(name, True if "bool" in kind else 3 if "int" in kind else 0.5 if "float" in kind else "x")
+        if (route, name) == ("/v1/messages", "tools"):
+            value = [{"name": "f", "input_schema": {}}]
+        if name in NEEDED.get(route, {}) and value == NEEDED[route][name]:
+            value = [{"role": "user", "content": "z"}]
+        if reached(route, **beside, **{name: value}) == reached(route, **beside):
+            missing.append(name)
+    assert not missing
+
+
+def test_logprob_token_ids_need_log_probabilities():
+    for route in ("/v1/chat/completions", "/v1/completions"):
+        with pytest.raises(RequestError, match="only with logprobs"):
+            loaded(route, logprob_token_ids=[5]).params()
+    assert SamplingParams(logprob_token_ids=[5]).num_logprobs == 0
