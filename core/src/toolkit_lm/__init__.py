@@ -18,4 +18,12 @@ def __getattr__(name: str) -> object:
     except AttributeError:
         for found in metadata.entry_points(group="toolkit_lm.names", name=name):
             return found.load()
+        if not name.startswith("_") and (way := _way_to_get(name)):
+            raise ImportError(f"cannot import {name!r} from 'toolkit_lm'. {way}") from None
         raise
+
+
+def _way_to_get(name: str) -> str:
+    from toolkit_lm.plugin.shipped import way_to_get
+
+    return way_to_get("name", name)

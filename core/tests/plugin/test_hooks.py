@@ -197,7 +197,7 @@ def test_toolkit_register_engine_clients(example, monkeypatch):
     for module in (types.ModuleType("toolkit_lm_mine"), shown, made):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     assert isinstance(start_engine(VllmConfig.make(data_parallel_size=2), plugins), made.MyClient)
-    with pytest.raises(ConfigError, match="install toolkit-lm-data-parallel"):
+    with pytest.raises(ConfigError, match="no loaded plugin runs several engines"):
         start_engine(VllmConfig.make(data_parallel_size=2), load())
 
 

@@ -211,7 +211,7 @@ def test_an_engine_that_pools_needs_what_reads_its_texts():
         return Processor(config, CountingRenderer(config), Plugins.load(PluginsConfig(plugins=[])))
 
     for options in ({"runner": "pooling"}, {"extra_tasks": ["embed"]}):
-        with pytest.raises(ConfigError, match=r"reads the texts of pooling requests\. Install toolkit-lm-pooling-adapters\."):
+        with pytest.raises(ConfigError, match=r"reads the texts of pooling requests\..*not in use, and might add it: .*pooling_adapters"):
             make(**options)
     with pytest.raises(RequestError, match="no loaded plugin reads the texts of pooling requests"):
         make().scoring("a", "b")

@@ -18,7 +18,7 @@ def start_engine(config: VllmConfig, plugins: Plugins, process: EngineProcess | 
     # mypy: an abstract class stands for those that are made.
     client = plugins.engine_clients.first_result(EngineClient, config, plugins)  # type: ignore[type-abstract]
     if client is None and config.parallel.data_parallel_size > 1:
-        raise ConfigError("no loaded plugin runs several engines (data_parallel_size): install toolkit-lm-data-parallel.")
+        raise ConfigError(f"no loaded plugin runs several engines (data_parallel_size). {plugins.engine_clients.way_out}".rstrip())
     if client is not None:
         if process is not None:
             process.end()

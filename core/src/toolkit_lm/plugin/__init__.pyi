@@ -32,3 +32,4 @@ from .registries import (
     SchedulingPolicyRegistry as SchedulingPolicyRegistry,
 )
 from .registry import Entry as Entry, PlainRegistry as PlainRegistry, Registry as Registry
+from .shipped import way_to_get as way_to_get

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from toolkit_lm.errors import ConfigError, PluginError, ToolkitError, UnsupportedError, nearest
 from toolkit_lm.plugin.info import PluginInfo, PluginWarning
+from toolkit_lm.plugin.shipped import not_installed, way_to_get
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,11 @@ class Registry(Generic[EntryT]):
     """A last sentence for the error about an unknown key."""
     _entries: dict[str, EntryT] = field(default_factory=dict)
 
+    @property
+    def way_out(self) -> str:
+        """What might bring what is missing here: distributions to install, and plugins that are not in use."""
+        return " ".join(part for part in (not_installed(self.noun, self), self.hint) if part)
+
     def copy(self, owner: PluginInfo | None, hint: str = "") -> Self:
         """A copy that takes the entries of `owner`."""
         return type(self)(owner=owner, hint=hint, _entries=dict(self._entries))
@@ -68,7 +74,8 @@ class Registry(Generic[EntryT]):
     def get(self, key: str) -> EntryT:
         """The entry of `key`. Raises for an unknown key, with the nearest known ones."""
         if key not in self._entries:
-            raise self.missing(f"no {self.noun} {key!r} is registered. {nearest(key, self._entries)} {self.hint}".rstrip())
+            way = way_to_get(self.noun, key) or nearest(key, self._entries)
+            raise self.missing(f"no {self.noun} {key!r} is registered. {way} {self.hint}".rstrip())
         return self._entries[key]
 
     def load(self, key: str) -> Any:
@@ -132,7 +139,7 @@ class Registry(Generic[EntryT]):
             raise UnsupportedError(f"{self.noun} {wanted!r} cannot {what}: {reason}. Supported: {', '.join(able) or 'none'}.")
         if not able:
             reasons = "; ".join(f"{key}: {refused}" for key, refused in candidates) or "none is installed"
-            raise UnsupportedError(f"no {self.noun} can {what}: {reasons}.")
+            raise UnsupportedError(f"no {self.noun} can {what}: {reasons}. {self.way_out}".rstrip())
         return able[0], candidates
 
     def keys(self) -> list[str]:

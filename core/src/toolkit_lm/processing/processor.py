@@ -356,7 +356,7 @@ def _pooling_inputs(config: VllmConfig, renderer: Renderer, plugins: Plugins) ->
     # mypy: an abstract class stands for those that are made.
     found = plugins.pooling_inputs.first_result(PoolingInputs, config, renderer, plugins)  # type: ignore[type-abstract]
     if found is None and (config.model.runner == "pooling" or config.model.extra_tasks):
-        raise ConfigError(f"{_NO_INPUTS} Install toolkit-lm-pooling-adapters. {plugins.pooling_inputs.hint}".rstrip())
+        raise ConfigError(f"{_NO_INPUTS} {plugins.pooling_inputs.way_out}".rstrip())
     return found
 
 

@@ -16,6 +16,7 @@ from toolkit_lm.config.tasks import CONVERTIBLE_SUFFIXES, default_runner
 from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, nearest, page
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import Plugins, PluginWarning
+from toolkit_lm.plugin.shipped import way_to_get
 
 _POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
 _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "artifact.metadata")
@@ -37,7 +38,7 @@ def find_source(config: ModelConfig, plugins: Plugins) -> Path:
         return _download(config)
     raise CheckpointError(
         f"model {model!r} is neither a folder nor a file, nor a hub id (owner/name), nor a name that a plugin registers. "
-        f"{nearest(model, plugins.checkpoints.keys())}"
+        f"{way_to_get(plugins.checkpoints.noun, model) or nearest(model, plugins.checkpoints.keys())}"
     )
 
 
@@ -141,7 +142,8 @@ def choose_quantization(config: VllmConfig, plugins: Plugins) -> str:
         weights = f"quantized weights ({method!r})" if stated else "weights"
         raise UnsupportedError(
             f"no loaded plugin has a quantization {wanted!r} for the {weights} of {config.model.model!r}. "
-            f"Registered: {', '.join(plugins.quantization) or 'none'}. {plugins.quantization.hint}".rstrip()
+            f"Registered: {', '.join(plugins.quantization) or 'none'}. "
+            f"{way_to_get(plugins.quantization.noun, wanted)} {plugins.quantization.hint}".rstrip()
         )
     return wanted
 
@@ -152,7 +154,7 @@ def _check_nothing_unread(folder: Path, plugins: Plugins) -> None:
         if (folder / name).is_file():
             raise CheckpointError(
                 f"{str(folder / name)!r} says how the model pools, and no loaded plugin reads it. "
-                f"Install toolkit-lm-sentence-transformers. {plugins.pooling_profiles.hint}".rstrip()
+                f"{plugins.pooling_profiles.way_out}".rstrip()
             )
 
 
@@ -235,5 +237,6 @@ def _nothing_runs(name: str, path: str, fallbacks: list[tuple[str, str | None]],
     near = nearest(name, plugins.models.architectures(), otherwise="`toolkit plugins show PLUGIN` lists a plugin's architectures.")
     return CheckpointError(
         f"no installed plugin has the architecture {name!r} of {path!r}.{refused} {near}{hint} "
-        f"Install a distribution that registers it (toolkit-lm-...), or write one: {page('hooks/toolkit_register_models.md')}"
+        f"{way_to_get(plugins.models.noun, name) or 'Install a distribution that registers it (toolkit-lm-...), or write one:'} "
+        f"{page('hooks/toolkit_register_models.md')}"
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import CONVERT_TASKS, RunnerType, default_runner
 from toolkit_lm.errors import ConfigError, UnsupportedError, nearest
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import Plugins, way_to_get
 
 
 class RunnerChoice(NamedTuple):
@@ -73,7 +73,8 @@ def _check_convert(convert: str, name: str, native: bool, plugins: Plugins) -> N
         )
     known = ["auto", "none", "reward", *plugins.pooling]
     if convert not in known:
-        raise ConfigError(f"there is no convert type {convert!r}. {nearest(convert, known)}")
+        way = way_to_get(plugins.pooling.noun, convert) or nearest(convert, known)
+        raise ConfigError(f"there is no convert type {convert!r}. {way}")
     # The table calls reward models embedders, which is how those that are not native are taken.
     if native and convert in CONVERT_TASKS and ("Reward" in name or default_runner(name)[1] != convert):
         raise UnsupportedError(f"{name!r} is a pooling model already, but not of convert type {convert!r}. Use --convert auto.")

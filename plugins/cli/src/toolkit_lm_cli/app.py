@@ -13,7 +13,7 @@ import typer
 from toolkit_lm import __version__
 from toolkit_lm.config import PluginsConfig
 from toolkit_lm.errors import ConfigError, ToolkitError, nearest
-from toolkit_lm.plugin import Plugins
+from toolkit_lm.plugin import Plugins, way_to_get
 from typer.core import TyperCommand, TyperGroup
 
 from toolkit_lm_cli import hookspecs
@@ -70,12 +70,12 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         commands, word = _commands(ctx), args[0]
         children = commands.children(self.path)
+        name = f"{self.path} {word}".strip()
         if word not in children:
             if ctx.resilient_parsing:
                 # A shell asks for completions of it: there are none.
                 return None, None, []
-            ctx.fail(f"No such command {word!r}. {nearest(word, children)}")
-        name = f"{self.path} {word}".strip()
+            ctx.fail(f"No such command {word!r}. {way_to_get(commands.noun, name) or nearest(word, children)}")
         if name in commands:
             target = commands.load(name)
             if with_processors := getattr(target, "with_processors", None):

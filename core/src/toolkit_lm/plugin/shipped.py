@@ -1,0 +1,43 @@
+"""What the distributions of this repository bring, for errors about something that is not installed.
+
+shipped.json, beside this file, has it as data: {noun of a registry: {key: distribution}}. `python docs/generate_shipped.py` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+
+def way_to_get(noun: str, key: str) -> str:
+    """How to install what `key` stands for, as a sentence; empty where nobody knows, or it is installed already."""
+    keys = _table().get(noun, {})
+    # Of a group of commands, one is enough.
+    distribution = keys.get(key) or next((one for name, one in keys.items() if name.startswith(f"{key} ")), None)
+    if distribution is None or is_installed(distribution):
+        return ""
+    return f"It comes with {distribution}: pip install {distribution}."
+
+
+def not_installed(noun: str, registered: Container[str]) -> str:
+    """What else there is of a kind, and how to install it, as a sentence; empty where all is installed."""
+    absent = [(key, one) for key, one in _table().get(noun, {}).items() if key not in registered and not is_installed(one)]
+    return f"Not installed: {', '.join(f'{key} (pip install {one})' for key, one in absent)}." if absent else ""
+
+
+def is_installed(distribution: str) -> bool:
+    """Whether this environment has a distribution, loaded or not."""
+    try:
+        metadata.distribution(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@cache
+def _table() -> dict[str, dict[str, str]]:
+    read: dict[str, dict[str, str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return read

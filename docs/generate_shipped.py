@@ -1,0 +1,42 @@
+"""Writes core/src/toolkit_lm/plugin/shipped.json: which distribution of this repository brings what.
+
+usage: python docs/generate_shipped.py
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+
+from toolkit_lm.plugin import CORE_DISTRIBUTION, Plugins
+from toolkit_lm.plugin.discovery import AUTHOR
+from toolkit_lm.plugin.registries import by_hook
+
+FILE = Path(__file__).parents[1] / "core" / "src" / "toolkit_lm" / "plugin" / "shipped.json"
+
+
+def table() -> dict[str, dict[str, str]]:
+    """By the noun of a registry, or "name" for those of the package toolkit_lm: the distribution that brings each key."""
+    found: dict[str, dict[str, str]] = {}
+    for registry in by_hook(Plugins.load()).values():
+        for entry in registry.entries():
+            distribution = entry.owner.distribution
+            if distribution is not None and distribution != CORE_DISTRIBUTION and _is_own(distribution):
+                found.setdefault(registry.noun, {})[entry.key] = distribution
+    for name in metadata.entry_points(group="toolkit_lm.names"):
+        if name.dist is not None and _is_own(name.dist.name):
+            found.setdefault("name", {})[name.name] = name.dist.name
+    return {noun: dict(sorted(keys.items())) for noun, keys in sorted(found.items())}
+
+
+def _is_own(distribution: str) -> bool:
+    return AUTHOR in metadata.metadata(distribution).get_all("Author", [])
+
+
+def text() -> str:
+    return json.dumps(table(), indent=1) + "\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(text(), encoding="utf-8")

