@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import sys
 import types
+import warnings
 
 import pytest
 from toolkit_lm import LLM, SamplingParams
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import PluginError
-from toolkit_lm.plugin import PluginWarning, hookimpl
+from toolkit_lm.model import ModelState
+from toolkit_lm.plugin import CheckpointRegistry, Plugins, PluginWarning, hookimpl
+from toolkit_lm.plugin.registries import by_hook
+from toolkit_lm_cli import run
 from toolkit_lm_cli.explanation import explain
 from toolkit_lm_decoder.llama import LlamaForCausalLM
 from toolkit_lm_renderer_hf.renderer import HfRenderer
@@ -124,3 +130,122 @@ def test_a_step_that_fails_names_the_plugin_in_the_output():
         good, bad = llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [7]}], SamplingParams(max_tokens=2))
     assert good.error is None
     assert re.match(NAMED + r".*Poisoned.forward: RuntimeError: boom", bad.error)
+
+
+class Wrong:
+    """What plugins get wrong that has no line of theirs in the traceback: arguments that are not theirs, results that are none."""
+
+    class Arguments(SdpaBackend):
+        def __init__(self):
+            pass
+
+    class PageOfNothing(SdpaBackend):
+        @classmethod
+        def page_layout(cls, spec):
+            return []
+
+    class PageOfNone(SdpaBackend):
+        @classmethod
+        def page_layout(cls, spec):
+            return None
+
+    class PageWithoutSpec(SdpaBackend):
+        @classmethod
+        def page_layout(cls):
+            return []
+
+
+@pytest.mark.parametrize("cls", [Wrong.Arguments, Wrong.PageOfNothing, Wrong.PageOfNone, Wrong.PageWithoutSpec])
+def test_a_backend_that_is_wrong_without_raising_is_named(cls):
+    with pytest.raises(PluginError, match=rf"{NAMED}Wrong\.{cls.__name__}: (TypeError|ValueError): "):
+        LLM("tiny", plugins=[Failing("backend", cls, priority=50)], **SMALL)
+
+
+def test_the_state_of_a_model_that_cannot_be_made_is_named():
+    class State(ModelState):
+        def __init__(self):
+            pass
+
+    model = type("Failing", (LlamaForCausalLM,), {"state": State})
+    with pytest.raises(PluginError, match=NAMED + r".*State: TypeError"):
+        LLM("tiny", plugins=[Failing("model", model, "LlamaForCausalLM", override=True)], **SMALL)
+
+
+MODULES = {
+    "import": "raise OSError('no licence')",
+    "attribute": "",
+    "constructor": "class Target:\n    def __init__(self, *arguments):\n        raise OSError('no licence')\n",
+    "arguments": "class Target:\n    def __init__(self, nobody, *, knows):\n        pass\n",
+    "refuses": "class Target:\n    @classmethod\n    def refuses(cls, *arguments):\n        raise OSError('no licence')\n",
+}
+"""What may be wrong with the module of a target."""
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """shipped(entry module, target module): a distribution with a plugin, and the loaded plugins."""
+
+    def make(entry: str, target: str = "") -> Plugins:
+        metadata = tmp_path / "faulty_dist-2.5.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: faulty-dist\nVersion: 2.5\nRequires-Dist: toolkit-lm-core<0.2,>=0.1\n"
+        )
+        (metadata / "entry_points.txt").write_text("[toolkit_lm]\nfaulty = faulty_entry\n")
+        (tmp_path / "faulty_entry.py").write_text(f"from toolkit_lm.plugin import hookimpl\n{entry}")
+        (tmp_path / "faulty_target.py").write_text(target)
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in ("faulty_entry", "faulty_target"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        return Plugins.load()
+
+    return make
+
+
+REGISTRIES = {hook: registry for hook, registry in by_hook(Plugins.load()).items() if not isinstance(registry, CheckpointRegistry)}
+FIELDS = {"logits_processors": ", params=ProcessorParams", "commands": ", help='It fails.'"}
+"""Further arguments of `add`, by the end of the hook's name."""
+
+
+@pytest.mark.parametrize("fault", MODULES)
+@pytest.mark.parametrize("hook", REGISTRIES)
+def test_each_registry_names_plugin_distribution_version_file_and_line(shipped, tmp_path, hook, fault):
+    """Whatever it is of a target that fails: its import, what is not there, its constructor, its class methods."""
+    registry = REGISTRIES[hook]
+    (argument,) = inspect.signature(getattr(Plugins.load().hook, hook).spec.function).parameters
+    fields = FIELDS.get(argument, FIELDS.get(hook.removeprefix("toolkit_register_"), ""))
+    entry = (
+        f"from toolkit_lm.param_spec import ProcessorParams\n@hookimpl\ndef {hook}({argument}):\n"
+        f"    {argument}.add('faulty', 'faulty_target:Target'{fields})\n"
+    )
+    plugins = shipped(entry, MODULES[fault])
+    of_plugin = by_hook(plugins)[hook]
+    named = rf"plugin 'faulty' \(faulty-dist 2\.5, {re.escape(str(tmp_path))}/faulty_(target|entry)\.py"
+    if fault == "refuses":
+        with pytest.warns(PluginWarning, match=named) if registry.base else contextlib.nullcontext():
+            if registry.base:
+                assert re.match(named, of_plugin.ask("faulty", None) or "")
+        return
+    with pytest.raises(PluginError, match=named) as caught:
+        of_plugin.make("faulty", 1, 2, 3)
+    if fault == "import":
+        assert re.search(r"faulty_target\.py:1\)", str(caught.value))
+    if fault in ("constructor", "arguments") and not registry.base:
+        assert re.search(r"faulty_target\.py:[123]\)", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("annotation", "reason"), [("'Nowhere'", "NameError: name 'Nowhere' is not defined"), ("lambda: 0", "TypeError|not supported")]
+)
+@pytest.mark.parametrize("kind", ["msgspec.Struct", "dataclass"])
+def test_options_with_a_wrong_annotation(shipped, tmp_path, kind, annotation, reason):
+    base, above = ("", "@dataclasses.dataclass\n") if kind == "dataclass" else ("(msgspec.Struct)", "")
+    entry = f"import dataclasses, msgspec\n{above}class Options{base}:\n    size: {annotation} = 1\n"
+    with pytest.warns(PluginWarning, match=r"plugin 'faulty' \(faulty-dist 2\.5, ") as caught:
+        plugins = shipped(entry)
+    assert plugins.info("faulty").status == "broken"
+    [message] = [str(one.message) for one in caught if "faulty" in str(one.message)]
+    assert re.search(rf"Options \({re.escape(str(tmp_path))}/faulty_entry\.py:\d+\) cannot be made: .*({reason})", message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run(["plugins", "list"]) == 0

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from toolkit_lm.config import VllmConfig
-from toolkit_lm.errors import CapacityError, CheckpointError, UnsupportedError
+from toolkit_lm.errors import CapacityError, CheckpointError, PluginError, UnsupportedError
 from toolkit_lm.model.checkpoint_loader import CheckpointLoader
 from toolkit_lm.model.contract import Model, check_constructor
 from toolkit_lm.model.fused import FusibleLayer
@@ -25,9 +25,12 @@ def load_model(model_cls: type[Model], vllm_config: VllmConfig, device: torch.de
     Then each layer's linear method may rearrange its weights. Raises CheckpointError for files or weights that are missing or do not fit,
     and as `construct` does.
     """
-    check_constructor(model_cls)
     checkpoint = vllm_config.checkpoint
     assert checkpoint is not None, "the config is not resolved: it has no checkpoint"
+    try:
+        check_constructor(model_cls)
+    except PluginError as error:
+        raise PluginError(f"{plugins.models.get(checkpoint.architecture).owner}: {error}") from None
     loader: CheckpointLoader = plugins.loaders.make(vllm_config.load.load_format, checkpoint.source or checkpoint.path)
     model = construct(model_cls, vllm_config, device, plugins)
     model.requires_grad_(False).eval()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import Any
 
 from toolkit_lm.errors import PluginError, ToolkitError
 
@@ -31,6 +33,15 @@ class Boundary:
 def package_of(frame: FrameType) -> str:
     """The top-level package of the code that a frame runs."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def place_of(target: object) -> str | None:
+    """Where a class or function stands, as "file:line"; None where that cannot be known."""
+    code: Any = target
+    try:
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
+    except (OSError, TypeError):
+        return None
 
 
 def reason(error: BaseException) -> str:

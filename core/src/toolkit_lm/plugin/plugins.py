@@ -172,6 +172,10 @@ class Plugins(Registries):
         """What an error says, and which plugin's code raised it, where it was a plugin's."""
         return self._failure(error) or reason(error)
 
+    def boundary_of(self, owner: PluginInfo, target: type) -> Boundary:
+        """As `boundary`, for calls of a class of `owner`, which is named where no plugin's code was run: for wrong arguments, say."""
+        return Boundary(lambda error: self._failure(error) or owner.failure(error, target.__qualname__, target))
+
     def _failure(self, error: BaseException) -> str | None:
         culprit, called = None, ""
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):

@@ -100,7 +100,7 @@ class Registry(Generic[EntryT]):
     def make(self, key: str, *arguments: Any) -> Any:
         """Calls what is registered under `key`. Raises PluginError, naming the plugin, where that fails; a ToolkitError passes."""
         target = self.load(key)
-        with self.get(key).owner.boundary(f"{self.noun} {key!r}"):
+        with self.get(key).owner.boundary(f"{self.noun} {key!r}", target=target):
             return target(*arguments)
 
     def ask(self, key: str, *arguments: Any, by_name: bool = False) -> str | None:
@@ -112,7 +112,7 @@ class Registry(Generic[EntryT]):
         entry = self.get(key)
         try:
             target = self.load(key)
-            with entry.owner.boundary(f"refuses() of {self.noun} {key!r}", passes=()):
+            with entry.owner.boundary(f"refuses() of {self.noun} {key!r}", passes=(), target=target):
                 answer = target.refuses(*arguments)
         except PluginError as error:
             if by_name:

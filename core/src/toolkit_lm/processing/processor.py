@@ -68,7 +68,11 @@ class Processor:
         """Of an encoder-decoder model. Raises PluginError."""
         models, architecture = self.plugins.models, config.checkpoint.architecture if config.checkpoint is not None else ""
         rules = models.load_rules(architecture) if architecture in models else None
-        return None if rules is None else rules(config, renderer)
+        if rules is None:
+            return None
+        with models.get(architecture).owner.boundary(f"the rules of {architecture!r}", target=rules):
+            made: EncoderDecoderRules = rules(config, renderer)
+        return made
 
     @property
     def texts(self) -> PoolingInputs:

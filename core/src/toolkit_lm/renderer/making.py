@@ -14,6 +14,6 @@ def make_renderer(config: VllmConfig, plugins: Plugins) -> Renderer:
     architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
     rules = plugins.models.load_multimodal(architecture) if architecture in plugins.models else None
     if rules is not None:
-        with plugins.boundary:
+        with plugins.models.get(architecture).owner.boundary(f"the rules of {architecture!r}", target=rules):
             made.take_rules(rules(config))
     return made

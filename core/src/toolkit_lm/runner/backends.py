@@ -12,6 +12,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import EncoderDecoderModel, Model, MultiModalModel
 from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
+from toolkit_lm.plugin.boundary import Boundary
 
 _DECODER, _ENCODER, _CROSS = AttentionType.DECODER, AttentionType.ENCODER, AttentionType.CROSS
 _FED = {
@@ -62,6 +63,15 @@ def load_model_class(config: VllmConfig, plugins: Plugins) -> type[Model]:
     for adapter in config.model.extra_tasks if convert in ("auto", "none") else [convert]:
         model_class = plugins.pooling.make(adapter, model_class, config)
     return model_class
+
+
+def boundary_of(target: type, plugin: str | None, config: VllmConfig, plugins: Plugins) -> Boundary:
+    """For calls of a class: of a plugin, by its name, or (None) of the one that registers the model's class."""
+    architecture = config.checkpoint.architecture if config.checkpoint is not None else ""
+    if plugin is None and architecture not in plugins.models:
+        return plugins.boundary
+    owner = plugins.models.get(architecture).owner if plugin is None else plugins.info(plugin)
+    return plugins.boundary_of(owner, target)
 
 
 def cache_layers(model: nn.Module) -> dict[str, CacheLayer]:

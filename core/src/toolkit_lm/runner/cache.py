@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from toolkit_lm.attention import KVCacheConfig, PageTensor, Selection
-from toolkit_lm.errors import PluginError
 from toolkit_lm.messages import BlockCopy, StepPlan
 from toolkit_lm.model import torch_dtype
 
@@ -25,11 +24,11 @@ class KVCache:
         self._host_pages = [[_zeros((p.num_host_blocks, p.page_bytes), host, device) for _ in range(p.num_pages)] for p in config.pools]
 
     def tensors(self, group: int, selection: Selection) -> list[tuple[Tensor, ...]]:
-        """Per layer of a KV group, the tensors that its backend lays into a page. Raises PluginError where they do not fill it."""
+        """Per layer of a KV group, the tensors that its backend lays into a page. Raises ValueError where they do not fill it."""
         spec, layers, pool = self.config.groups[group].spec, self.config.groups[group].layers, self.config.groups[group].pool
         layout = selection.backend.page_layout(spec)
         if sum(map(_num_bytes, layout)) != spec.page_bytes:
-            raise PluginError(
+            raise ValueError(
                 f"backend {selection.name!r} lays {', '.join(map(str, layout))} into a page of layer {layers[0]!r}: "
                 f"{sum(map(_num_bytes, layout))} bytes. The layer's spec has pages of {spec.page_bytes} bytes."
             )

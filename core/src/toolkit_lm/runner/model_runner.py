@@ -45,7 +45,7 @@ from toolkit_lm.model import (
 )
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
-from toolkit_lm.runner.backends import cache_layers, graph_supports, has_cache, load_model_class, select_backends
+from toolkit_lm.runner.backends import boundary_of, cache_layers, graph_supports, has_cache, load_model_class, select_backends
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.drafting import Drafting
@@ -94,7 +94,8 @@ class ModelRunner:
                 raise UnsupportedError("encoder-decoder models run in one pipeline stage: lower --pipeline-parallel-size.")
             self._encoder = self.model
         if self.model.state is not ModelState:
-            self._states.append(self.model.state(self.model, self.config, self.device))
+            with boundary_of(self.model.state, None, self.config, self.plugins):
+                self._states.append(self.model.state(self.model, self.config, self.device))
         if isinstance(pooler := getattr(self.model, "pooler", None), Pooler):
             self._pooler = pooler
             self._states.append(pooler.make_state(self.model, self.config, self.device))
@@ -149,7 +150,9 @@ class ModelRunner:
                 self._backends.append(None)
                 continue
             selection = self.selections[group.layers[0]]
-            self._bind(selection, group.layers, group.spec, limits, self._cache.tensors(index, selection))
+            with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
+                caches = self._cache.tensors(index, selection)
+            self._bind(selection, group.layers, group.spec, limits, caches)
         uncached: dict[str, list[str]] = {}
         for layer in self._layers:
             if layer not in self._bindings:
@@ -174,7 +177,8 @@ class ModelRunner:
             device=self.device,
             options=None if selection.plugin is None else self.plugins.options(selection.plugin),
         )
-        backend = selection.backend(setup)
+        with boundary_of(selection.backend, selection.plugin, self.config, self.plugins):
+            backend = selection.backend(setup)
         for layer, cache in zip(layers, caches, strict=True):
             self._bindings[layer] = Binding(backend, self._layers[layer].params, cache, len(self._backends))
         self._backends.append(backend)
