@@ -32,8 +32,6 @@ class Recorded(NamedTuple):
     calls: tuple[tuple[str, Any], ...] = ()
     """Name and arguments."""
     prompt_end: str = ""
-    whole: bool = True
-    """All calls are whole, where there are any."""
 
 
 def deepseek(*words: str) -> str:
@@ -89,23 +87,19 @@ RECORDED = {
         calls=(PARIS, OSLO),
     ),
     "hermes-none": Recorded("hermes", "Nothing < here </tool_call> is a call. ", "Nothing < here </tool_call> is a call. "),
-    "hermes-malformed": Recorded("hermes", "A <tool_call>\n{'name': 'f'}\n</tool_call>", "A <tool_call>\n{'name': 'f'}\n</tool_call>"),
+    "hermes-malformed": Recorded("hermes", "A <tool_call>\n{'name': f}\n</tool_call>", "A \n{'name': f}\n"),
     "hermes-malformed-then-well": Recorded(
         "hermes",
         '<tool_call>{"name": 3}</tool_call><tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>',
-        '<tool_call>{"name": 3}</tool_call>',
+        '{"name": 3}',
         calls=(PARIS,),
     ),
     "hermes-broken": Recorded(
         "hermes",
         '<tool_call>{"name": "get_weather", "arguments": {"city": Paris}}</tool_call>',
-        "Paris}}</tool_call>",
-        calls=(("get_weather", '{"city": '),),
-        whole=False,
+        '{"name": "get_weather", "arguments": {"city": Paris}}',
     ),
-    "hermes-half-a-character": Recorded(
-        "hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>'
-    ),
+    "hermes-half-a-character": Recorded("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', '{"name": "\\ud800"}'),
     # Qwen3-Coder
     "coder-one": Recorded(
         "qwen3_coder",
@@ -123,9 +117,7 @@ RECORDED = {
     "coder-broken": Recorded(
         "qwen3_coder",
         "<tool_call><function=get_weather><parameter=city>Paris</parameter>oops</function></tool_call>",
-        "oops</function></tool_call>",
-        calls=(("get_weather", '{"city": "Paris"'),),
-        whole=False,
+        "get_weather>city>Parisoops",
     ),
     # Llama
     "llama-one": Recorded("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', calls=(PARIS,)),
@@ -169,7 +161,7 @@ RECORDED = {
         calls=(PARIS, OSLO),
     ),
     "mistral-bare": Recorded("mistral", '[TOOL_CALLS]get_weather{"city": "Paris"}', calls=(PARIS,)),
-    "mistral-malformed": Recorded("mistral", "[TOOL_CALLS]no call\nat all", "[TOOL_CALLS]no call\nat all"),
+    "mistral-malformed": Recorded("mistral", "[TOOL_CALLS]no call\nat all", "no call\nat all"),
     # DeepSeek
     "deepseek-v3": Recorded(
         "deepseek",
@@ -195,7 +187,7 @@ RECORDED = {
         '<|tool_call>call:get_weather{city:<|"|>a, "b"}<|"|>,where:{a:[1,<|"|>x<|"|>,true],b:{}},celsius:false}<tool_call|>',
         calls=(("get_weather", {"city": 'a, "b"}', "where": {"a": [1, "x", True], "b": {}}, "celsius": False}),),
     ),
-    "gemma-malformed": Recorded("gemma", "<|tool_call>call:get_weather(1)<tool_call|>", "<|tool_call>call:get_weather(1)<tool_call|>"),
+    "gemma-malformed": Recorded("gemma", "<|tool_call>call:get_weather(1)<tool_call|>", "call:get_weather(1)"),
     # gpt-oss
     "harmony": Recorded(
         "harmony",

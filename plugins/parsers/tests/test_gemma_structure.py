@@ -94,11 +94,7 @@ def drawn(model, tools, *, parallel=False, n=6, more=()):
         parser = form.parser("", tools)
         deltas = [parser.push(one.text), parser.finish(cut=False)]
         assert parser.calls_tools and not "".join(delta.content for delta in deltas), one.text
-        calls = {}
-        for call in (call for delta in deltas for call in delta.tool_calls):
-            name, arguments = calls.get(call.index, (call.name, ""))
-            calls[call.index] = (name, arguments + call.arguments)
-        found.append([(name, json.loads(arguments)) for name, arguments in calls.values()])
+        found.append([(call.name, json.loads(call.arguments)) for delta in deltas for call in delta.tool_calls])
     return found
 
 

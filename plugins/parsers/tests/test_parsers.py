@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from recorded import JSON_PARIS, RECORDED, TOOLS, Recorded
+from recorded import BAR, JSON_PARIS, LOW, RECORDED, TOOLS, Recorded
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.renderer import ToolCallDelta
 
@@ -31,11 +31,9 @@ def parse(name: str, pieces: list[str], prompt_end: str = "", *, cut: bool = Fal
     for delta in [*(parser.push(piece) for piece in pieces), parser.finish(cut=cut)]:
         content, reasoning = content + delta.content, reasoning + delta.reasoning
         for one in delta.tool_calls:
-            if one.name is not None:
-                assert one.index == len(calls)
-                calls.append([one.name, ""])
-            calls[one.index][1] += one.arguments
-    return Answer(content, reasoning, tuple((name, arguments) for name, arguments in calls), parser.calls_tools)
+            assert one.index == len(calls)
+            calls.append((one.name, one.arguments))
+    return Answer(content, reasoning, tuple(calls), parser.calls_tools)
 
 
 def cuts(text: str, rng: random.Random) -> list[list[str]]:
@@ -47,20 +45,13 @@ def cuts(text: str, rng: random.Random) -> list[list[str]]:
     return found
 
 
-def read(arguments: str) -> Any:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recorded_answer_is_read(name):
     one: Recorded = RECORDED[name]
     found = parse(one.format, [one.text], one.prompt_end)
     assert (found.content, found.reasoning) == (one.content, one.reasoning)
-    assert [(called, read(arguments)) for called, arguments in found.calls] == list(one.calls)
-    assert found.calls_tools == (bool(one.calls) and one.whole)
+    assert [(called, json.loads(arguments)) for called, arguments in found.calls] == list(one.calls)
+    assert found.calls_tools == bool(one.calls)
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -78,16 +69,11 @@ def test_what_max_tokens_cuts_is_the_same_streamed_and_never_called_whole(name):
         text = one.text[:end]
         found = parse(one.format, [text], one.prompt_end, cut=True)
         assert parse(one.format, list(text), one.prompt_end, cut=True) == found
-        if found.calls_tools:
-            assert all(isinstance(read(arguments), dict) for _, arguments in found.calls)
-        # What is whole stays as it is; only the last one may be cut.
-        if one.whole:
-            for (called, arguments), (expected, value) in zip(found.calls, one.calls, strict=False):
-                assert called == expected
-                assert read(arguments) == value or (called, arguments) == found.calls[-1]
+        for (called, arguments), expected in zip(found.calls, one.calls, strict=False):
+            assert (called, json.loads(arguments)) == expected
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDED if RECORDED[name].calls and RECORDED[name].whole])
+@pytest.mark.parametrize("name", [name for name in RECORDED if RECORDED[name].calls])
 def test_what_is_cut_of_a_call_is_never_content(name):
     """Of every beginning of an answer, the content is a beginning of its content; but one character alone may be anything."""
     one: Recorded = RECORDED[name]
@@ -122,29 +108,26 @@ def test_what_is_cut_of_a_call_is_never_content(name):
 def test_the_beginning_of_a_first_call_is_told_from_content(name, text, content):
     assert parse(name, [text], cut=True) == parse(name, list(text), cut=True) == Answer(content, "", (), False)
     # An answer that the model has ended is none that was cut.
-    assert parse(name, [text]).content == text
+    assert parse(name, [text]).content == text.replace("<|python_start|>", "").replace("<|python_tag|>", "")
 
 
-def test_a_cut_call_has_the_arguments_so_far():
-    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par'
-    assert parse("hermes", [text], cut=True) == Answer("", "", (("get_weather", '{"city": "Par'),), False)
+def test_a_cut_call_is_left_out():
+    for text in ('{"name": "get_weather", "arguments": {"city": "Par', '{"name": "get_weather", "argum', '{"na', ""):
+        assert parse("hermes", [f"Hm. <tool_call>\n{text}"], cut=True) == Answer("Hm.", "", (), False)
+        second = [f"<tool_call>{JSON_PARIS}</tool_call>\n<tool_call>{text}"]
+        assert parse("hermes", second, cut=True) == Answer("", "", (("get_weather", PARIS),), False)
     closing = f"<tool_call>{JSON_PARIS}\n</tool"
     assert parse("hermes", [closing], cut=True) == Answer("", "", (("get_weather", PARIS),), True)
     assert parse("hermes", [closing]).content == "</tool"
-    for second in ("<tool_c", "<tool_call>", '<tool_call>{"na'):
-        text = f"<tool_call>{JSON_PARIS}</tool_call>\n{second}"
-        assert parse("hermes", [text], cut=True) == parse("hermes", list(text), cut=True) == Answer("", "", (("get_weather", PARIS),), True)
-    assert parse("hermes", ['Hm. <tool_call>{"na'], cut=True).content == "Hm. "
-    named = '<tool_call>\n{"name": "get_weather", "argum'
-    assert parse("hermes", [named], cut=True).calls == (("get_weather", ""),)
-    assert parse("pythonic", ['[get_weather(city="Paris", days='], cut=True).calls == (("get_weather", '{"city": "Paris"'),)
+    begun = f"<tool_call>{JSON_PARIS}</tool_call>\n<tool_c"
+    assert parse("hermes", [begun], cut=True) == parse("hermes", list(begun), cut=True) == Answer("", "", (("get_weather", PARIS),), True)
+    assert parse("pythonic", ['[get_weather(city="Paris", days='], cut=True) == Answer("", "", (), False)
 
 
-def test_arguments_come_before_the_call_is_whole():
+def test_a_call_comes_when_it_is_whole():
     parser = PARSERS.make("hermes", "").parser("", TOOLS)
-    [first] = parser.push('<tool_call>{"name": "get_weather", "arguments": {"city": "Pa').tool_calls
-    [second] = parser.push("ris").tool_calls
-    assert (first, second) == (ToolCallDelta(0, "get_weather", '{"city": "Pa'), ToolCallDelta(0, None, "ris"))
+    assert not any(parser.push('<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}'))
+    assert parser.push("}").tool_calls == (ToolCallDelta(0, "get_weather", PARIS),)
 
 
 def test_only_what_may_begin_a_mark_is_held_back():
@@ -169,25 +152,104 @@ def test_nothing_that_a_model_writes_is_an_error_or_read_in_two_ways(name, piece
     whole = parse(name, [text], start, cut=cut)
     assert parse(name, list(text), start, cut=cut) == whole
     assert parse(name, pieces, start, cut=cut) == whole
-    if whole.calls_tools:
-        assert all(isinstance(read(arguments), dict) for _, arguments in whole.calls)
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
     for part in (whole.content, whole.reasoning, *(text for call in whole.calls for text in call)):
         part.encode()
 
 
+class Counted(str):
+    """A text that counts the characters that are looked at or copied, of itself and of what is made of it."""
+
+    __slots__ = ()
+    num_characters = 0
+
+    def _count(self, count):
+        Counted.num_characters += count + 1
+        return self
+
+    def __getitem__(self, place):
+        found = str.__getitem__(self, place)
+        return Counted(found)._count(len(found))
+
+    def __iter__(self):
+        return map(self.__getitem__, range(len(self)))
+
+    def __add__(self, other):
+        return Counted(str.__add__(self, other))._count(len(self) + len(other))
+
+    def __radd__(self, other):
+        return Counted(str.__add__(other, self))._count(len(self) + len(other))
+
+    def find(self, mark, start=0, *end):
+        found = str.find(self, mark, start, *end)
+        self._count((len(self) if found < 0 else found) - start)
+        return found
+
+    def startswith(self, mark, *start):
+        self._count(len(mark))
+        return str.startswith(self, mark, *start)
+
+    def strip(self, *characters):
+        return self._count(len(self)) and Counted(str.strip(self, *characters))
+
+    def lstrip(self, *characters):
+        return self._count(len(self)) and Counted(str.lstrip(self, *characters))
+
+    def rstrip(self, *characters):
+        return self._count(len(self)) and Counted(str.rstrip(self, *characters))
+
+    def replace(self, *given):
+        return self._count(len(self)) and Counted(str.replace(self, *given))
+
+
+def work(name: str, text: str, size: int) -> int:
+    """The characters that a parser looks at and copies, of a text that comes in pieces of a size."""
+    Counted.num_characters = 0
+    parser = PARSERS.make(name, "").parser("", TOOLS)
+    for at in range(0, len(text), size):
+        parser.push(Counted(text[at : at + size]))
+    parser.finish(cut=False)
+    return Counted.num_characters
+
+
+BEGINNINGS = (
+    "<tool_call>",
+    '<tool_call>{"name": "',
+    '<tool_call>{"name":"f","arguments":{"a":"',
+    '<tool_call>{"name":"f","arguments":{',
+    "<tool_call>{'",
+    "[TOOL_CALLS]",
+    "[TOOL_CALLS]f[ARGS]{",
+    "[",
+    "{",
+    "([",
+    '{"name":"get_weather","parameters":{',
+    '[get_weather(city="',
+    "[get_weather(where={'a':",
+    "[get_weather(city='",
+    " ",
+    "\n",
+    "<|channel|>",
+    "<|channel|>analysis<|message|>",
+    "<|start|>assistant to=functions.f<|message|>{",
+    "<function=f><parameter=a>",
+    "<function=f><parameter=a></parameter>",
+    "<function=f>",
+    "<parameter=a>",
+    f"<{BAR}tool{LOW}call{LOW}begin{BAR}>f<{BAR}tool{LOW}sep{BAR}>{{",
+    "<|tool_call>call:f{a:",
+    '<|tool_call>call:f{a:<|"|>',
+    "</think>",
+    "<think>",
+    "x",
+)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_long_answers_take_no_longer_than_their_length(name):
-    """A hundred thousand characters of each mark: seconds, were they read again from each of them."""
-    for piece in (
-        "<tool_call>",
-        '<tool_call>{"name": "',
-        "[TOOL_CALLS]",
-        "[",
-        "{",
-        '[get_weather(city="',
-        " ",
-        "<|channel|>",
-        "<function=f><parameter=a>",
-    ):
-        text = piece * (100_000 // len(piece))
-        parse(name, [text])
+    """Of each mark and beginning again and again, whole and in pieces: twice the text is twice the work, and that is bounded."""
+    for piece in BEGINNINGS:
+        for size in (10**6, 3):
+            short, long = (work(name, piece * (length // len(piece)), size) for length in (2_000, 4_000))
+            assert long <= 2.3 * short + 2_000, (piece, size, short, long)
+            assert long <= 150 * 4_000, (piece, size, long)

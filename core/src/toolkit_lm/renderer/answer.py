@@ -12,14 +12,14 @@ from toolkit_lm.renderer.contract import Renderer
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What is new of one tool call."""
+    """A tool call that is new in an answer. It comes whole."""
 
     index: int
     """Of the call: 0 for the answer's first."""
-    name: str | None
-    """Of the function, with what comes first of the call; None: it came before."""
+    name: str
+    """Of the function."""
     arguments: str
-    """Of the JSON text of an object."""
+    """The JSON text of an object."""
 
 
 class AnswerDelta(NamedTuple):
@@ -34,7 +34,8 @@ class AnswerParser(ABC):
     """Tells the parts of one answer from each other, as its text comes.
 
     What it gives depends on the text, and not on how it is cut: the parts of all deltas together are equal for a whole answer and for any
-    stream of it. It holds back only what may begin a mark. It raises nothing, whatever a model writes: what is no call is content.
+    stream of it. It holds back only what may begin a mark, and a tool call until it is whole: one that a limit cuts, or that turns out to
+    be malformed, can be executed by nobody. It raises nothing, whatever a model writes: what is no call is content.
     """
 
     @abstractmethod
@@ -45,13 +46,13 @@ class AnswerParser(ABC):
     def finish(self, *, cut: bool) -> AnswerDelta:
         """What was held back. Ends the answer.
 
-        `cut`: the model did not end it. Of an open call, what there is of its arguments is given.
+        `cut`: the model did not end it. A call in the middle of which it was cut is left out.
         """
 
     @property
     @abstractmethod
     def calls_tools(self) -> bool:
-        """After `finish`: there are tool calls, and all of them are whole."""
+        """After `finish`: there are tool calls, and none was cut."""
 
 
 class ReasoningCounter(ABC):

@@ -20,6 +20,7 @@ def toolkit_register_parsers(parsers: ParserRegistry) -> None:
     parsers.add("gemma_think", f"{package}.thinking:GemmaThinkFormat")
     parsers.add("seed_think", f"{package}.thinking:SeedThinkFormat")
     parsers.add("think", f"{package}.thinking:ThinkFormat")
+    parsers.add("deepseek_r1", f"{package}.thinking:BegunThinkFormat")
 
 
 @hookimpl

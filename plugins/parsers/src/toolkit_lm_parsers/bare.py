@@ -3,129 +3,173 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import JsonCalls, dumps
-from toolkit_lm_parsers.json_scanner import MAX_DEPTH, is_literal
+from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
 from toolkit_lm_parsers.scanning import Reading
 from toolkit_lm_parsers.structures import Structure, calls
 
 _PYTHON_TAG, _PYTHON_START, _PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
-_WORDS = {"True": "true", "False": "false", "None": "null"}
+_TAGS = (_PYTHON_TAG, _PYTHON_START, _PYTHON_END)
+"""Around calls: nothing of their own, and never content."""
+_BEGINS = ("{", "[")
+"""What a call, or a list of calls, begins with."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 _CODES = {"x": 2, "u": 4, "U": 8}
 
 
-class LlamaJsonParser(JsonCalls):
-    """An answer is all calls, or none: they begin it, and name functions of the request. Semicolons separate them."""
+class BareCallsParser(JsonCalls):
+    """Finds calls of functions of the request in an answer, as JSON and in the manner of Python: models of both kinds write both.
+
+    Content may come before, between and after them. What begins like a call, and is none, stays as it is.
+    """
 
     only_known = True
 
     def run(self) -> Reading[None]:
+        yield from self._first()
+        while (mark := (yield from self.until((*_BEGINS, *_TAGS), self.say))) is not None:
+            if mark in _TAGS:
+                continue
+            self.at -= len(mark)
+            self.keep()
+            if not (yield from self._calls_here()):
+                self.give_up()
+            self.release()
+
+    def _first(self) -> Reading[None]:
+        """A call at the beginning of an answer may lack its brackets."""
         self.keep()
         yield from self.spaces()
-        yield from self.accept(_PYTHON_TAG)
+        yield from self.accept_any(_TAGS)
         yield from self.spaces()
-        while (yield from self.json_calls()):
+        if not (yield from self.comes((*_BEGINS, *_TAGS))) and (yield from self._python_call()):
+            yield from self._separator()
+            return
+        if self.is_cut and self.is_begun():
+            self.lacks_call = True
+            self.skip()
+        self.go_back()
+
+    def _calls_here(self) -> Reading[bool]:
+        """One call or several, between which are commas, semicolons or nothing."""
+        if (yield from self.comes(("{",))):
+            done = yield from self.json_call()
+        else:
+            yield from self.accept("[")
+            yield from self.spaces()
+            done = yield from (self._json_list() if (yield from self.comes(("{",))) else self._python_list())
+        if done:
+            yield from self._separator()
+        return done
+
+    def _separator(self) -> Reading[None]:
+        """What stands between two calls, if another one may follow."""
+        self.keep()
+        yield from self.spaces()
+        yield from self.accept_any((";", ","))
+        yield from self.spaces()
+        if (yield from self.comes((*_BEGINS, *_TAGS))) or self.at_end:
+            self.release()
+        self.go_back()
+
+    def _json_list(self) -> Reading[bool]:
+        """The calls of a list, whose bracket was read."""
+        while (yield from self.json_call()):
             self.keep()
             yield from self.spaces()
-            if not (yield from self.accept(";")):
-                break
+            if not (yield from self.accept(",")):
+                yield from self.accept("]")
+                return True
             yield from self.spaces()
-        self.give_up("")
-        yield from self.rest()
+        return False
 
-    def begins_call(self, text: str) -> bool:
+    def _python_list(self) -> Reading[bool]:
+        """As `_json_list`, in the manner of Python."""
+        while (yield from self._python_call()):
+            self.keep()
+            yield from self.spaces()
+            if (yield from self.accept("]")):
+                return True
+            if not (yield from self.accept(",")):
+                return self.at_end
+            yield from self.spaces()
+            if (yield from self.accept("]")):
+                return True
+        return False
+
+    def give_up(self) -> None:
+        if self.is_cut and self.is_begun():
+            self.lacks_call = True
+            self.skip()
+        else:
+            self.say(self.read_again((*_BEGINS, *_TAGS), start=1))
+
+    def is_begun(self) -> bool:
+        return self.named is not None or self.num_calls > 0 or self._may_begin(self.left)
+
+    def _may_begin(self, text: str) -> bool:
+        """Whether a text is the beginning of a call to a function of the request, without white space, which a tag may come before."""
+        plain = "".join(text.split()).replace("'", '"')
+        for tag in _TAGS:
+            if len(plain) > 1 and tag.startswith(plain):
+                return True
+            plain = plain.removeprefix(tag)
         before = ("{", '{"type":"function",')
-        return _begins(
-            text,
-            _PYTHON_TAG,
-            (f'{opening}{first}"name":{json.dumps(name)}' for name in self.functions for first in before for opening in ("", "[")),
-        )
+        names = [f'{opening}{first}"name":"{name}' for name in self.functions for first in before for opening in ("", "[")]
+        return bool(plain) and any(call.startswith(plain) for call in (*names, *(f"[{name}(" for name in self.functions)))
 
+    def _known_name(self) -> Reading[str | None]:
+        """The name of a function of the request, and what begins its arguments. None: another text comes."""
+        name = ""
+        while True:
+            character = yield from self.peek()
+            if character == "(" and name in self.functions:
+                self.at += 1
+                return name
+            name += character
+            if not character or not any(one.startswith(name) for one in self.functions):
+                return None
+            self.at += 1
 
-class LlamaJsonFormat(AnswerFormat):
-    """Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}."""
-
-    finds = ("tool_calls",)
-
-    @classmethod
-    def refuses(cls, template: str) -> str | None:
-        is_llama = '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template)
-        return None if is_llama else "the chat template asks for no JSON with name and parameters"
-
-    def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-        return LlamaJsonParser(tools)
-
-    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
-        if not required:
-            return None
-        return calls(tools, lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", parallel=parallel, separator="; ")
-
-
-class PythonicParser(JsonCalls):
-    """An answer is a list of calls, or none: [f(a=1), g(b="x")]. Values are literals, read here."""
-
-    only_known = True
-
-    def run(self) -> Reading[None]:
-        self.keep()
-        yield from self.spaces()
-        yield from self.accept(_PYTHON_START)
-        yield from self.spaces()
-        if (yield from self.accept("[")):
-            while (yield from self._call()):
-                self.keep()
-                yield from self.spaces()
-                mark = yield from self.accept_any((",", "]"))
-                if mark != ",":
-                    if mark:
-                        self.keep()
-                        yield from self.spaces()
-                        yield from self.close(_PYTHON_END)
-                        self.keep()
-                    break
-                yield from self.spaces()
-        self.give_up("")
-        yield from self.rest()
-
-    def begins_call(self, text: str) -> bool:
-        return _begins(text, _PYTHON_START, (f"[{name}(" for name in self.functions))
-
-    def _call(self) -> Reading[bool]:
-        name = yield from self.word(("(",))
-        if name is None or not self._is_callable(name) or not (yield from self.accept("(")):
+    def _python_call(self) -> Reading[bool]:
+        self.named = None
+        name = yield from self._known_name()
+        if name is None:
             return False
-        read = ["{"]
-        whole = yield from self._arguments(read)
-        if not whole and not self.is_cut:
+        self.named = name
+        arguments = yield from self._arguments()
+        if arguments is None:
             return False
-        self.begin_call(name)
-        self.add_arguments("".join(read))
-        if whole:
-            self.end_call()
-        return whole
+        self.call(name, arguments)
+        self.named = None
+        return True
 
-    def _arguments(self, read: list[str]) -> Reading[bool]:
+    def _arguments(self) -> Reading[str | None]:
+        """The JSON of the arguments up to the parenthesis that ends them, which the end of an answer may lack. None: they are malformed."""
+        written: list[str] = []
         yield from self.spaces()
         while not (yield from self.accept(")")):
-            key = yield from self.word(("=", ",", ")"))
-            if key is None or not key.isidentifier() or not (yield from self.accept("=")):
-                return False
+            if self.at_end and written and not self.cut:
+                break
+            key = yield from self.word(("=", ":", ",", ")"))
+            key = None if key is None else key.strip("\"'")
+            if key is None or not key.isidentifier() or (yield from self.accept_any("=:")) is None:
+                return None
             yield from self.spaces()
             value = yield from self._value(0)
             if value is None:
-                return False
-            read.append(f"{', ' if len(read) > 1 else ''}{dumps(key)}: {value}")
+                return None
+            written.append(f"{dumps(key)}: {value}")
             yield from self.spaces()
-            if not (yield from self.accept(",")) and (yield from self.peek()) != ")":
-                return False
+            if not (yield from self.accept(",")) and not (yield from self.comes((")",))) and not self.at_end:
+                return None
             yield from self.spaces()
-        read.append("}")
-        return True
+        return f"{{{', '.join(written)}}}"
 
     def _value(self, depth: int) -> Reading[str | None]:
         """The JSON of a literal. None: it is none."""
@@ -149,8 +193,7 @@ class PythonicParser(JsonCalls):
             if len(word) > 400:
                 return None
         # The end of the text may have cut it.
-        word = _WORDS.get(word, word)
-        return word if is_literal(word) and not self.at_end else None
+        return None if self.at_end and self.cut else literal(word)
 
     def _items(self, closing: str, depth: int) -> Reading[str | None]:
         items: list[str] = []
@@ -213,6 +256,25 @@ class PythonicParser(JsonCalls):
                 read.append(f"\\{character}")
 
 
+class LlamaJsonFormat(AnswerFormat):
+    """Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}."""
+
+    finds = ("tool_calls",)
+
+    @classmethod
+    def refuses(cls, template: str) -> str | None:
+        is_llama = '"parameters"' in template and ("<|python_tag|>" in template or "ipython" in template)
+        return None if is_llama else "the chat template asks for no JSON with name and parameters"
+
+    def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        return BareCallsParser(tools)
+
+    def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
+        if not required:
+            return None
+        return calls(tools, lambda name: f'{{"name": {json.dumps(name)}, "parameters": ', "}", parallel=parallel, separator="; ")
+
+
 class PythonicFormat(AnswerFormat):
     """Llama 3.2 and Llama 4: [name(key=value, ...), ...]."""
 
@@ -224,10 +286,4 @@ class PythonicFormat(AnswerFormat):
         return None if is_pythonic else "the chat template asks for no calls in the manner of Python"
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-        return PythonicParser(tools)
-
-
-def _begins(text: str, mark: str, calls: Iterable[str]) -> bool:
-    """Whether a text is the beginning of one of some calls, without white space, which a mark may come before."""
-    plain = "".join(text.split())
-    return mark.startswith(plain) or any(call.startswith(plain.removeprefix(mark)) for call in calls)
+        return BareCallsParser(tools)

@@ -12,45 +12,51 @@ from toolkit_lm_parsers.scanning import Reading
 from toolkit_lm_parsers.structures import Structure, calls, sequence, text
 
 _BAR, _LOW = "\N{FULLWIDTH VERTICAL LINE}", "\N{LOWER ONE EIGHTH BLOCK}"
+_WRITTEN = ((_BAR, _LOW), (_BAR, "_"), (_BAR, " "), (_BAR, "\\_"), ("|", "_"))
+"""Bars and what stands between words. The others are what distilled models write, with letters."""
 
 
-def _mark(*words: str) -> str:
-    return f"<{_BAR}{_LOW.join(words)}{_BAR}>"
+def _marks(*words: str) -> tuple[str, ...]:
+    return tuple(f"<{bar}{between.join(words)}{bar}>" for bar, between in _WRITTEN)
 
 
-_CALLS, _END_CALLS = _mark("tool", "calls", "begin"), _mark("tool", "calls", "end")
-_CALL, _END_CALL, _SEP = _mark("tool", "call", "begin"), _mark("tool", "call", "end"), _mark("tool", "sep")
+_CALLS, _END_CALLS = _marks("tool", "calls", "begin"), _marks("tool", "calls", "end")
+_CALL, _END_CALL, _SEP = _marks("tool", "call", "begin"), _marks("tool", "call", "end"), _marks("tool", "sep")
 _FENCE = "```"
+_TYPE = "function"
+"""What V3 writes for the name, which comes after it."""
 
 
 class DeepSeekParser(MarkedCalls):
     """V3: the type, a mark, the name, and the arguments in a code block. V3.1: the name, a mark, and the arguments."""
 
-    opens = (_CALL, _CALLS, _END_CALLS)
+    opens = (*_CALL, *_CALLS, *_END_CALLS, *_END_CALL, *_SEP)
+    ends = (*_END_CALL, *_END_CALLS, *_CALL, _FENCE)
 
     def read_calls(self, mark: str) -> Reading[bool]:
-        if mark != _CALL:
-            # Around all calls: nothing of its own.
+        if mark not in _CALL:
+            # Around all calls, or left of one: nothing of its own.
             return True
-        name = yield from self.word((_SEP,))
-        if name is None or not (yield from self.accept(_SEP)):
+        name = yield from self.word((*_SEP, *_END_CALL, *_CALL))
+        if name is None or (yield from self.accept_any(_SEP)) is None:
             return False
-        self.named = None
-        is_fenced = (yield from self.peek()) != "{"
+        yield from self.spaces()
+        is_fenced = name == _TYPE and not (yield from self.comes(("{", _FENCE)))
         if is_fenced:
-            name = yield from self.word((_FENCE, "\n", "{"))
+            name = yield from self.word((_FENCE, "\n", "{", *_END_CALL, *_CALL))
             if name is None:
                 return False
             yield from self.spaces()
-            yield from self.accept(f"{_FENCE}json")
-            yield from self.spaces()
-        if not (yield from self.json_arguments(name, [])):
-            return False
-        self.end_call()
+        if (yield from self.accept(_FENCE)):
+            yield from self.accept("json")
         yield from self.spaces()
-        if is_fenced:
-            yield from self.close(_FENCE)
-        yield from self.close(_END_CALL)
+        arguments = yield from self.json_arguments()
+        if arguments is None:
+            return False
+        self.call(name, arguments)
+        yield from self.spaces()
+        yield from self.close(_FENCE)
+        yield from self.close(_END_CALL[0])
         return True
 
 
@@ -62,18 +68,18 @@ class DeepSeekFormat(AnswerFormat):
 
     @classmethod
     def refuses(cls, template: str) -> str | None:
-        return None if _CALL in template else f"the chat template writes no {_CALL}"
+        return None if _CALL[0] in template else f"the chat template writes no {_CALL[0]}"
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
         return DeepSeekParser(tools)
 
     def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> Structure | None:
         def begin(name: str) -> str:
-            return f"{_CALL}function{_SEP}{name}\n{_FENCE}json\n" if is_fenced else f"{_CALL}{name}{_SEP}"
+            return f"{_CALL[0]}{_TYPE}{_SEP[0]}{name}\n{_FENCE}json\n" if is_fenced else f"{_CALL[0]}{name}{_SEP[0]}"
 
         if not required:
             return None
         is_fenced = f"{_FENCE}json" in self.template
-        end = f"\n{_FENCE}{_END_CALL}" if is_fenced else _END_CALL
+        end = f"\n{_FENCE}{_END_CALL[0]}" if is_fenced else _END_CALL[0]
         listed = calls(tools, begin, end, parallel=parallel, separator="\n" if is_fenced else "")
-        return sequence(text(_CALLS), listed, text(_END_CALLS))
+        return sequence(text(_CALLS[0]), listed, text(_END_CALLS[0]))

@@ -15,12 +15,17 @@ from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, se
 _START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _END, _CALL, _RETURN = "<|end|>", "<|call|>", "<|return|>"
 _BREAKS = (_START, _CHANNEL, _MESSAGE, _END, _CALL, _RETURN)
+_AFTER_HEADER = (_START, _END, _CALL, _RETURN)
+"""What shows that a header has no message."""
 _FUNCTIONS = "functions."
 _MOST_HEADER = 1024
+_CHANNELS = ("analysis", "commentary", "final")
 
 
 class HarmonyParser(JsonCalls):
     """Messages, each with a header: the channel analysis is reasoning, one to a function is a call, all other is content."""
+
+    ends = _BREAKS
 
     def __init__(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(tools)
@@ -34,22 +39,46 @@ class HarmonyParser(JsonCalls):
             # The prompt ends in the message.
             header, _, _ = header.partition(_MESSAGE)
             yield from self._body(header)
-        elif not (yield from self._begins_header()):
-            yield from self._body("")
-        while not self.at_end:
+            header = ""
+        while True:
+            is_header = yield from self._begins_header()
+            if self.at_end:
+                return
+            if not is_header:
+                # Text between messages.
+                yield from self._body("")
+                header = ""
+                continue
             read: list[str] = []
-            mark = yield from self.until((_MESSAGE, _END, _CALL, _RETURN), read.append)
+            yield from self.spaces()
+            yield from self.accept(_START)
+            mark = yield from self.until((_MESSAGE, *_AFTER_HEADER), read.append)
+            header = (header + "".join(read))[-_MOST_HEADER:]
             if mark == _MESSAGE:
-                yield from self._body(header + "".join(read)[-_MOST_HEADER:])
+                yield from self._body(header)
+            else:
+                self.at -= len(mark) if mark == _START else 0
+                self._lacks_message(header, is_cut=mark is None and self.cut)
             header = ""
 
     def _begins_header(self) -> Reading[bool]:
-        """An answer that begins without a mark is content."""
+        """Whether a message begins with a mark. One that does not is content."""
         self.keep()
         yield from self.spaces()
-        found = yield from self.accept_any((_CHANNEL, _START, " to=", "to="))
+        found = yield from self.accept_any((_CHANNEL, _START, "to="))
         self.go_back()
         return found is not None
+
+    def _lacks_message(self, header: str, *, is_cut: bool) -> None:
+        """A header that no message follows: a text in it is content."""
+        if "to=" in header or is_cut:
+            self.lacks_call |= is_cut and "to=" in header
+            return
+        _, _, after = header.rpartition(_CHANNEL)
+        words = after.split(_CONSTRAIN)[0].split(maxsplit=1)
+        if len(words) == 2:
+            self.separate()
+            (self.think if words[0] == "analysis" else self.say)(words[1] if words[0] in _CHANNELS else " ".join(words))
 
     def _body(self, header: str) -> Reading[None]:
         """A message's own text, up to the mark that ends it."""
@@ -71,19 +100,20 @@ class HarmonyParser(JsonCalls):
             self.at -= len(mark)
 
     def _call(self, name: str) -> Reading[None]:
+        """Arguments. What is no JSON is content."""
+        self.keep()
         yield from self.spaces()
-        self.begin_call(name)
-        if (yield from self.peek()) == "{":
-            whole = yield from self.json_value(self.add_arguments)
-            if whole:
-                yield from self.spaces()
-                if (yield from self.peek()) in ("", "<"):
-                    self.end_call()
-        elif (yield from self.peek()) == "<":
-            self.add_arguments("{}")
-            self.end_call()
-        if self.is_call_open and not self.at_end:
-            self.break_call()
+        is_empty = (yield from self.comes(_BREAKS)) or (self.at_end and not self.cut)
+        arguments = "{}" if is_empty else (yield from self.json_arguments())
+        if arguments is not None:
+            self.call(name, arguments)
+            yield from self.spaces()
+        elif self.is_cut:
+            self.lacks_call = True
+            self.skip()
+        else:
+            self.separate()
+        self.go_back()
         yield from self._end(self.say)
 
 

@@ -6,171 +6,157 @@ import json
 from abc import abstractmethod
 from typing import Any
 
+from toolkit_lm_parsers.json_scanner import read_json
 from toolkit_lm_parsers.scanning import Reading, ScanParser, is_encodable
 
+_NAMES = ("name", "function")
 _ARGUMENTS = ("arguments", "parameters")
+_BESIDE = (*_NAMES, *_ARGUMENTS, "type", "id")
+"""Keys of a call without marks. An object with another one is none, and it is not waited for its end."""
 
 
 class JsonCalls(ScanParser):
-    """Reads calls such as {"name": "f", "arguments": {...}}."""
+    """Reads calls such as {"name": "f", "arguments": {...}}. A call is told when all of it was read."""
 
+    opens: tuple[str, ...] = ()
+    """Marks that begin a call, or several. They are never content."""
+    closes: tuple[str, ...] = ()
+    """Marks that end a call. After a malformed one they are no content."""
+    ends: tuple[str, ...] = ()
+    """What else may end a call."""
     named: str | None = None
     """The function of a call that is being read."""
     only_known = False
     """What calls no function of the request is no call: for formats without marks."""
 
+    @property
+    def all_ends(self) -> tuple[str, ...]:
+        return (*self.closes, *self.ends)
+
     def json_calls(self) -> Reading[bool]:
-        """One call, or a list of them. False: what comes next is none; the last call may be open."""
+        """One call, or a list of them. False: what comes next is none; what was read since `keep` is of no call."""
         if not (yield from self.accept("[")):
             return (yield from self.json_call())
         yield from self.spaces()
         while (yield from self.json_call()):
-            yield from self.spaces()
-            if (yield from self.accept_any((",", "]"))) != ",":
-                return True
             self.keep()
             yield from self.spaces()
+            if not (yield from self.accept(",")):
+                yield from self.accept("]")
+                return True
+            yield from self.spaces()
+            if (yield from self.accept("]")):
+                return True
         return False
 
     def json_call(self) -> Reading[bool]:
-        """One call. False: what comes next is none, or the text ends in it; where its name is known, it is open then."""
+        """One call. False: what comes next is none, or the text ends in it."""
         self.named = None
+        name: str | None = None
+        arguments: str | None = None
         if not (yield from self.accept("{")):
             return False
-        name: str | None = None
-        held: list[str] | None = None
-        is_begun = False
+        yield from self.spaces()
+        # As in templates, where braces are doubled.
+        yield from self.accept("{")
         while True:
             yield from self.spaces()
-            key = yield from self.json_text()
+            key = yield from self.json_text(is_key=True)
             yield from self.spaces()
-            if key is None or not (yield from self.accept(":")):
+            if key is None or (self.only_known and key not in _BESIDE) or not (yield from self.accept(":")):
                 return False
             yield from self.spaces()
-            if key == "name" and name is None:
+            if key in _NAMES and name is None:
                 name = yield from self.json_text()
-                if not name or not self._is_callable(name):
+                if not name or not self.is_callable(name):
                     return False
                 self.named = name
-                if held is not None:
-                    self.begin_call(name)
-                    self.add_arguments("".join(held))
-                    is_begun = True
-            elif key in _ARGUMENTS and held is None and not is_begun:
-                if name is None:
-                    held = []
-                    if not (yield from self.json_arguments(None, held)):
-                        return False
-                else:
-                    is_begun = True
-                    if not (yield from self.json_arguments(name, [])):
-                        return False
+            elif key in _ARGUMENTS and arguments is None:
+                arguments = yield from self.json_arguments()
+                if arguments is None:
+                    return False
             elif not (yield from self.json_value(lambda _: None)):
                 return False
             yield from self.spaces()
-            mark = yield from self.accept_any((",", "}"))
-            if mark is None:
-                return False
-            if mark == "}":
+            if (yield from self.accept(",")):
+                yield from self.spaces()
+                if (yield from self.peek()) != "}":
+                    continue
+            if (yield from self.accept("}")) or (yield from self.ends_here()):
                 break
-        self.named = None
+            return False
         if name is None:
             return False
-        if not is_begun:
-            self.begin_call(name)
-            self.add_arguments("{}")
-        self.end_call()
+        self.call(name, arguments or "{}")
+        # Some models count their brackets wrong.
+        while (yield from self.accept("}")):
+            pass
         return True
 
-    def json_arguments(self, name: str | None, held: list[str]) -> Reading[bool]:
-        """An object, also as the text of a string. Begins the call of `name`; None: they are held."""
+    def json_arguments(self) -> Reading[str | None]:
+        """The JSON of an object, which may be the text of a string. None: what comes next is none."""
+        read: list[str] = []
         first = yield from self.peek()
         if first == "{":
-            if name is not None:
-                self.begin_call(name)
-            return (yield from self.json_value(held.append if name is None else self.add_arguments))
-        text: str | None
-        if first == '"':
-            text = yield from self.json_text()
-        elif first == "n":
-            text = "{}" if (yield from self.accept("null")) else None
-        else:
-            text = None
-        if text is None or not is_object(text):
-            return False
-        held.append(text)
-        if name is not None:
-            self.begin_call(name)
-            self.add_arguments(text)
+            return "".join(read) if (yield from self.json_value(read.append, ends=self.all_ends)) else None
+        if not (yield from self.json_value(read.append)):
+            return None
+        value = json.loads("".join(read))
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return "{}"
+        told = read_json(value) if isinstance(value, str) else None
+        return told if told is not None and told.lstrip().startswith("{") and is_encodable(told) else None
+
+    def ends_here(self) -> Reading[bool]:
+        """The model has ended the call, or its answer."""
+        yield from self.peek()
+        return (self.at_end and not self.cut) or (yield from self.comes(self.all_ends))
+
+    def give_up(self) -> None:
+        """After a reading that returned False: what was read since `keep` is content, but for marks.
+
+        A call that the end of the text cuts is left out.
+        """
+        if self.is_cut and self.is_begun():
+            self.lacks_call = True
+            self.skip()
+            return
+        marks = (*self.opens, *self.closes)
+        text = self.read_again(marks)
+        for mark in marks:
+            text = text.replace(mark, "")
+        self.say(text)
+
+    def is_begun(self) -> bool:
+        """Whether what was read since `keep` can only be a call."""
         return True
 
-    def give_up(self, mark: str) -> None:
-        """After a reading that returned False: where no call is open, what was read since `keep` is content, and so is `mark` before it.
-
-        A call that the end of the text cuts stays open, and begins where its name is known; else there is nothing to tell of it.
-        """
-        if self.is_call_open:
-            if self.is_cut:
-                self.skip()
-            else:
-                self.break_call()
-        elif self.is_cut and self.named is not None:
-            self.begin_call(self.named)
-            self.skip()
-        elif (self.is_cut and (mark or self.num_calls)) or (self.cut and self.begins_call(self.left)):
-            self.skip()
-        else:
-            self.go_back()
-            self.say(mark)
-
-    def begins_call(self, text: str) -> bool:
-        """Whether a call to a function of the request may go on so, of a format without marks."""
-        return False
-
-    def _is_callable(self, name: str) -> bool:
+    def is_callable(self, name: str) -> bool:
         return name in self.functions or not self.only_known
 
 
 class MarkedCalls(JsonCalls):
     """Reads calls that begin with a mark, between which content may stand."""
 
-    opens: tuple[str, ...] = ()
-
     @abstractmethod
     def read_calls(self, mark: str) -> Reading[bool]:
         """What follows a mark. False: it is no call, or the text ends in it."""
 
     def run(self) -> Reading[None]:
-        while (mark := (yield from self.until(self.opens, self.say))) is not None:
-            before = self.num_calls
+        is_malformed = False
+        while (mark := (yield from self.until((*self.opens, *self.closes), self.say))) is not None:
+            if mark in self.closes:
+                if not is_malformed:
+                    self.say(mark)
+                continue
             self.keep()
-            if not (yield from self.read_calls(mark)):
-                self.give_up(mark if self.num_calls == before else "")
+            is_malformed = not (yield from self.read_calls(mark))
+            if is_malformed:
+                self.give_up()
             self.release()
-
-
-def is_object(text: str) -> bool:
-    """Whether a text is the JSON of an object."""
-    try:
-        return isinstance(json.loads(text, parse_constant=_no_constant), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def dumps(value: Any) -> str:
     """The JSON of a value that was read."""
     text = json.dumps(value, ensure_ascii=False)
     return text if is_encodable(text) else json.dumps(value)
-
-
-def is_json(text: str) -> bool:
-    """Whether a text is JSON."""
-    try:
-        json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

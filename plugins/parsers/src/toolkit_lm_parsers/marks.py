@@ -62,7 +62,7 @@ def _part_of(marks: Marks) -> Callable[[str], bool]:
     def counts(text: str) -> bool:
         if text.endswith(beginnings) or text.startswith(ends) or text.isspace():
             return True
-        return bool(text) and (text in forced or start in text or end in text)
+        return bool(text) and (text in forced or (bool(start) and start in text) or end in text)
 
     return counts
 

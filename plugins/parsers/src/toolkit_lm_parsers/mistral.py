@@ -17,22 +17,26 @@ _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 class MistralParser(MarkedCalls):
     """[TOOL_CALLS] and a list of JSON objects, or, of newer models, for each call [TOOL_CALLS]name[ARGS]{...}."""
 
-    opens = (_CALLS,)
+    opens = (_CALLS, _ARGS, _ID)
 
     def read_calls(self, mark: str) -> Reading[bool]:
+        if mark != _CALLS:
+            # A part of no call.
+            return True
         yield from self.spaces()
-        if (yield from self.peek()) in ("[", "{"):
+        if (yield from self.peek()) in ("[", "{") and not (yield from self.comes((_ARGS, _ID, _CALLS))):
             return (yield from self.json_calls())
-        name = yield from self.word((_ARGS, _ID, "{"))
+        name = yield from self.word((_ARGS, _ID, "{", _CALLS))
         if name is None:
             return False
         if (yield from self.accept(_ID)) and (yield from self.word((_ARGS, "{"))) is None:
             return False
         yield from self.accept(_ARGS)
         yield from self.spaces()
-        if not (yield from self.json_arguments(name, [])):
+        arguments = yield from self.json_arguments()
+        if arguments is None:
             return False
-        self.end_call()
+        self.call(name, arguments)
         return True
 
 

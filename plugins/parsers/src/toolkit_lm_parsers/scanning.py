@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from toolkit_lm.renderer import AnswerDelta, AnswerParser, ToolCallDelta
@@ -14,6 +13,8 @@ from toolkit_lm_parsers.json_scanner import JsonScanner
 
 MAX_NAME = 256
 """Characters of a function's name, or an argument's."""
+_MOST_AGAIN, _ALWAYS_AGAIN = 4, 4096
+"""Characters that are read again for each one of the answer, and besides: a bound on the work on an answer of nothing but marks."""
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
 """A method that reads: `yield from` it. It waits for more text where what there is does not decide what comes next."""
@@ -35,14 +36,22 @@ class ScanParser(AnswerParser):
         """Where the next character is."""
         self.cut = False
         self._ended = False
-        self._kept: int | None = None
-        """Where the text begins that may have to be read again."""
+        self._base = 0
+        """Characters of the answer before `text`."""
+        self._held: list[str] | None = None
+        """What was read since `keep`, before `text`; None: nothing is kept."""
+        self._kept = 0
+        """Where in `text` the rest of what is kept begins."""
+        self._places: dict[str, tuple[int, int]] = {}
+        """By mark, from where it was looked for in `text`, and where it is."""
+        self._num_again = 0
+        """Characters that are read again."""
         self.content = Trimmed(starts=False)
         self._reasoning = Trimmed(starts=True)
         self._calls: list[ToolCallDelta] = []
         self.num_calls = 0
-        self._is_open = False
-        self._has_broken = False
+        self.lacks_call = False
+        """The end of the text has cut a call, which is left out."""
         self._cut_mark: int | None = None
         """Where the end of the text may have cut a mark."""
         self._running: Reading[None] | None = None
@@ -52,27 +61,28 @@ class ScanParser(AnswerParser):
         """Reads the whole answer."""
 
     def push(self, text: str) -> AnswerDelta:
-        start = self.at if self._kept is None else self._kept
-        self.text = self.text[start:] + text
-        self.at -= start
-        self._kept = None if self._kept is None else 0
+        if self._held is not None:
+            self._held.append(self.text[self._kept : self.at])
+            self._kept = 0
+        self._base += self.at
+        self._set_text(self.text[self.at :] + text, 0)
         return self._go_on()
 
     def finish(self, *, cut: bool) -> AnswerDelta:
         self._ended, self.cut = True, cut
         delta = self._go_on()
-        content, reasoning = self.content.rest if not self.num_calls else "", ""
-        return AnswerDelta(delta.content + content, delta.reasoning + reasoning, delta.tool_calls)
+        content = "" if self.num_calls or self.lacks_call else self.content.drop_rest()
+        return delta._replace(content=delta.content + content)
 
     @property
     def calls_tools(self) -> bool:
-        return self.num_calls > 0 and not self._is_open and not self._has_broken
+        return self.num_calls > 0 and not self.lacks_call
 
     def _go_on(self) -> AnswerDelta:
         if self._running is None:
             self._running = self.run()
         next(self._running, None)
-        calls, self._calls = tuple(_merged(self._calls)), []
+        calls, self._calls = tuple(self._calls), []
         return AnswerDelta(self.content.take(), self._reasoning.take(), calls)
 
     @property
@@ -99,52 +109,77 @@ class ScanParser(AnswerParser):
         """White space between reasoning and content is left out."""
         self.content.starts = not self.content.has_any
 
-    def begin_call(self, name: str) -> None:
-        self.content.rest = ""
+    def call(self, name: str, arguments: str) -> None:
+        """A whole call. What was read of it is not read again."""
+        self.content.drop_rest()
         self.content.starts = not self.content.has_any
-        self._calls.append(ToolCallDelta(self.num_calls, name, ""))
+        self._calls.append(ToolCallDelta(self.num_calls, name, arguments))
         self.num_calls += 1
-        self._is_open = True
-        self._kept = None
-
-    def add_arguments(self, text: str) -> None:
-        if text:
-            self._calls.append(ToolCallDelta(self.num_calls - 1, None, text))
-
-    def end_call(self) -> None:
-        self._is_open = False
-
-    @property
-    def is_call_open(self) -> bool:
-        return self._is_open
-
-    def break_call(self) -> None:
-        """The open call goes on with what is no JSON. It stays as it is, and the answer's end does not call tools."""
-        self._is_open, self._has_broken = False, True
+        self._held = None
 
     # Reading
 
-    def keep(self) -> None:
-        """What follows may have to be read again, until `go_back` or `begin_call`."""
-        self._kept = self.at
+    def _set_text(self, text: str, at: int) -> None:
+        self.text, self.at = text, at
+        self._places.clear()
 
-    def go_back(self) -> None:
-        """To where `keep` was called, if no call has begun since."""
-        if self._kept is not None:
-            self.at, self._kept = self._kept, None
+    def keep(self) -> None:
+        """What follows may have to be read again, until `go_back`, `release` or `call`."""
+        self._held, self._kept = [], self.at
 
     def release(self) -> None:
         """What was kept is not read again."""
-        self._kept = None
+        self._held = None
+
+    def _join(self) -> int:
+        """Makes `text` begin where `keep` was called. Returns how much of it was read."""
+        assert self._held is not None, "something is kept"
+        if self._held:
+            before = "".join(self._held)
+            read = len(before) + self.at - self._kept
+            self._base -= len(before) - self._kept
+            self._set_text(before + self.text[self._kept :], read)
+            self._held, self._kept = [], 0
+            return read
+        return self.at - self._kept
+
+    def unread(self, count: int) -> None:
+        """Goes back by some characters, all of them read since `keep`."""
+        self._join()
+        self.at -= count
+
+    def go_back(self) -> None:
+        """To where `keep` was called, where that is still kept."""
+        if self._held is not None:
+            read = self._join()
+            self.at -= read
+            self._held = None
+
+    def read_again(self, marks: Sequence[str], start: int = 0) -> str:
+        """What was kept turned out to be none of what it began like. Returns what of it is content.
+
+        Reading goes on at the first mark in it after `start` characters, or at its end.
+        """
+        read = self._join()
+        text = self.text[self.at - read : self.at]
+        # A mark may have begun at its end.
+        end = max(min(start, read), read - max(map(len, marks)) + 1)
+        first = min([end, *(at for mark in marks if (at := text.find(mark, start)) >= 0)])
+        if self._num_again + read - first <= _ALWAYS_AGAIN + _MOST_AGAIN * (self._base + self.at):
+            self._num_again += read - first
+            end = first
+        self._held = None
+        self.at -= read - end
+        return text[:end]
 
     def skip(self) -> None:
         """Nothing of what is left is read."""
-        self.at, self._kept = len(self.text), None
+        self.at, self._held = len(self.text), None
 
     @property
     def left(self) -> str:
         """The text since `keep`."""
-        return self.text[self.at if self._kept is None else self._kept :]
+        return "".join(self._held or ()) + self.text[self.at if self._held is None else self._kept :]
 
     @property
     def at_end(self) -> bool:
@@ -162,7 +197,7 @@ class ScanParser(AnswerParser):
         while len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]) and not self._ended:
             yield
         if not self.text.startswith(mark, self.at):
-            if self._ended and mark.startswith(self.text[self.at :]):
+            if self._ended and len(self.text) - self.at < len(mark) and mark.startswith(self.text[self.at :]):
                 self._cut_mark = self.at
             return False
         self.at += len(mark)
@@ -170,7 +205,7 @@ class ScanParser(AnswerParser):
 
     def close(self, mark: str) -> Reading[None]:
         """Reads the mark that ends a call, or what there is of it, if it comes next."""
-        if not (yield from self.accept(mark)) and self.cut and mark.startswith(self.text[self.at :]):
+        if not (yield from self.accept(mark)) and self.cut and self.at == self._cut_mark:
             self.at = len(self.text)
 
     def accept_any(self, marks: Sequence[str]) -> Reading[str | None]:
@@ -179,6 +214,12 @@ class ScanParser(AnswerParser):
             if (yield from self.accept(mark)):
                 return mark
         return None
+
+    def comes(self, marks: Sequence[str]) -> Reading[bool]:
+        """Whether one of some marks comes next, which is not read."""
+        mark = yield from self.accept_any(marks)
+        self.at -= len(mark or "")
+        return mark is not None
 
     def spaces(self) -> Reading[None]:
         """Reads white space."""
@@ -190,19 +231,20 @@ class ScanParser(AnswerParser):
 
         What a cut leaves of a mark is left out, where there are functions to call: one character only after calls, it may be anything.
         """
-        longest = max(map(len, marks))
+        longest, firsts = max(map(len, marks)), {one[0] for one in marks}
         while True:
-            found = [(at, mark) for mark in marks if (at := self.text.find(mark, self.at)) >= 0]
-            end, mark = min(found, default=(len(self.text), None))
+            end, mark = min(((self._place_of(mark), mark) for mark in marks), default=(len(self.text), ""))
+            if end == len(self.text):
+                mark = ""
             if not self._ended or (self.cut and self.functions):
                 # Before it another one may have begun, that goes on in what is to come.
                 last = end if not self._ended or self.num_calls else end - 1
                 for begin in range(max(self.at, len(self.text) - longest + 1), last):
-                    if any(one.startswith(self.text[begin:]) for one in marks):
+                    if self.text[begin] in firsts and any(one.startswith(self.text[begin:]) for one in marks):
                         end, mark = begin, ""
                         break
             take(self.text[self.at : end])
-            self.at = end + len(mark or "")
+            self.at = end + len(mark)
             if mark:
                 return mark
             if self._ended:
@@ -210,12 +252,20 @@ class ScanParser(AnswerParser):
                 return None
             yield
 
+    def _place_of(self, mark: str) -> int:
+        """Where a mark comes next; the text's length where it does not."""
+        start, place = self._places.get(mark, (0, -1))
+        if not start <= self.at <= place:
+            place = self.text.find(mark, self.at)
+            place = len(self.text) if place < 0 else place
+            self._places[mark] = (self.at, place)
+        return place
+
     def word(self, ends: Sequence[str]) -> Reading[str | None]:
         """A name: a short text on one line, up to one of some marks, which is not read. None: there is none."""
         word = ""
         while True:
-            if (end := (yield from self.accept_any(ends))) is not None:
-                self.at -= len(end)
+            if (yield from self.comes(ends)):
                 return word.strip() or None
             character = yield from self.peek()
             if character in ("", "\n") or len(word) >= MAX_NAME:
@@ -230,27 +280,35 @@ class ScanParser(AnswerParser):
             self.at = len(self.text)
             yield from self.peek()
 
-    def json_value(self, take: Callable[[str], None]) -> Reading[bool]:
-        """Reads a JSON value. False: what comes next is none, or the text ends in it."""
-        scanner = JsonScanner()
+    def json_value(self, take: Callable[[str], None], *, is_key: bool = False, ends: Sequence[str] | None = None) -> Reading[bool]:
+        """Reads a JSON value, of which `take` gets the JSON. False: what comes next is none, or the text ends in it.
+
+        `is_key`: an object's key. `ends`: marks at which brackets may be left open, as at the answer's end; None: nowhere.
+        """
+        scanner = JsonScanner(is_key=is_key)
         while True:
             self.at, read = scanner.feed(self.text, self.at)
             take(read)
             if self.at >= len(self.text) and self._ended:
-                scanner.end()
-            if scanner.is_done or scanner.is_wrong or self._ended:
-                return scanner.is_done and not scanner.is_wrong
+                take(scanner.end())
+            if scanner.is_done:
+                return True
+            if scanner.is_wrong or self._ended:
+                break
             yield
+        if ends is None or not ((self.at_end and not self.cut) or (yield from self.comes(ends))):
+            return False
+        closing = scanner.close()
+        take(closing or "")
+        return closing is not None
 
-    def json_text(self) -> Reading[str | None]:
-        """Reads a JSON string. None: what comes next is none."""
-        if (yield from self.peek()) != '"':
-            return None
+    def json_text(self, *, is_key: bool = False) -> Reading[str | None]:
+        """Reads a JSON string, or a key. None: what comes next is none."""
         read: list[str] = []
-        if not (yield from self.json_value(read.append)):
+        if not (yield from self.json_value(read.append, is_key=is_key)):
             return None
-        text: str = json.loads("".join(read))
-        return text if is_encodable(text) else None
+        text: Any = json.loads("".join(read))
+        return text if isinstance(text, str) and is_encodable(text) else None
 
 
 def is_encodable(text: str) -> bool:
@@ -271,7 +329,7 @@ class Trimmed:
         self.ends = True
         """White space at the end is left out."""
         self.has_any = False
-        self.rest = ""
+        self._rest: list[str] = []
         """White space that may be at the end."""
         self._new: list[str] = []
         self._is_separate = False
@@ -281,30 +339,27 @@ class Trimmed:
             text = text.lstrip()
         if not text:
             return
-        text = self.rest + text
         kept = len(text.rstrip()) if self.ends else len(text)
-        self.rest = text[kept:]
-        if self.starts and kept and self._is_separate:
-            self._new.append("\n\n")
         if kept:
+            if self.starts and self._is_separate:
+                self._new.append("\n\n")
             self.starts, self.has_any = False, True
-            self._new.append(text[:kept])
+            self._new += [*self._rest, text[:kept]]
+            self._rest.clear()
+        if text[kept:]:
+            self._rest.append(text[kept:])
 
     def separate(self) -> None:
         if self.has_any:
-            self.rest, self.starts, self._is_separate = "", True, True
+            self._rest.clear()
+            self.starts, self._is_separate = True, True
+
+    def drop_rest(self) -> str:
+        """Leaves out white space at the end so far, and returns it."""
+        rest = "".join(self._rest)
+        self._rest.clear()
+        return rest
 
     def take(self) -> str:
         new, self._new = "".join(self._new), []
         return new
-
-
-def _merged(calls: list[ToolCallDelta]) -> list[ToolCallDelta]:
-    """One delta for each call."""
-    merged: list[ToolCallDelta] = []
-    for one in calls:
-        if merged and merged[-1].index == one.index:
-            merged[-1] = replace(merged[-1], arguments=merged[-1].arguments + one.arguments)
-        else:
-            merged.append(one)
-    return merged

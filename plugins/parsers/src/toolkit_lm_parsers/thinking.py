@@ -30,7 +30,7 @@ class ThinkParser(ScanParser):
         yield from self.spaces()
         # A model may write again what the prompt has.
         if (yield from self.accept(self._start)) or self._is_begun:
-            self._kept = None
+            self.release()
             yield from self.until((self._end,), self.think)
             self.end_reasoning()
         self.go_back()
@@ -66,6 +66,24 @@ class ThinkFormat(MarkedReasoning):
         _, _, last = self.template.rpartition("add_generation_prompt")
         parts = last.split(self.start)[1:]
         return any(self.end not in part[:40] for part in parts)
+
+
+class BegunThinkFormat(ThinkFormat):
+    """DeepSeek-R1 and others that begin to reason without a mark, though their prompt has none. It is chosen by name."""
+
+    @classmethod
+    def refuses(cls, template: str) -> str | None:
+        return "an answer that begins with reasoning without a mark cannot be told by its template: name this format"
+
+    def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
+        return ThinkParser(self.start, self.end, is_begun=True)
+
+    @property
+    def marks(self) -> Marks:
+        return Marks("", self.end)
+
+    def _begins_in_prompt(self) -> bool:
+        return True
 
 
 class MistralThinkFormat(ThinkFormat):

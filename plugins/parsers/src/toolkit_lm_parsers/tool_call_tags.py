@@ -8,8 +8,9 @@ from typing import Any
 
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
-from toolkit_lm_parsers.json_calls import MarkedCalls, dumps, is_json
+from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
 from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.schemas import Schemas
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, json_schema, sequence, tag, text
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -21,6 +22,7 @@ class ToolCallTagParser(MarkedCalls):
     """Reads both: a model of one kind that has seen the other may write it."""
 
     opens: tuple[str, ...] = (_OPEN,)
+    closes = (_CLOSE, _END_FUNCTION, _END_PARAMETER, _PARAMETER)
 
     def read_calls(self, mark: str) -> Reading[bool]:
         if mark != _FUNCTION:
@@ -35,76 +37,70 @@ class ToolCallTagParser(MarkedCalls):
         return done
 
     def _xml_call(self) -> Reading[bool]:
-        name = yield from self.word((">",))
-        if name is None or not (yield from self.accept(">")):
+        name = yield from self._name()
+        if name is None:
             return False
         yield from self.spaces()
-        schema = self.functions.get(name, {}).get("parameters")
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        properties = properties if isinstance(properties, Mapping) else {}
-        num_read = 0
+        if (yield from self.peek()) == "{":
+            arguments = yield from self.json_arguments()
+            yield from self.spaces()
+            yield from self.accept(_END_FUNCTION)
+        else:
+            arguments = yield from self._parameters(name)
+        if arguments is None:
+            return False
+        self.call(name, arguments)
+        return True
+
+    def _name(self) -> Reading[str | None]:
+        """What comes before the end of a tag, also in quotes."""
+        name = yield from self.word((">",))
+        return (name.strip("\"'") or None) if name and (yield from self.accept(">")) else None
+
+    def _parameters(self, name: str) -> Reading[str | None]:
+        """The JSON of all parameters. None: they are malformed."""
+        schemas = Schemas(self.functions.get(name, {}).get("parameters"))
+        written: list[str] = []
         while True:
             mark = yield from self.accept_any((_PARAMETER, _END_FUNCTION))
-            if not self.is_call_open and (mark is not None or self.is_cut):
-                self.begin_call(name)
-            if mark is None:
-                return False
+            if mark is None and written and ((self.at_end and not self.cut) or (yield from self.comes((_CLOSE,)))):
+                mark = _END_FUNCTION
             if mark == _END_FUNCTION:
-                self.add_arguments("}" if num_read else "{}")
-                self.end_call()
-                return True
-            key = yield from self.word((">",))
-            if key is None or not (yield from self.accept(">")):
-                return False
-            value: list[str] = []
-            end = yield from self.until((_END_PARAMETER, _PARAMETER, _END_FUNCTION), value.append)
-            if end is None:
-                return False
-            if end != _END_PARAMETER:
-                self.at -= len(end)
-            written = argument("".join(value).removeprefix("\n").removesuffix("\n"), properties.get(key))
-            self.add_arguments(f"{', ' if num_read else '{'}{dumps(key)}: {written}")
-            num_read += 1
+                return f"{{{', '.join(written)}}}"
+            key = (yield from self._name()) if mark else None
+            value = None if key is None else (yield from self._value())
+            if key is None or value is None:
+                return None
+            text = value.removeprefix("\n").removesuffix("\n")
+            written.append(f"{dumps(key)}: {schemas.argument(text, schemas.property(schemas.root, key))}")
             yield from self.spaces()
+
+    def _value(self) -> Reading[str | None]:
+        """A parameter's text. One that has no end of its own ends where the next thing begins; None: there is none.
+
+        A call that begins in it shows that the model has given this one up.
+        """
+        read: list[str] = []
+        end = yield from self.until((_END_PARAMETER, _PARAMETER, _END_FUNCTION), read.append)
+        value = "".join(read)
+        if end == _END_PARAMETER:
+            return value
+        if end is not None:
+            self.at -= len(end)
+        elif self.cut:
+            return None
+        places = {mark: at for mark in (_OPEN, _FUNCTION, _CLOSE) if (at := value.find(mark)) >= 0}
+        if not places:
+            return value if end is not None else None
+        first = min(places, key=lambda mark: places[mark])
+        if first != _CLOSE:
+            return None
+        self.unread(len(value) - places[_CLOSE])
+        return value[: places[_CLOSE]]
 
 
 class QwenCoderParser(ToolCallTagParser):
     opens = (_OPEN, _FUNCTION)
-
-
-def argument(value: str, schema: Any) -> str:
-    """The JSON of an argument that is written without quotes: a text where the schema says so, or nothing else."""
-    kinds = _kinds(schema)
-    plain = value.strip()
-    for written in (plain, plain.lower()):
-        if kinds - {"string"} and is_json(written) and ("string" not in kinds or not written.startswith('"')):
-            return written
-    if plain in ("None", "null") and kinds - {"string"}:
-        return "null"
-    return dumps(value)
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names; of one that names none, a text."""
-    found: set[str] = set()
-    left = [schema]
-    while left and len(found) < 8:
-        one = left.pop()
-        if not isinstance(one, Mapping):
-            continue
-        kind = one.get("type")
-        found.update([kind] if isinstance(kind, str) else [each for each in _listed(kind) if isinstance(each, str)])
-        found.update("string" if isinstance(each, str) else "any" for each in _listed(one.get("enum")))
-        for name in ("anyOf", "oneOf", "allOf"):
-            left += _listed(one.get(name))[:16]
-        if "$ref" in one:
-            found.add("any")
-    return found or {"string"}
-
-
-def _listed(value: Any) -> list[Any]:
-    """A list of a schema, that may be none."""
-    return value if isinstance(value, list) else []
 
 
 class HermesFormat(AnswerFormat):
@@ -151,19 +147,41 @@ class QwenCoderFormat(AnswerFormat):
 
 def _parameters(schema: dict[str, Any]) -> Structure:
     """Those that are required must come, in the order of the schema. A schema that names none takes any."""
-    if "properties" not in schema:
+    schemas = Schemas(schema)
+    whole = schemas.merged(schema)
+    if "properties" not in whole:
         return ANY_TEXT
     elements: list[Structure] = []
-    properties = schema.get("properties")
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    for key, one in (properties if isinstance(properties, Mapping) else {}).items():
-        is_text = _kinds(one) == {"string"} and not (isinstance(one, Mapping) and {"enum", "const", "pattern"} & one.keys())
-        if is_text or not isinstance(one, Mapping):
-            written = tag(f"{_PARAMETER}{key}>\n", ANY_TEXT, f"\n{_END_PARAMETER}\n")
-        elif "string" in _kinds(one) and _listed(one.get("enum")):
-            options = [text(each if isinstance(each, str) else json.dumps(each)) for each in one["enum"]]
-            written = tag(f"{_PARAMETER}{key}>\n", choice(*options), f"\n{_END_PARAMETER}\n")
-        else:
-            written = tag(f"{_PARAMETER}{key}>\n", json_schema({**one, **definitions}), f"\n{_END_PARAMETER}\n")
-        elements.append(written if key in _listed(schema.get("required")) else choice(written, text("")))
+    for key, one in _mapping(whole["properties"]).items():
+        begin, end = f"{_PARAMETER}{key}>\n", f"\n{_END_PARAMETER}\n"
+        written = tag(begin, _content(schemas, one), end)
+        elements.append(written if key in _listed(whole.get("required")) else choice(written, text("")))
     return sequence(*elements) if elements else text("")
+
+
+def _content(schemas: Schemas, schema: Any) -> Structure:
+    """A parameter's value: a text is written without quotes."""
+    kinds = schemas.kinds(schema)
+    if not isinstance(schema, Mapping) or kinds is None:
+        return ANY_TEXT
+    merged = schemas.merged(schema)
+    listed = schemas.values(merged)
+    if "string" in kinds and listed and not {"anyOf", "oneOf"} & merged.keys():
+        return choice(*(text(one if isinstance(one, str) else json.dumps(one)) for one in listed))
+    if kinds == {"string"} and isinstance(pattern := merged.get("pattern"), str) and _is_whole(pattern):
+        return {"type": "regex", "pattern": pattern[1:-1]}
+    # What is no text may be part of any.
+    return ANY_TEXT if "string" in kinds else json_schema(schemas.alone(schema))
+
+
+def _is_whole(pattern: str) -> bool:
+    return pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list of a schema, that may be none."""
+    return value if isinstance(value, list) else []

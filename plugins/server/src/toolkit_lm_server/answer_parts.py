@@ -231,12 +231,12 @@ class Parts:
         return [one for one in deltas if any(one)], reason
 
     def delta(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
-        """Of a stream, as OpenAI has it."""
+        """Of a stream, as OpenAI has it. A call comes whole."""
         delta: dict[str, Any] = {}
         reasoning, content = "".join(one.reasoning for one in parts), "".join(one.content for one in parts)
         if reasoning and self._plan.shows_reasoning:
             delta |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        calls = [self._call_delta(call) for one in parts for call in one.tool_calls]
+        calls = [{"index": call.index, **self._call(call)} for one in parts for call in one.tool_calls]
         if content or not (delta or calls):
             delta["content"] = content
         return delta | ({"tool_calls": calls} if calls else {})
@@ -244,24 +244,15 @@ class Parts:
     def message(self, parts: Sequence[AnswerDelta]) -> dict[str, Any]:
         """The whole of a choice."""
         reasoning, content = "".join(one.reasoning for one in parts), "".join(one.content for one in parts)
-        calls: dict[int, dict[str, Any]] = {}
-        for call in (call for one in parts for call in one.tool_calls):
-            if call.name is not None:
-                calls[call.index] = self._call_delta(call)
-                del calls[call.index]["index"]
-            else:
-                calls[call.index]["function"]["arguments"] += call.arguments
+        calls = [self._call(call) for one in parts for call in one.tool_calls]
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if reasoning and self._plan.shows_reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        return message | ({"tool_calls": [*calls.values()]} if calls else {})
+        return message | ({"tool_calls": calls} if calls else {})
 
-    def _call_delta(self, call: ToolCallDelta) -> dict[str, Any]:
-        if call.name is None:
-            return {"index": call.index, "function": {"arguments": call.arguments}}
+    def _call(self, call: ToolCallDelta) -> dict[str, Any]:
         assert self._plan.tools is not None
         return {
-            "index": call.index,
             "id": _call_id(self._plan.tools.call_id_length),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},

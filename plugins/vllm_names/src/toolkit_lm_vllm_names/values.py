@@ -33,7 +33,6 @@ _PARSERS = {
     "openai_gptoss": "harmony",
     "functiongemma": "gemma",
     "gemma4": "gemma",
-    "deepseek_r1": "think",
     "qwen3": "think",
     "glm45": "think",
     "minimax_m2": "think",

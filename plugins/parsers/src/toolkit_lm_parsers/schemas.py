@@ -1,0 +1,229 @@
+"""What the JSON Schema of a tool says of an argument, through references and combinations. Nothing is fetched, and cycles end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import unquote
+
+from toolkit_lm_parsers.json_scanner import read_json
+
+_MOST_PARTS = 256
+"""Parts of a schema that are looked at for one argument."""
+_NUMBERS = frozenset(("integer", "number"))
+_VALUES = ("const", "enum", "default", "examples", "example")
+"""Keywords whose values are no schemas."""
+_WHOLE = "__whole"
+"""The definition under which a part has the schema that it is a part of."""
+
+
+class Schemas:
+    """The schema of one function's arguments, to look things up in."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+
+    def parts(self, schema: Any, *names: str) -> Iterator[Mapping[str, Any]]:
+        """A schema, and all that it refers to or is combined of, each once, by these keywords."""
+        left, seen = [schema], set[int]()
+        while left and len(seen) < _MOST_PARTS:
+            one = left.pop()
+            if not isinstance(one, Mapping) or id(one) in seen:
+                continue
+            seen.add(id(one))
+            yield one
+            left += [part for name in reversed(names) for part in reversed(_listed(one.get(name)))]
+            if "$ref" in one:
+                left.append(self.target(one["$ref"]))
+
+    def target(self, reference: Any) -> Any:
+        """What a reference within the schema means; None: it leads nowhere, or out of the schema."""
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        found = self.root
+        pointer = unquote(reference[1:])
+        if pointer and not pointer.startswith("/"):
+            named = (one for name in ("$defs", "definitions") for one in _mapping(_mapping(self.root).get(name)).values())
+            return next((one for one in named if _mapping(one).get("$anchor") == pointer), None)
+        for step in pointer.split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and step.isascii() and step.isdigit() and int(step) < len(found):
+                found = found[int(step)]
+            elif isinstance(found, Mapping):
+                found = found.get(step)
+            else:
+                return None
+        return found
+
+    def kinds(self, schema: Any) -> frozenset[str] | None:
+        """The types that a value may have; "number" comes with "integer". None: any."""
+        return self._kinds(schema, [_MOST_PARTS], ()) or None
+
+    def _kinds(self, schema: Any, left: list[int], within: tuple[int, ...]) -> frozenset[str] | None:
+        """`left`: parts that may still be looked at. `within`: the schemas that this one is a part of."""
+        left[0] -= 1
+        if not isinstance(schema, Mapping) or left[0] < 0:
+            return None
+        if id(schema) in within:
+            # A circle adds no type.
+            return frozenset()
+        within = (*within, id(schema))
+        found = _types(schema.get("type"))
+        if (values := _values(schema)) is not None:
+            found = _both(found, frozenset(kind for value in values for kind in _types_of(value)))
+        if "$ref" in schema:
+            found = _both(found, self._kinds(self.target(schema["$ref"]), left, within))
+        for part in _listed(schema.get("allOf")):
+            found = _both(found, self._kinds(part, left, within))
+        for name in ("anyOf", "oneOf"):
+            if options := _listed(schema.get(name)):
+                kinds = [self._kinds(option, left, within) for option in options]
+                if None not in kinds:
+                    found = _both(found, frozenset[str]().union(*(kind for kind in kinds if kind is not None)))
+        if not found:
+            found = frozenset(("object",)) if "properties" in schema else frozenset(("array",)) if "items" in schema else found
+        return found | {"null"} if found is not None and schema.get("nullable") is True else found
+
+    def values(self, schema: Any) -> list[Any]:
+        """The values that a schema lists. Empty: it lists none."""
+        return [value for part in self.parts(schema, "allOf", "anyOf", "oneOf") for value in _values(part) or ()]
+
+    def property(self, schema: Any, name: str) -> Any:
+        """The schema of an object's property; None: nothing is said of it."""
+        parts = list(self.parts(schema, "allOf", "anyOf", "oneOf"))
+        found = [_mapping(part.get("properties"))[name] for part in parts if name in _mapping(part.get("properties"))]
+        if not found:
+            others = (part.get("additionalProperties") for part in parts)
+            found = [one for one in others if isinstance(one, Mapping)]
+        return found[0] if len(found) == 1 else {"anyOf": found} if found else None
+
+    def items(self, schema: Any) -> Any:
+        """The schema of a list's items; None: nothing is said of them."""
+        items = [part["items"] for part in self.parts(schema, "allOf", "anyOf", "oneOf") if isinstance(part.get("items"), Mapping)]
+        return items[0] if len(items) == 1 else {"anyOf": items} if items else None
+
+    def merged(self, schema: Any) -> dict[str, Any]:
+        """A schema without references and `allOf`, as one mapping: of a keyword that several have, the first one's counts."""
+        merged: dict[str, Any] = {}
+        properties: dict[str, Any] = {}
+        required: list[Any] = []
+        for part in self.parts(schema, "allOf"):
+            properties = {**_mapping(part.get("properties")), **properties}
+            required += [name for name in _listed(part.get("required")) if name not in required]
+            merged = {**part, **merged}
+        if "properties" in merged:
+            merged["properties"] = properties
+        if required:
+            merged["required"] = required
+        if (kinds := self.kinds(schema)) and "type" in merged:
+            merged["type"] = sorted(kinds - ({"integer"} if "number" in kinds else set()))
+        return {name: value for name, value in merged.items() if name not in ("$ref", "allOf")}
+
+    def alone(self, part: Any) -> Any:
+        """A part as a schema of its own: the references in it lead where they did."""
+        if not any("$ref" in one for one in _mappings(part)) or not isinstance(part, Mapping):
+            return part
+        moved: dict[str, Any] = _moved(part)
+        return {**moved, "$defs": {**_mapping(moved.get("$defs")), _WHOLE: _moved(self.root)}}
+
+    def argument(self, value: str, schema: Any) -> str:
+        """The JSON of an argument that is written without quotes: a text where the schema says so, or nothing else."""
+        kinds = self.kinds(schema)
+        if kinds is None or kinds == {"string"}:
+            return _dumps(value)
+        plain = value.strip()
+        told = read_json(plain)
+        listed = self.values(schema)
+        for text in (value, plain):
+            if text in [one for one in listed if isinstance(one, str)]:
+                return _dumps(text)
+        if told is not None:
+            read = json.loads(told)
+            # Of a text in quotes, the quotes are its own.
+            if not isinstance(read, str) and not kinds.isdisjoint(_types_of(read)):
+                return told
+            if "string" not in kinds:
+                return told
+        return _dumps(value)
+
+
+def _dumps(value: str) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def _types(told: Any) -> frozenset[str] | None:
+    names = [told] if isinstance(told, str) else [name for name in _listed(told) if isinstance(name, str)]
+    found = frozenset(names) | (_NUMBERS if "number" in names else frozenset())
+    return found or None
+
+
+def _types_of(value: Any) -> frozenset[str]:
+    """The types that a value is of."""
+    match value:
+        case bool():
+            return frozenset(("boolean",))
+        case int():
+            return _NUMBERS
+        case float():
+            return _NUMBERS if value.is_integer() else frozenset(("number",))
+        case str():
+            return frozenset(("string",))
+        case list():
+            return frozenset(("array",))
+        case None:
+            return frozenset(("null",))
+        case _:
+            return frozenset(("object",))
+
+
+def _values(schema: Mapping[str, Any]) -> Sequence[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return _listed(schema.get("enum")) or None
+
+
+def _both(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
+    if one is None or other is None:
+        return other if one is None else one
+    # Where they contradict each other no value is right: the first one's types are as good.
+    return one & other or one or other
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """A list of a schema, that may be none."""
+    return value if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """All mappings in a schema."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, Mapping):
+            yield one
+            left += one.values()
+        elif isinstance(one, list):
+            left += one
+
+
+def _moved(value: Any) -> Any:
+    """A schema whose references lead into the definition of the whole one."""
+    if isinstance(value, list):
+        return [_moved(one) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    moved = {name: one if name in _VALUES else _moved(one) for name, one in value.items()}
+    reference = value.get("$ref")
+    if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+        moved["$ref"] = f"#/$defs/{_WHOLE}{reference[1:]}"
+    return moved

@@ -1,0 +1,80 @@
+"""What models write wrong is read as it was meant, or is content without marks; and no good call is lost to a bad one."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from malformed import AS_JSON, FIELD, JSON_FAULTS, UNCLOSED, WITH_END, WRITTEN, form_of, of_each
+from recorded import OSLO, PARIS
+from test_parsers import PARSERS, cuts, parse
+
+FORMATS = [name for name in PARSERS if "tool_calls" in PARSERS.load(name).finds]
+EACH = [(name, fault) for name in WRITTEN for fault in of_each(WRITTEN[name])]
+
+
+def checked(name, text, prompt_end=""):
+    """An answer whose calls are JSON objects, and which is the same however it is cut."""
+    found = parse(name, [text], prompt_end)
+    for pieces in cuts(text, random.Random(0)):
+        assert parse(name, pieces, prompt_end) == found, pieces
+    return found, [(called, json.loads(arguments)) for called, arguments in found.calls]
+
+
+def test_each_format_is_in_the_table():
+    assert {form_of(name) for name in WRITTEN} == set(FORMATS)
+    assert {fault.format for fault in FIELD.values()} >= set(FORMATS)
+
+
+@pytest.mark.parametrize(("name", "fault"), EACH)
+def test_a_fault_loses_no_call_and_shows_no_mark(name, fault):
+    written = WRITTEN[name]
+    text, num_calls, words = of_each(written)[fault]
+    found, calls = checked(form_of(name), text)
+    assert calls == [PARIS, OSLO][2 - num_calls :], found
+    assert words in found.content
+    assert not [mark for mark in written.marks if mark in found.content], found.content
+    assert found.calls_tools == bool(calls)
+
+
+@pytest.mark.parametrize("fault", JSON_FAULTS)
+@pytest.mark.parametrize("name", AS_JSON)
+def test_arguments_with_known_faults_are_read(name, fault):
+    arguments, value = JSON_FAULTS[fault]
+    found, calls = checked(form_of(name), WRITTEN[name]._replace(days=arguments).oslo)
+    assert (calls, found.content) == ([("get_time", value)], "")
+
+
+@pytest.mark.parametrize("fault", UNCLOSED)
+@pytest.mark.parametrize("name", WITH_END)
+def test_brackets_that_are_missing_at_the_end_are_read(name, fault):
+    arguments, value = UNCLOSED[fault]
+    written = WRITTEN[name]._replace(days=arguments)
+    for text in (written.oslo, f"{written.begin}get_time{written.between}{arguments}{written.end.removeprefix('}')}"):
+        found, calls = checked(form_of(name), text)
+        assert (calls, found.content) == ([("get_time", value)], "")
+
+
+@pytest.mark.parametrize("name", FIELD)
+def test_what_was_seen_in_the_field_is_read(name):
+    fault = FIELD[name]
+    found, calls = checked(fault.format, fault.text, fault.prompt_end)
+    assert (found.content, found.reasoning, calls) == (fault.content, fault.reasoning, list(fault.calls))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_that_a_limit_cuts_is_none(name):
+    """Nor is it content; and a whole one before it stays."""
+    written = WRITTEN[name]
+    for before, calls in (("", ()), (f"{written.paris}\n", ("get_weather",))):
+        for end in range(len(written.begin) + 1, len(written.oslo)):
+            text = f"{before}{written.oslo[:end]}"
+            found = parse(form_of(name), [text], cut=True)
+            assert parse(form_of(name), list(text), cut=True) == found
+            called = [one for one, _ in found.calls]
+            if called == [*calls, "get_time"]:
+                assert json.loads(found.calls[-1][1]) == OSLO[1] and end > len(written.oslo) - len(written.end) - 1
+            else:
+                assert called == [*calls] and not found.calls_tools
+            assert not found.content.strip(), text
