@@ -47,7 +47,7 @@ class Said:
     """An answer with reasoning, a text and two calls, as chunks or whole."""
 
     def __init__(self, finish_reason: str = "tool_calls") -> None:
-        self._calls = (("call_a", "f", '{"x": 1}'), ("call_b", "g", '{"y": ' if finish_reason == "length" else "{}"))
+        self._calls = (("call_a", "f", '{"x": 1}'), ("call_b", "g", "{}"))
         self._finish_reason = finish_reason
 
     def usage(self):

@@ -160,8 +160,3 @@ async def test_reasoning_and_calls_are_blocks(said, thinks):
                 blocks[event["index"]]["json" if name == "partial_json" else name] += delta[name]
     told = [{**block, "input": json.loads(block["json"])} if block["type"] == "tool_use" else block for block in blocks]
     assert [{name: value for name, value in block.items() if name != "json"} for block in told] == expected
-
-
-async def test_a_call_that_is_cut_is_told_as_cut(said):
-    whole = Output(said("length"), "m", thinks=False).whole([])
-    assert (whole["stop_reason"], whole["content"][-1]["input"]) == ("max_tokens", {})

@@ -63,12 +63,7 @@ class Output:
     def _block(self, segment: Segment) -> dict[str, Any]:
         if segment.kind != "call":
             return _begun(segment) | {_DELTAS[segment.kind][1]: segment.text}
-        try:
-            arguments = msgspec.json.decode(segment.text or "{}")
-        except msgspec.DecodeError:
-            # The answer was cut.
-            arguments = None
-        return _begun(segment) | {"input": arguments if isinstance(arguments, dict) else {}}
+        return _begun(segment) | {"input": msgspec.json.decode(segment.text, type=dict[str, Any])}
 
     def _stop(self) -> dict[str, Any]:
         reason, stop = self._segments.finish_reason, self._segments.stop_reason

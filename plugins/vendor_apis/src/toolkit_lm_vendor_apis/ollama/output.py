@@ -157,9 +157,4 @@ def now() -> str:
 
 
 def _call(step: Step) -> dict[str, Any]:
-    try:
-        arguments = msgspec.json.decode(step.segment.text or "{}")
-    except msgspec.DecodeError:
-        # The answer was cut.
-        arguments = None
-    return {"function": {"name": step.segment.name, "arguments": arguments if isinstance(arguments, dict) else {}}}
+    return {"function": {"name": step.segment.name, "arguments": msgspec.json.decode(step.segment.text, type=dict[str, Any])}}
