@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from toolkit_lm.errors import RequestError
-from toolkit_lm_structured_output.contract import Source
+from toolkit_lm_structured_output.contract import DEAD_END, Source
 from toolkit_lm_structured_output.wishes import Wish
 
 PAGE = Path(__file__).parents[3] / "docs" / "hooks" / "toolkit_register_structured_output.md"
@@ -56,3 +56,4 @@ def test_the_example_matches(compiler):
 def test_what_can_be_compiled_is_tried(compiler):
     assert compiler.error_of("12\n1?", None) == ""
     assert compiler.error_of("abc", None) == "nothing matches it"
+    assert compiler.error_of("12a", None) == DEAD_END

@@ -48,7 +48,7 @@ class FormatGrammar:
             case "const_string":
                 return self._literal(self._text(told, "value", where))
             case "json_schema":
-                return f"%json {json.dumps(self._schema(told.get('json_schema', {})))}"
+                return f"%json {json.dumps(self._checked(told.get('json_schema', {}), where))}"
             case "regex":
                 return f"/{regex_to_lark(self._text(told, 'pattern', where), 'dw')}/"
             case "sequence" | "or" as kind:
@@ -128,6 +128,12 @@ class FormatGrammar:
         if not all(isinstance(one, Mapping) for one in found):
             raise self._wrong(f"{where}.tags", "must be a list of tags")
         return found
+
+    def _checked(self, schema: Any, where: str) -> dict[str, Any]:
+        try:
+            return self._schema(schema)
+        except RequestError as error:
+            raise RequestError(f"{str(error).rstrip('.')}, of the structural tag's {where[:200]}.", self._param) from None
 
     def _wrong(self, where: str, why: str) -> RequestError:
         return RequestError(f"{self._param}: the structural tag's {where[:200]} {why}.", self._param)

@@ -8,6 +8,7 @@ from typing import Any
 
 from toolkit_lm.errors import RequestError
 
+from toolkit_lm_structured_output.finishing import dead_end
 from toolkit_lm_structured_output.wishes import Wish, read_json
 
 MAX_SCHEMA = 256 * 1024
@@ -28,7 +29,7 @@ def schema_of(wish: Wish) -> dict[str, Any] | None:
 
 
 def checked_schema(given: Any, wish: Wish) -> dict[str, Any]:
-    """A schema within its limits, as a mapping. Raises RequestError."""
+    """A schema within its limits, as a mapping. Raises RequestError, also for one of which no document can be finished."""
     schema = read_json(given, wish.param, "the schema")
     if not isinstance(schema, dict | bool):
         raise RequestError(f"{wish.param}: a JSON Schema is a mapping, not a {type(schema).__name__}.", wish.param)
@@ -41,8 +42,10 @@ def checked_schema(given: Any, wish: Wish) -> dict[str, Any]:
         raise RequestError(f"{wish.param}: the schema is not JSON: {error}.", wish.param) from None
     if length > MAX_SCHEMA:
         raise RequestError(f"{wish.param}: the schema has {length} characters; at most {MAX_SCHEMA} are allowed.", wish.param)
+    if (found := dead_end(schema)) is not None:
+        raise RequestError(f"{wish.param}: the schema cannot be used: {found.reason} (at {found.where[:200]}).", wish.param)
     if isinstance(schema, bool):
-        return {} if schema else {"not": {}}
+        return {}
     # What llguidance would read there is the request's business only where this plugin asks for it.
     schema = {name: value for name, value in schema.items() if name != "x-guidance"}
     return schema if wish.additional_properties else _closed(schema)

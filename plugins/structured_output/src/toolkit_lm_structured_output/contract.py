@@ -21,6 +21,7 @@ _STEPS = 16
 """Masks that a trial makes, after tokens that are drawn at random, and as many after the longest: some grammars become expensive."""
 NOTHING = "nothing matches it"
 """Why a grammar that no text follows cannot be used."""
+DEAD_END = "it leads to where nothing may follow, and the end neither"
 
 
 class Source(Struct, frozen=True):
@@ -137,9 +138,11 @@ class GrammarCompiler(ABC):
                 for step in range(_STEPS):
                     matcher.fill(mask)
                     allowed = self._allowed(mask)
+                    if not step and not mask.any():
+                        return NOTHING
+                    if not mask.any() and not matcher.is_stopped:
+                        return DEAD_END
                     if not len(allowed):
-                        if not step and not mask.any():
-                            return NOTHING
                         break
                     matcher.consume(int(generator.choice(allowed) if weights is None else allowed[weights[allowed].argmax()]))
         except ValueError as error:

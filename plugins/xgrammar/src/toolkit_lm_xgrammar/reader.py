@@ -9,6 +9,7 @@ from typing import Any
 from toolkit_lm.errors import RequestError
 from toolkit_lm_structured_output.checks import MAX_SCHEMA, checked_schema, choices_of, schema_of, text_of
 from toolkit_lm_structured_output.contract import Reading, WishReader
+from toolkit_lm_structured_output.finishing import types_of
 from toolkit_lm_structured_output.wishes import Wish, read_json
 
 _MOST_WHITESPACE = 20
@@ -135,9 +136,30 @@ def _conflicts(schema: Mapping[str, Any]) -> Iterator[str]:
         yield "'pattern' or 'format' beside other limits of a text"
     if not set(schema.get("required", ())) <= set(_mapping(schema.get("properties"))):
         yield "'required' of properties that it does not name"
+    if _mapping(schema.get("patternProperties")) and _mapping(schema.get("properties")):
+        # A property that both are about would have to follow both.
+        yield "'patternProperties' beside 'properties'"
+    named = {kinds} if isinstance(kinds, str) else {one for one in kinds if isinstance(one, str)} if isinstance(kinds, list) else None
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if named is not None and not all(named.intersection(types_of(one)) for one in (listed if isinstance(listed, list) else ())):
+        yield "values that are not of their 'type'"
     limits = [name for names in _OF_TYPES.values() for name in names if name in schema]
     if limits and not (isinstance(kinds, str) and all(name in _OF_TYPES.get(kinds, ()) for name in limits)):
         yield f"{limits[0]!r} of any type but one"
+
+
+def _schemas(told: Any) -> Iterator[Any]:
+    """The JSON schemas of a format."""
+    left = [told]
+    while left:
+        one = left.pop()
+        if isinstance(one, list):
+            left += one
+        elif isinstance(one, Mapping):
+            if one.get("type") == "json_schema":
+                yield one.get("json_schema", {})
+            else:
+                left += one.values()
 
 
 def _literal(text: str) -> str:
@@ -153,6 +175,8 @@ def _tag(wish: Wish) -> dict[str, Any]:
     if len(json.dumps(told)) > MAX_SCHEMA:
         raise RequestError(f"{wish.param}: the structural tag has more than {MAX_SCHEMA} characters.", wish.param)
     if "format" in told:
+        for schema in _schemas(told["format"]):
+            checked_schema(schema, wish)
         return {"type": "structural_tag", "format": told["format"]}
     structures, triggers = told.get("structures"), told.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list) or not structures or not triggers:
