@@ -225,3 +225,13 @@ def test_a_tool_that_must_be_called_is_called_by_a_model_that_would_not(url):
     [call] = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "log"
     jsonschema.validate(json.loads(call["function"]["arguments"]), PARAMETERS)
+
+
+def test_a_tool_that_no_call_could_be_valid_for_is_refused_by_name(url):
+    days = {"type": "integer", "exclusiveMinimum": 3, "exclusiveMaximum": 4}
+    tool = {"name": "log", "parameters": {"type": "object", "properties": {"days": days}, "required": ["days"]}}
+    body = {"messages": [{"role": "user", "content": "Hello!"}], "tools": [{"type": "function", "function": tool}]}
+    response = httpx.post(f"{url}/v1/chat/completions", json={**body, "tool_choice": "required"}, timeout=60)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools")
+    assert error["message"].startswith("tools: the schema cannot be used: no integer is within the bounds 3 and 4 (at #/properties/days)")

@@ -9,6 +9,7 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import MarkedCalls
 from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.schemas import Schemas, refers
 from toolkit_lm_parsers.structures import Structure, calls, functions_of, json_schema, sequence, text
 
 _CALLS, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -61,14 +62,22 @@ class MistralFormat(AnswerFormat):
         if _ARGS in self.template:
             return calls(tools, lambda name: f"{_CALLS}{name}{_ARGS}", "", parallel=parallel, separator="")
         # Of an older one, all calls are one list.
-        functions = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for name, schema in functions_of(tools)
-        ]
+        functions: list[dict[str, Any]] = []
+        definitions: dict[str, Any] = {}
+        for name, schema in functions_of(tools):
+            arguments: Any = schema
+            if refers(schema):
+                # Its references are from the beginning of a schema, which is the list's now.
+                key = f"arguments{len(definitions)}"
+                arguments, definitions[key] = {"$ref": f"#/$defs/{key}"}, Schemas(schema).definition(key)
+            functions.append(
+                {
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "arguments": arguments},
+                    "required": ["name", "arguments"],
+                    "additionalProperties": False,
+                }
+            )
         listed = {"type": "array", "items": {"anyOf": functions}, "minItems": 1, **({} if parallel else {"maxItems": 1})}
+        listed |= {"$defs": definitions} if definitions else {}
         return sequence(text(_CALLS), json_schema(listed))

@@ -122,10 +122,14 @@ class Schemas:
 
     def alone(self, part: Any) -> Any:
         """A part as a schema of its own: the references in it lead where they did."""
-        if not any("$ref" in one for one in _mappings(part)) or not isinstance(part, Mapping):
+        if not refers(part) or not isinstance(part, Mapping):
             return part
-        moved: dict[str, Any] = _moved(part)
-        return {**moved, "$defs": {**_mapping(moved.get("$defs")), _WHOLE: _moved(self.root)}}
+        moved: dict[str, Any] = _moved(part, _WHOLE)
+        return {**moved, "$defs": {**_mapping(moved.get("$defs")), _WHOLE: self.definition(_WHOLE)}}
+
+    def definition(self, name: str) -> Any:
+        """The whole schema, to be the definition of this name in another one."""
+        return _moved(self.root, name)
 
     def argument(self, value: str, schema: Any) -> str:
         """The JSON of an argument that is written without quotes: a text where the schema says so, or nothing else."""
@@ -216,14 +220,19 @@ def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
             left += one
 
 
-def _moved(value: Any) -> Any:
-    """A schema whose references lead into the definition of the whole one."""
+def refers(schema: Any) -> bool:
+    """Whether there are references in a schema."""
+    return any("$ref" in one for one in _mappings(schema))
+
+
+def _moved(value: Any, definition: str) -> Any:
+    """A schema whose references lead into a definition that is the whole schema."""
     if isinstance(value, list):
-        return [_moved(one) for one in value]
+        return [_moved(one, definition) for one in value]
     if not isinstance(value, Mapping):
         return value
-    moved = {name: one if name in _VALUES else _moved(one) for name, one in value.items()}
+    moved = {name: one if name in _VALUES else _moved(one, definition) for name, one in value.items()}
     reference = value.get("$ref")
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        moved["$ref"] = f"#/$defs/{_WHOLE}{reference[1:]}"
+        moved["$ref"] = f"#/$defs/{definition}{reference[1:]}"
     return moved

@@ -175,7 +175,9 @@ def _content(schemas: Schemas, schema: Any) -> Structure:
 
 
 def _is_whole(pattern: str) -> bool:
-    return pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$")
+    """Whether a pattern is of a whole text, and looks at nothing but the next character."""
+    looks = pattern.replace("(?:", "").count("(?") or any(f"\\{digit}" in pattern for digit in "123456789")
+    return pattern.startswith("^") and pattern.endswith("$") and not pattern.endswith("\\$") and not looks
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -64,6 +64,8 @@ class Plan(NamedTuple):
     """Of the format of reasoning."""
     counters: Counters | None = None
     """What makes the counters of its tokens; None: they are not counted."""
+    asked: str = ""
+    """The field of the request that `structure` comes from."""
 
     @property
     def keeps_special_tokens(self) -> bool:
@@ -79,6 +81,12 @@ class Plan(NamedTuple):
         if self.reasoning_name is not None and given.get(BUDGET) is not None:
             changed["extra_args"] = {_FORMAT: self.reasoning_name, **given}
         return structs.replace(params, **changed) if changed else params
+
+    def named(self, error: RequestError) -> RequestError:
+        """An error about the structure, which names the request's own field."""
+        if not self.asked or error.param != "structured_outputs":
+            return error
+        return RequestError(str(error).replace(error.param, self.asked, 1), self.asked)
 
     @property
     def is_plain(self) -> bool:
@@ -122,6 +130,7 @@ class AnswerParts:
         """Of one request. Raises RequestError for tools that could not be called."""
         tools, reasoning, kwargs = None, self.reasoning, body.template_kwargs() or {}
         structure: dict[str, Any] | None = None
+        field = "tools"
         if use.tools:
             tools = self._tools
             if tools is None and use.required and _BARE in self._parsers:
@@ -154,10 +163,10 @@ class AnswerParts:
             if content is None:
                 reasoning = None
             else:
-                structure = reasoning.after_reasoning(content, kwargs)
+                structure, field = reasoning.after_reasoning(content, kwargs), next(iter(asked))
         told = None if structure is None else {"structural_tag": {"type": "structural_tag", "format": structure}}
         name, counters = (None, None) if reasoning is None else (self._name, self._counters)
-        return Plan(tools, reasoning, use, told, body.include_reasoning is not False, name, counters)
+        return Plan(tools, reasoning, use, told, body.include_reasoning is not False, name, counters, "" if told is None else field)
 
 
 class _Chain(AnswerParser):

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
+from toolkit_lm.errors import RequestError
 
 from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
@@ -87,8 +88,11 @@ class Chat:
         outputs = self._engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
-            first, many = await anext(outputs), len(conversations)
-            generation = Generation(first, outputs, many, params.n, names=body.return_tokens_as_token_ids)
+            try:
+                first = await anext(outputs)
+            except RequestError as error:
+                raise plan.named(error) from error
+            generation = Generation(first, outputs, len(conversations), params.n, names=body.return_tokens_as_token_ids)
             on_error.pop_all()
         await generation.check_first()
         return ChatAnswer(self._engine, body, conversations, generation, plan)
