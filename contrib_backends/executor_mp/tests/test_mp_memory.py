@@ -16,7 +16,7 @@ import pytest
 import torch
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_executor_mp import groups, memory
-from toolkit_lm_executor_mp.torch_group import LostRankError, TorchGroup
+from toolkit_lm_executor_mp.socket_group import LostRankError, SocketGroup
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1,), (3, 129), (32, 128), (1000, 1001)]
@@ -180,7 +180,7 @@ def test_a_group_that_was_left_is_of_no_use(tmp_path):
 
 
 def _fallback(group):
-    return type(group) is TorchGroup, group.all_reduce(torch.ones(3)).tolist()
+    return type(group) is SocketGroup, group.all_reduce(torch.ones(3)).tolist()
 
 
 def _enter_without(path, rank, results):
@@ -188,7 +188,7 @@ def _enter_without(path, rank, results):
     _enter(_fallback, path, 2, rank, results)
 
 
-def test_where_one_rank_cannot_map_it_all_use_gloo(tmp_path):
+def test_where_one_rank_cannot_map_it_all_use_sockets(tmp_path):
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     processes = [context.Process(target=_enter_without, args=(tmp_path / "meeting", rank, results)) for rank in range(2)]

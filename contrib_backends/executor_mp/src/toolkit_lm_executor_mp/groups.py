@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import os
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,21 +18,31 @@ from toolkit_lm.config import ParallelConfig
 from toolkit_lm.distributed import Group, parallel_groups
 
 from toolkit_lm_executor_mp.memory import MemoryGroup, share_memory
-from toolkit_lm_executor_mp.torch_group import TIMEOUT, TorchGroup, together
+from toolkit_lm_executor_mp.network import shut
+from toolkit_lm_executor_mp.socket_group import TIMEOUT, LostRankError, SocketGroup, meet_by, meet_in, together
+from toolkit_lm_executor_mp.torch_group import TorchGroup
 
 _dist: Any = torch.distributed
 """Its types know but a part of it."""
+_HAS_ABSTRACT = hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED")
+"""Linux has socket addresses that are no files, and says who is at the other end."""
 
 
 class Groups(NamedTuple):
-    """Those of one rank. A group of a single rank is no TorchGroup."""
+    """Those of one rank. A group of a single rank is the base class."""
 
     tensor: Group
     pipeline: Group
 
+    def flush(self) -> None:
+        """Waits until what was sent is on its way."""
+        for group in self:
+            if isinstance(group, SocketGroup | TorchGroup):
+                group.flush()
+
     def close(self) -> None:
         for group in self:
-            if isinstance(group, TorchGroup):
+            if isinstance(group, SocketGroup | TorchGroup):
                 group.close()
 
 
@@ -40,65 +53,139 @@ class MasterStore(NamedTuple):
     port: int
     attempt: int
     """Ranks that connect anew meet under another number."""
+    key: bytes
+    """Of the attempt: ranks believe what is signed by it. It reaches them by the engine's encrypted connections."""
+
+
+class SignedStore(_dist.Store):  # type: ignore[misc]
+    """A store of values with an HMAC of their keys and of themselves: what others than ranks have put there is an error.
+
+    The store itself takes anybody's keys. Only those methods are here that process groups use.
+    """
+
+    def __init__(self, store: Any, key: bytes) -> None:
+        super().__init__()
+        self._store = store
+        self._key = key
+
+    def set(self, key: str, value: str | bytes) -> None:
+        plain = value.encode() if isinstance(value, str) else bytes(value)
+        self._store.set(key, self._sign(key, plain) + plain)
+
+    def get(self, key: str) -> bytes:
+        signed = bytes(self._store.get(key))
+        digest, plain = signed[: hashlib.sha256().digest_size], signed[hashlib.sha256().digest_size :]
+        if not hmac.compare_digest(digest, self._sign(key, plain)):
+            raise LostRankError(f"the store of the ranks holds a value of {key!r} that no rank of this launch has put there")
+        return plain
+
+    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
+        self._store.wait(keys, timeout)
+
+    def _sign(self, key: str, value: bytes) -> bytes:
+        # The length ends the key: no other pair has the same bytes.
+        return hmac.digest(self._key, f"{len(key)} {key}".encode() + value, "sha256")
 
 
 def connect(parallel: ParallelConfig, meeting: Path | MasterStore, device: torch.device) -> Groups:
     """The groups of the worker of `parallel.rank`. Waits until the ranks of each group are there. Raises LostRankError.
 
-    `meeting`: a file that is not there yet, equal on all ranks of one machine; nobody needs it once all are connected. Or the store.
+    `meeting`: a folder that is not there yet, equal on all ranks of one machine, inside one that only their user may enter; nobody needs
+    it once all are connected. Or the store.
     """
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     stage, shard = parallel.pipeline_parallel_rank, parallel.tensor_parallel_rank
-    store, address = _store(meeting, tensor * pipeline)
-    return Groups(
-        _group(store, address, f"stage {stage}", shard, range(stage * tensor, (stage + 1) * tensor), parallel, device),
-        _group(store, address, f"shard {shard}", stage, range(shard, tensor * pipeline, tensor), parallel, device),
-    )
+    by_name = {
+        "stage": (stage, shard, range(stage * tensor, (stage + 1) * tensor)),
+        "shard": (shard, stage, range(shard, tensor * pipeline, tensor)),
+    }
+    made = [_group(meeting, f"{kind} {number}", rank, ranks, parallel, device) for kind, (number, rank, ranks) in by_name.items()]
+    return Groups(*made)
 
 
-def _store(meeting: Path | MasterStore, num_ranks: int) -> tuple[Any, str]:
-    """Where the ranks find each other, and the address of this machine at which others reach it."""
+def _group(
+    meeting: Path | MasterStore, name: str, rank: int, ranks: Sequence[int], parallel: ParallelConfig, device: torch.device
+) -> Group:
+    """`rank`: the place in the group of `ranks`."""
+    size = len(ranks)
+    if size == 1:
+        return Group()
     if isinstance(meeting, Path):
-        # Ranks of one machine: nobody else is listened to, whatever the host's name stands for.
-        return _dist.FileStore(str(meeting), num_ranks), "127.0.0.1"
+        return _near(meet_in(meeting, name, rank, size)) if device.type == "cpu" else _nccl_here(meeting, name, rank, size, device)
+    store, address = _store(meeting, name)
+    if device.type == "cuda":
+        return _nccl(store, rank, size, device)
+    is_near = ranks[0] // parallel.ranks_per_node == ranks[-1] // parallel.ranks_per_node
+    if is_near and _HAS_ABSTRACT:
+        return _near(meet_by(store, rank, size))
+    return _gloo(store, rank, size, device, address)
+
+
+def _near(group: SocketGroup) -> SocketGroup:
+    """With memory that all have mapped, where they can."""
+    memory = share_memory(group)
+    return group if memory is None else MemoryGroup(group, memory)
+
+
+def _store(meeting: MasterStore, name: str) -> tuple[SignedStore, str]:
+    """Where the ranks of a group find each other, and the address of this machine at which others reach it."""
     with together():
         store = _dist.TCPStore(meeting.address, meeting.port, is_master=False, timeout=timedelta(seconds=TIMEOUT))
     family = socket.AF_INET6 if ":" in meeting.address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         # Sends nothing: it asks for the way there.
         probe.connect((meeting.address, meeting.port))
-        return _dist.PrefixStore(f"attempt {meeting.attempt}", store), probe.getsockname()[0]
+        prefix = f"attempt {meeting.attempt} {name}"
+        return SignedStore(_dist.PrefixStore(prefix, store), hmac.digest(meeting.key, prefix.encode(), "sha256")), probe.getsockname()[0]
 
 
-def _group(store: Any, address: str, name: str, rank: int, ranks: Sequence[int], parallel: ParallelConfig, device: torch.device) -> Group:
-    """`rank`: the place in the group of `ranks`."""
-    size = len(ranks)
-    if size == 1:
-        return Group()
-    own, timeout = _dist.PrefixStore(name, store), timedelta(seconds=TIMEOUT)
+def _gloo(store: Any, rank: int, size: int, device: torch.device, address: str) -> TorchGroup:
+    """Over TCP, at `address`. Nobody else can connect to it once the ranks are connected."""
+    others = _listeners()
+    options = _dist.ProcessGroupGloo._Options()
     with together():
-        if device.type == "cuda":
-            nccl = _dist.ProcessGroupNCCL.Options()
-            nccl._timeout = timeout
-            return TorchGroup(_dist.ProcessGroupNCCL(own, rank, size, nccl), device)
-        gloo = _dist.ProcessGroupGloo._Options()
-        gloo._devices = [_dist.ProcessGroupGloo.create_device(hostname=address)]
-        gloo._timeout = timeout
-        process_group = _dist.ProcessGroupGloo(own, rank, size, gloo)
-        is_near = ranks[0] // parallel.ranks_per_node == ranks[-1] // parallel.ranks_per_node
-        memory = share_memory(own, rank, size) if is_near else None
-        return TorchGroup(process_group, device) if memory is None else MemoryGroup(process_group, device, memory)
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+        options._timeout = timedelta(seconds=TIMEOUT)
+        process_group = _dist.ProcessGroupGloo(store, rank, size, options)
+    for descriptor in _listeners() - others:
+        with socket.socket(fileno=os.dup(descriptor)) as listener:
+            shut(listener)
+    return TorchGroup(process_group, device)
+
+
+def _nccl_here(folder: Path, name: str, rank: int, size: int, device: torch.device) -> TorchGroup:
+    """The ranks are on one machine: NCCL listens to nobody else, unless the operator says where."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return _nccl(_dist.FileStore(str(folder / name), size), rank, size, device)
+
+
+def _nccl(store: Any, rank: int, size: int, device: torch.device) -> TorchGroup:
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=TIMEOUT)
+    with together():
+        return TorchGroup(_dist.ProcessGroupNCCL(store, rank, size, options), device)
+
+
+def _listeners() -> set[int]:
+    """Descriptors of this process's sockets that listen to a network. Linux alone tells."""
+    found = set()
+    with suppress(FileNotFoundError):
+        for word in os.listdir("/proc/self/fd"):
+            with suppress(OSError), socket.socket(fileno=os.dup(int(word))) as one:
+                is_network = one.family in (socket.AF_INET, socket.AF_INET6)
+                if is_network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(int(word))
+    return found
 
 
 @contextmanager
 def torch_groups(parallel: ParallelConfig, path: Path, device: torch.device = torch.device("cpu")) -> Iterator[None]:
-    """The process is the worker of `parallel.rank`: joins the other ranks as `connect` does, and leaves them at the end."""
+    """The process is the worker of `parallel.rank`: joins those of its machine in the folder `path`, and leaves them at the end."""
     groups = connect(parallel, path, device)
     try:
         with parallel_groups(tensor=groups.tensor, pipeline=groups.pipeline):
             yield
-        for group in groups:
-            if isinstance(group, TorchGroup):
-                group.flush()
+        groups.flush()
     finally:
         groups.close()

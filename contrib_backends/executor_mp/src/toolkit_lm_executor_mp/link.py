@@ -134,9 +134,15 @@ class Link:
             folder = self._workers.folder if is_first else make_folder(f"{self._workers.folder.name}-")
             self.has_failed, self._culprit, self._deadline = False, None, None
             self._oldest_call = self._num_calls
-            port = 0 if self._nodes is None else self._nodes.store_port
-            call = self.call(wire.Connect(str(folder), port), "while connecting the ranks")
-        call.future.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+            command = wire.Connect(str(folder)) if self._nodes is None else self._nodes.meeting(str(folder))
+            call = self.call(command, "while connecting the ranks")
+
+        def met(_: Future[Any]) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            if self._nodes is not None:
+                self._nodes.end_meeting()
+
+        call.future.add_done_callback(met)
         return call
 
     def call(

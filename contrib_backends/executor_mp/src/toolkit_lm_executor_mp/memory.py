@@ -6,13 +6,12 @@ import math
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from toolkit_lm_executor_mp.torch_group import TIMEOUT, LostRankError, TorchGroup, together
+from toolkit_lm_executor_mp.socket_group import TIMEOUT, LostRankError, SocketGroup, together
 
 try:
     from toolkit_lm_executor_mp import _memory as _memory
@@ -24,13 +23,13 @@ else:
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What is added here, by its number in module.c."""
 _LETTER = 4 << 20
-"""Bytes of the largest message that is not sent over gloo."""
+"""Bytes of the largest message that is not sent over a socket."""
 _LETTERS = 4
 """Messages from one rank to another that may be on their way; the sender of more waits."""
 _HEADER = 1024
 """Bytes before the tensors of a message, which say what they are."""
 _LENGTH = 8
-"""Of these, bytes that say how many more there are; none: the tensors go over gloo."""
+"""Of these, bytes that say how many more there are; none: the tensors go over a socket."""
 _MOST = 2**32 - 1
 """Of a counter."""
 _ALIGNED = 64
@@ -40,15 +39,15 @@ _MOST_WRITERS = 8
 _decode = msgspec.msgpack.Decoder(dict[str, tuple[str, tuple[int, ...], int]]).decode
 
 
-class MemoryGroup(TorchGroup):
+class MemoryGroup(SocketGroup):
     """Adds in float32 and in the order of ranks, so that all ranks have the same sum to the last bit.
 
-    What has no place in the memory goes over the process group: other dtypes, and messages of more than 4 MiB.
+    What has no place in the memory goes over sockets: other dtypes, and messages of more than 4 MiB.
     """
 
-    def __init__(self, process_group: Any, device: torch.device, memory: mmap.mmap) -> None:
-        """`memory`: what `share_memory` returns on each rank of the group."""
-        super().__init__(process_group, device)
+    def __init__(self, group: SocketGroup, memory: mmap.mmap) -> None:
+        """`group`: its sockets become this one's. `memory`: what `share_memory` returns on each of its ranks."""
+        super().__init__(group.rank, group.size, group.peers)
         self._memory = memory
         self._bytes: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
         self._place = (self._bytes.data_ptr(), self.rank, self.size, TIMEOUT)
@@ -142,40 +141,43 @@ class MemoryGroup(TorchGroup):
         super().close()
 
 
-def share_memory(store: Any, rank: int, size: int) -> mmap.mmap | None:
+def share_memory(group: SocketGroup) -> mmap.mmap | None:
     """Memory that all ranks of the group have mapped; None on all of them where one cannot.
 
-    It is no file: whatever ends the ranks, nothing is left of it. `store`: of torch.distributed, the group's own.
+    It is no file and has no name: the ranks alone reach it, and whatever ends them, nothing is left of it.
     """
-    if not _agree(store, "able", rank, size, _is_compiled and size <= _memory.MOST_RANKS and hasattr(os, "memfd_create")):
+    size = group.size
+    if not _agree(group, _is_compiled and size <= _memory.MOST_RANKS and hasattr(os, "memfd_create")):
         return None
     letters = size * size * _LETTERS * _LETTER if size <= _MOST_WRITERS else 0
     length = _memory.COUNTERS + 2 * size * _memory.BUFFER + letters
-    memory, descriptor = None, -1
+    descriptor = _make_file(length) if group.rank == 0 else group.take_file(0)
+    memory = None
     try:
-        if rank == 0:
-            descriptor = os.memfd_create("toolkit_lm-ranks")
-            # Nobody has memory for pages that nobody writes.
-            os.ftruncate(descriptor, length)
+        if group.rank == 0:
+            group.share_file(descriptor)
+        if descriptor >= 0:
             memory = mmap.mmap(descriptor, length)
-        store.set(f"memory {rank}", f"/proc/{os.getpid()}/fd/{descriptor}")
-        if rank:
-            theirs = os.open(store.get("memory 0").decode(), os.O_RDWR)
-            try:
-                memory = mmap.mmap(theirs, length)
-            finally:
-                os.close(theirs)
+    except (OSError, ValueError):
+        # No room for it here: then all send it over sockets.
+        pass
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return memory if _agree(group, memory is not None) else None
+
+
+def _make_file(length: int) -> int:
+    """Its descriptor, -1 where the kernel has none."""
+    try:
+        descriptor = os.memfd_create("toolkit_lm-ranks")
+        # Nobody has memory for pages that nobody writes.
+        os.ftruncate(descriptor, length)
     except OSError:
-        # Such as where /proc is not there, or another process may not look into it.
-        if rank == 0:
-            store.set("memory 0", "")
-    is_mapped = _agree(store, "mapped", rank, size, memory is not None)
-    if descriptor >= 0:
-        os.close(descriptor)
-    return memory if is_mapped else None
+        return -1
+    return descriptor
 
 
-def _agree(store: Any, what: str, rank: int, size: int, is_so: bool) -> bool:
+def _agree(group: SocketGroup, is_so: bool) -> bool:
     """Whether it is so on all ranks. Waits for them."""
-    store.set(f"{what} {rank}", str(int(is_so)))
-    return all(store.get(f"{what} {one}") == b"1" for one in range(size))
+    return bool(group.all_gather(torch.tensor([is_so]), 0).all())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import hmac
 import os
 import platform
 import socket
+import struct
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -18,12 +21,14 @@ from toolkit_lm.config import NodeConfig
 from toolkit_lm.errors import ConfigError
 
 KEY_VARIABLE = "TOOLKIT_LM_LAUNCH_KEY"
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+"""Linux's SO_ATTACH_FILTER and SO_DETACH_FILTER, which Python does not name."""
 _LEAST_KEY = 16
 """Characters."""
 _MOST_KEY = 4096
 """Bytes of its file."""
-_BEAT, _SILENCE = 1000, 3000
-"""Milliseconds between two signs of life, which ZeroMQ sends, and without any until the other machine counts as lost."""
+_BEAT = 1000
+"""Milliseconds between two signs of life, which ZeroMQ sends."""
 
 
 class Master(NamedTuple):
@@ -72,8 +77,10 @@ def read_key(config: NodeConfig) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, key: bytes, *, is_master: bool) -> zmq.Socket[bytes]:
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, key: bytes, timeout: float, *, is_master: bool) -> zmq.Socket[bytes]:
     """An end of a connection between machines, in ZeroMQ's CURVE: encrypted, and for those alone who know the key.
+
+    `timeout`: seconds without a sign of life after which the other machine counts as lost.
 
     The master's public key is made of the launch key, and crosses the network as little as that does. Nobody else can greet the master.
     """
@@ -82,8 +89,8 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, key: bytes, 
         made.setsockopt(option, 0)
     made.setsockopt(zmq.IPV6, 1)
     made.setsockopt(zmq.HEARTBEAT_IVL, _BEAT)
-    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE)
-    made.setsockopt(zmq.HEARTBEAT_TTL, _SILENCE)
+    made.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * timeout))
+    made.setsockopt(zmq.HEARTBEAT_TTL, round(1000 * timeout))
     secret = zmq.utils.z85.encode(hmac.digest(key, b"toolkit_lm master", "sha256"))
     if is_master:
         made.setsockopt(zmq.CURVE_SERVER, 1)
@@ -101,6 +108,23 @@ def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, key: bytes, 
 def endpoint(address: str, port: int | str) -> str:
     """ZeroMQ's name of a port. `port`: "*" is any that is free."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
+
+
+def shut(listener: socket.socket) -> None:
+    """Has the kernel drop all that comes to a socket that listens: who is connected stays so, and nobody else can be. Linux alone can.
+
+    For libraries' sockets, which must not be closed before they do it themselves.
+    """
+    if sys.platform == "linux":
+        # A program of one instruction for its packet filter: return 0 bytes of each packet.
+        program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+        listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(program)))
+
+
+def unshut(listener: socket.socket) -> None:
+    """Undoes `shut`."""
+    if sys.platform == "linux":
+        listener.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
 
 def versions() -> dict[str, str]:

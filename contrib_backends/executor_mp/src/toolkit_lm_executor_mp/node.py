@@ -34,7 +34,7 @@ def make_node(config: NodeConfig, start_timeout: float) -> Node:
         raise ConfigError(
             "node 0 holds the engine: run `toolkit serve MODEL --nodes N --master HOST:PORT` there. A worker needs --node-rank 1 or higher."
         )
-    return Node(config.node_rank, Master.parse(config.master), read_key(config), start_timeout)
+    return Node(config.node_rank, Master.parse(config.master), read_key(config), start_timeout, config.node_timeout)
 
 
 class Node:
@@ -43,17 +43,20 @@ class Node:
     What it passes on, it does not read. What it needs of the config, the engine says.
     """
 
-    def __init__(self, rank: int, master: Master, key: bytes, start_timeout: float) -> None:
-        """`rank`: of the node, from 1 on. `key`: 32 bytes. `start_timeout`: seconds until node 0 must be there."""
+    def __init__(self, rank: int, master: Master, key: bytes, start_timeout: float, node_timeout: float) -> None:
+        """`rank`: of the node, from 1 on. `key`: 32 bytes. `start_timeout`: seconds until node 0 must be there.
+
+        `node_timeout`: seconds without a sign of its life after which it counts as lost.
+        """
         self.rank = rank
         self._master = master
         self._key = key
         self._timeout = start_timeout
         self._end = time.monotonic() + start_timeout
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._door = make_socket(self._context, zmq.DEALER, self._key, is_master=False)
+        self._door = make_socket(self._context, zmq.DEALER, self._key, node_timeout, is_master=False)
         self._losses = self._door.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._plans = make_socket(self._context, zmq.PULL, self._key, is_master=False)
+        self._plans = make_socket(self._context, zmq.PULL, self._key, node_timeout, is_master=False)
         self._workers: LocalWorkers | None = None
         self._wake_recv, self._wake_send = socket.socketpair()
         self._signal: int | None = None

@@ -17,7 +17,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import ConfigError, EngineDeadError
 
 from toolkit_lm_executor_mp import wire
-from toolkit_lm_executor_mp.network import Master, endpoint, make_socket, read_key, versions
+from toolkit_lm_executor_mp.network import Master, endpoint, make_socket, read_key, shut, unshut, versions
 
 _BEAT = b""
 """To a node: it says nothing, and fails where nobody is there."""
@@ -88,20 +88,21 @@ class Nodes:
         self._failure: tuple[_Node, wire.NodeFailed] | None = None
         self._num_refused = 0
         self._next_look = 0.0
-        self.door = make_socket(context, zmq.ROUTER, self._key, is_master=True)
+        self.door = make_socket(context, zmq.ROUTER, self._key, config.node.node_timeout, is_master=True)
         # A message to who has gone is an error.
         self.door.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._refusals = self.door.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         self._plans: dict[int, zmq.Socket[bytes]] = {}
+        self._store_listener: socket.socket | None = None
         self._connected: set[int] = set()
         """Nodes that have been sent a command."""
         try:
             self.address = self._bind()
             for node in range(1, self.num_nodes):
-                self._plans[node] = make_socket(context, zmq.PUSH, self._key, is_master=True)
+                self._plans[node] = make_socket(context, zmq.PUSH, self._key, config.node.node_timeout, is_master=True)
                 self._plans[node].setsockopt(zmq.SNDTIMEO, int(1000 * self.margin))
                 self._plans[node].bind(endpoint(self.address, "*"))
-            self._store, self.store_port = self._make_store()
+            self._store, self._store_listener = self._make_store()
         except BaseException:
             self.close("")
             raise
@@ -115,21 +116,38 @@ class Nodes:
         self.master = self.master._replace(port=_port(self.door))
         return address
 
-    def _make_store(self) -> tuple[Any, int]:
-        """Where ranks meet, on the master's address alone. It serves as long as it is held."""
+    def _make_store(self) -> tuple[Any, socket.socket]:
+        """Where ranks meet, on the master's address alone, and its listener. It serves as long as it is held."""
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind((self.address, 0))
             listener.listen()
             port: int = listener.getsockname()[1]
-            dist: Any = torch.distributed
-            timeout = timedelta(seconds=self._timeout)
-            store = dist.TCPStore(
-                self.address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.fileno()
+            ours, dist = listener.dup(), torch.distributed
+            store: Any = dist.TCPStore(
+                self.address,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self._timeout),
+                master_listen_fd=listener.fileno(),
             )
             # It is the store's now.
             listener.detach()
-        return store, port
+        # Nobody has a reason to come before `meeting`.
+        shut(ours)
+        return store, ours
+
+    def meeting(self, folder: str) -> wire.Connect:
+        """The command that has the ranks meet in the store, which is open until `end_meeting`. It holds a key for what they put there."""
+        assert self._store_listener is not None, "the nodes are not closed"
+        unshut(self._store_listener)
+        return wire.Connect(folder, self._store_listener.getsockname()[1], secrets.token_bytes(wire.KEY_BYTES))
+
+    def end_meeting(self) -> None:
+        """Nobody else may come to the store: the ranks are connected, or will not be."""
+        if self._store_listener is not None:
+            shut(self._store_listener)
 
     @property
     def missing(self) -> list[int]:
@@ -258,6 +276,9 @@ class Nodes:
         for one in self._plans.values():
             one.close(linger=0)
         self._store = None
+        if self._store_listener is not None:
+            self._store_listener.close()
+            self._store_listener = None
 
 
 def _port(socket: zmq.Socket[bytes]) -> int:

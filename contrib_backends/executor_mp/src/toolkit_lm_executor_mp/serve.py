@@ -25,7 +25,7 @@ from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
 
 from toolkit_lm_executor_mp import wire
 from toolkit_lm_executor_mp.groups import Groups, MasterStore, connect
-from toolkit_lm_executor_mp.torch_group import LostRankError
+from toolkit_lm_executor_mp.socket_group import LostRankError
 
 _LAST_WORDS = 1000
 """Milliseconds that the last report gets to leave."""
@@ -114,7 +114,9 @@ class Worker:
         try:
             if isinstance(command, wire.Connect):
                 self.leave()
-                meeting = MasterStore(self._master, command.store_port, call) if self._master else Path(command.folder, "groups")
+                meeting = (
+                    MasterStore(self._master, command.store_port, call, command.key) if self._master else Path(command.folder, "groups")
+                )
                 self._groups = connect(self.config.parallel, meeting, self.runner.device)
                 return wire.Done(rank, call)
             if self._groups is None:

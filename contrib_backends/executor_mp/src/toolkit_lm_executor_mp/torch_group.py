@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -11,21 +10,7 @@ import torch
 from toolkit_lm.distributed import Group
 from torch import Tensor
 
-TIMEOUT = 600.0
-"""Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the stage before computes."""
-
-
-class LostRankError(RuntimeError):
-    """Another rank of the group has failed, has died, or does not come."""
-
-
-@contextmanager
-def together() -> Iterator[None]:
-    """What fails in it fails because of another rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostRankError(f"another rank has left the group: {error}") from error
+from toolkit_lm_executor_mp.socket_group import together
 
 
 class TorchGroup(Group):

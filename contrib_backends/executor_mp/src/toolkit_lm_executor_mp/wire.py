@@ -57,6 +57,8 @@ class Connect(Struct, tag="connect"):
     """Where the ranks of one machine meet. Nobody needs it once all have answered."""
     store_port: int = 0
     """Of the engine's machine: where ranks of several machines meet."""
+    key: bytes = b""
+    """By which they sign what they put there."""
 
 
 class Load(Struct, tag="load"):

@@ -195,6 +195,9 @@ class NodeConfig(Struct, frozen=True, kw_only=True):
     launch_key_file: Annotated[
         str | None, option("File of a secret, the same on all nodes: they prove that they know it.", none="TOOLKIT_LM_LAUNCH_KEY")
     ] = None
+    node_timeout: Annotated[
+        float, option("Seconds without a sign of life after which another machine counts as lost.", ge=2.0, le=3600.0)
+    ] = 15.0
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):

@@ -64,8 +64,10 @@ class RayNodes(Nodes):
         try:
             for number in range(parallel.nodes):
                 self._actors.append(_actor(group, number, resources, environment))
-                run, threads = self._actors[-1].run, options.cpus * parallel.ranks_per_node
-                self._runs.append(run.remote(number + 1, self.master.host, self.master.port, key, config.engine.start_timeout, threads))
+                timeouts = (config.engine.start_timeout, config.node.node_timeout)
+                threads = options.cpus * parallel.ranks_per_node
+                run = self._actors[-1].run
+                self._runs.append(run.remote(number + 1, self.master.host, self.master.port, key, timeouts, threads))
         except BaseException:
             self.close("")
             raise

@@ -1,0 +1,318 @@
+"""Groups whose ranks are on one machine, over Unix sockets: no other user reaches them, and nothing listens once they are connected."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from toolkit_lm.distributed import Group
+from torch import Tensor
+
+TIMEOUT = 600.0
+"""Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the stage before computes."""
+_RANK = struct.Struct("<i")
+"""What who connects says first: its place in the group."""
+_LENGTH = struct.Struct("<q")
+"""Bytes of a message's header, before it."""
+_LOOK = 0.005
+"""Seconds between two tries to reach a rank that does not listen yet."""
+_MOST_VIEWS = 64
+"""Pieces that one call of the kernel sends."""
+_decode = msgspec.msgpack.Decoder(dict[str, tuple[str, tuple[int, ...]]]).decode
+
+
+class LostRankError(RuntimeError):
+    """Another rank of the group has failed, has died, or does not come."""
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """What fails in it fails because of another rank."""
+    try:
+        yield
+    except (RuntimeError, OSError, ValueError) as error:
+        if isinstance(error, LostRankError):
+            raise
+        raise LostRankError(f"another rank has left the group: {error}") from error
+
+
+class SocketGroup(Group):
+    """A Unix stream socket to each other rank. Its calls raise LostRankError once a rank has closed its own.
+
+    Sums are in float32, or in a wider dtype of the tensor's own, and in the order of ranks: all ranks have the same to the last bit.
+    """
+
+    def __init__(self, rank: int, size: int, peers: Mapping[int, socket.socket]) -> None:
+        """`peers`: connected sockets, by the other rank's place in the group. From now on they are the group's."""
+        self.rank, self.size = rank, size
+        self.peers = dict(peers)
+        """By the other rank's place in the group; none once it was left."""
+        for peer in self.peers.values():
+            peer.setblocking(False)
+        self._sender = ThreadPoolExecutor(1, "toolkit_lm-sender")
+        """For messages that the kernel has no room for at once. It starts its thread when there is the first one."""
+        self._sent: Future[None] | None = None
+        """The message that is on its way."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Each rank adds one part of it, and gives the sum to the others."""
+        tensor = tensor.contiguous()
+        flat = tensor.view(-1)
+        bounds = [flat.numel() * rank // self.size for rank in range(self.size + 1)]
+        parts = [flat[start:end] for start, end in pairwise(bounds)]
+        mine = parts[self.rank]
+        addends = {rank: torch.empty_like(mine) for rank in self.peers}
+        self._swap({rank: parts[rank] for rank in self.peers}, addends)
+        addends[self.rank] = mine
+        is_narrow = tensor.dtype in (torch.bfloat16, torch.float16)
+        total = addends[0].to(torch.float32 if is_narrow else tensor.dtype, copy=True)
+        for rank in range(1, self.size):
+            total += addends[rank]
+        mine.copy_(total)
+        self._swap(dict.fromkeys(self.peers, mine), {rank: parts[rank] for rank in self.peers})
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
+        tensor = tensor.contiguous()
+        pieces = [torch.empty_like(tensor) for _ in range(self.size)]
+        pieces[self.rank] = tensor
+        self._swap(dict.fromkeys(self.peers, tensor), {rank: pieces[rank] for rank in self.peers})
+        return torch.cat(pieces, dim)
+
+    def send(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Returns before they have arrived, so that a stage can begin its next step."""
+        described = {name: (str(one.dtype).removeprefix("torch."), one.shape) for name, one in tensors.items()}
+        header = msgspec.msgpack.encode(described)
+        views = [memoryview(_LENGTH.pack(len(header)) + header), *map(_bytes_of, tensors.values())]
+        self.flush()
+        with together():
+            left = self._push(rank, [view for view in views if len(view)])
+            if left:
+                self._sent = self._sender.submit(self._move, {rank: left}, {})
+
+    def flush(self) -> None:
+        """Waits until what was sent is on its way, and its tensors are of no more use."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            with together():
+                sent.result()
+
+    def recv(self, rank: int) -> dict[str, Tensor]:
+        with together():
+            (length,) = _LENGTH.unpack(self._take(rank, _LENGTH.size))
+            described = _decode(self._take(rank, length))
+            found = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in described.items()}
+            for one in found.values():
+                self._move({}, {rank: _bytes_of(one)})
+            return found
+
+    def share_file(self, descriptor: int) -> None:
+        """Gives the other ranks an open file; -1: there is none."""
+        self.flush()
+        with together():
+            for peer in self.peers.values():
+                socket.send_fds(peer, [b"\0"], [] if descriptor < 0 else [descriptor])
+
+    def take_file(self, rank: int) -> int:
+        """The descriptor of the file that a rank shares; -1: there is none."""
+        with together():
+            self._wait([rank], [], time.monotonic() + TIMEOUT)
+            word, descriptors, *_ = socket.recv_fds(self._peer(rank), 1, 1)
+            if not word:
+                raise LostRankError(_gone(rank))
+            return descriptors[0] if descriptors else -1
+
+    def close(self) -> None:
+        """Leaves: the other ranks' calls fail."""
+        peers, self.peers = self.peers, {}
+        for peer in peers.values():
+            # Wakes who waits for it, here as well.
+            with suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+        self._sender.shutdown(wait=True)
+        for peer in peers.values():
+            peer.close()
+
+    def _peer(self, rank: int) -> socket.socket:
+        if rank not in self.peers:
+            raise LostRankError("the group has been left")
+        return self.peers[rank]
+
+    def _take(self, rank: int, length: int) -> bytearray:
+        taken = bytearray(length)
+        self._move({}, {rank: memoryview(taken)})
+        return taken
+
+    def _swap(self, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
+        """Sends and receives at a time, so that no two ranks wait for each other. All are contiguous."""
+        if not self.peers:
+            raise LostRankError("the group has been left")
+        self.flush()
+        with together():
+            views = {rank: [_bytes_of(one)] for rank, one in out.items() if one.numel()}
+            self._move(views, {rank: _bytes_of(one) for rank, one in into.items() if one.numel()})
+
+    def _move(self, out: dict[int, list[memoryview]], into: dict[int, memoryview]) -> None:
+        """Until all of `out` is with the kernel, and `into` is full. Both are used up."""
+        end = time.monotonic() + TIMEOUT
+        into = {rank: view for rank, view in into.items() if len(view)}
+        while True:
+            out = {rank: left for rank, views in out.items() if (left := self._push(rank, views))}
+            into = {rank: left for rank, view in into.items() if len(left := self._pull(rank, view))}
+            if not out and not into:
+                return
+            self._wait(into, out, end)
+
+    def _push(self, rank: int, views: list[memoryview]) -> list[memoryview]:
+        """Sends what the kernel takes. Returns what is left."""
+        try:
+            while views:
+                sent = self._peer(rank).sendmsg(views[:_MOST_VIEWS])
+                while views and sent >= len(views[0]):
+                    sent -= len(views.pop(0))
+                if sent:
+                    views[0] = views[0][sent:]
+        except BlockingIOError:
+            pass
+        return views
+
+    def _pull(self, rank: int, view: memoryview) -> memoryview:
+        """Receives what has come. Returns where the rest belongs."""
+        try:
+            while len(view):
+                received = self._peer(rank).recv_into(view)
+                if not received:
+                    raise LostRankError(_gone(rank))
+                view = view[received:]
+        except BlockingIOError:
+            pass
+        return view
+
+    def _wait(self, readers: Iterable[int], writers: Iterable[int], end: float) -> None:
+        """Until one of them is ready."""
+        poll = select.poll()
+        events = dict.fromkeys(readers, select.POLLIN)
+        for rank in writers:
+            events[rank] = events.get(rank, 0) | select.POLLOUT
+        for rank, wanted in events.items():
+            poll.register(self._peer(rank), wanted)
+        if not poll.poll(1000 * max(0.0, end - time.monotonic())):
+            raise LostRankError(f"rank {', '.join(map(str, events))} of the group did not come in time")
+
+
+def _gone(rank: int) -> str:
+    return f"rank {rank} of the group has gone"
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor, wherever the copy is that makes it contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+
+
+# How they meet
+
+
+def meet_in(folder: Path, name: str, rank: int, size: int) -> SocketGroup:
+    """The group of the ranks that call this with the same `folder` and `name`. Nothing of the group is left in the folder.
+
+    The folder is made where it is not there, for this user alone. Raises LostRankError.
+    """
+    with together():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        # A path of any length is a short one there.
+        short = f"/proc/self/fd/{handle}" if sys.platform == "linux" else str(folder)
+        try:
+            with closing(_listen(f"{short}/{name}-{rank}", size)) as listener:
+                found = _meet(listener, rank, size, lambda other: f"{short}/{name}-{other}")
+                os.unlink(folder / f"{name}-{rank}")
+        finally:
+            os.close(handle)
+    return SocketGroup(rank, size, found)
+
+
+def meet_by(store: Any, rank: int, size: int) -> SocketGroup:
+    """The group of the ranks that share `store`, of torch.distributed, and are on one machine. Linux alone has such addresses.
+
+    They are no files. Who else connects meanwhile is sent away: the kernel says whose process it is. Raises LostRankError.
+    """
+    with together(), closing(_listen("", size)) as listener:
+        store.set(f"near {rank}", listener.getsockname())
+        found = _meet(listener, rank, size, lambda other: store.get(f"near {other}"))
+    return SocketGroup(rank, size, found)
+
+
+def _listen(address: str, size: int) -> socket.socket:
+    """`address`: "" is a free one of the kernel's."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(address)
+        listener.listen(size)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _meet(listener: socket.socket, rank: int, size: int, address: Callable[[int], str | bytes]) -> dict[int, socket.socket]:
+    """Connects to the ranks below, and accepts those above."""
+    end, found = time.monotonic() + TIMEOUT, {}
+    try:
+        for other in range(rank):
+            found[other] = _reach(address(other), rank, end)
+        while len(found) < size - 1:
+            listener.settimeout(max(0.0, end - time.monotonic()))
+            peer = listener.accept()[0]
+            peer.settimeout(max(0.0, end - time.monotonic()))
+            other = _RANK.unpack(peer.recv(_RANK.size, socket.MSG_WAITALL))[0] if _is_ours(peer) else -1
+            if not rank < other < size or other in found:
+                peer.close()
+                continue
+            found[other] = peer
+    except BaseException:
+        for peer in found.values():
+            peer.close()
+        raise
+    return found
+
+
+def _reach(address: str | bytes, rank: int, end: float) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX)
+    try:
+        peer.settimeout(max(0.0, end - time.monotonic()))
+        while True:
+            try:
+                peer.connect(address)
+                break
+            except (FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(_LOOK)
+        if not _is_ours(peer):
+            raise LostRankError("another user listens in a rank's place")
+        peer.sendall(_RANK.pack(rank))
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether the process at the other end is this user's. Without a word of the kernel's, the folder alone keeps others away."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return user == os.geteuid()
