@@ -5,7 +5,7 @@ usage: python benchmarks/ranks.py [--runs 3] [--model FOLDER] [--only W1,W3,sums
 
     W1          32 x (128 in, 64 out)   tokens a second: those that are drawn
     W3          8 x (1024 in, 1 out)    tokens a second: those of the prompts
-    sums        microseconds that two ranks take to add a tensor of [rows, 768] in bfloat16, over shared memory and over gloo
+    sums        microseconds that two ranks take to add a tensor of [rows, 768] in bfloat16, over shared memory and over sockets
     broadcast   milliseconds until a plan of 32 rows is decoded in two processes, and until the answer of one of them is back
 
 The systems are engines of the 160M shape that all live at the same time, and have their turns one by one. All of them have the same cores:
@@ -59,13 +59,13 @@ def rank_main(rank: int, path: Path, times: int, results) -> None:
     import torch
     from toolkit_lm.config import VllmConfig
     from toolkit_lm_executor_mp import groups
-    from toolkit_lm_executor_mp.torch_group import TorchGroup
+    from toolkit_lm_executor_mp.socket_group import SocketGroup
 
     torch.set_num_threads(1)
     parallel = VllmConfig.default(tensor_parallel_size=2).with_rank(rank).parallel
     made = groups.connect(parallel, path, torch.device("cpu"))
     group, found = made.tensor, {}
-    ways = {"memory": group.all_reduce, "gloo": lambda tensor: TorchGroup.all_reduce(group, tensor)}
+    ways = {"memory": group.all_reduce, "sockets": lambda tensor: SocketGroup.all_reduce(group, tensor)}
     for rows in ROWS:
         tensor = torch.ones(rows, HIDDEN, dtype=torch.bfloat16)
         for way, add in ways.items():
@@ -90,10 +90,10 @@ def sums(folder: Path, times: int) -> None:
     for process in processes:
         process.join()
     print(f"sums of two ranks ({kind}), microseconds:")
-    print(f"{'rows':>12}{'memory':>10}{'p99':>8}{'gloo':>10}{'p99':>8}")
+    print(f"{'rows':>12}{'memory':>10}{'p99':>8}{'sockets':>10}{'p99':>8}")
     for rows in ROWS:
-        (memory, memory_99), (gloo, gloo_99) = found[rows, "memory"], found[rows, "gloo"]
-        print(f"{rows:>12}{memory:>10.1f}{memory_99:>8.0f}{gloo:>10.1f}{gloo_99:>8.0f}")
+        (memory, memory_99), (sockets, sockets_99) = found[rows, "memory"], found[rows, "sockets"]
+        print(f"{rows:>12}{memory:>10.1f}{memory_99:>8.0f}{sockets:>10.1f}{sockets_99:>8.0f}")
 
 
 def receiver_main(rank: int, folder: str, times: int) -> None:

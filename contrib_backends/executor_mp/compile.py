@@ -1,4 +1,4 @@
-"""Compiles what ranks of one machine exchange tensors with. Without a C compiler the package installs all the same, and uses gloo."""
+"""Compiles what ranks of one machine exchange tensors with. Without a C compiler the package installs all the same, and uses sockets."""
 
 from __future__ import annotations
 

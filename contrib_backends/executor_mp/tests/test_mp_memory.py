@@ -199,6 +199,32 @@ def test_where_one_rank_cannot_map_it_all_use_sockets(tmp_path):
         process.join()
 
 
+def _everything_over_sockets(path, rank, results):
+    memory._is_compiled = False
+    _enter(_over_sockets, path, 3, rank, results)
+
+
+def _over_sockets(group):
+    sums = [group.all_reduce(part(group.rank, shape, dtype)).view(torch.uint8).numpy().tobytes() for dtype in DTYPES for shape in SHAPES]
+    return {"sums": sums, "specials": _specials(group), "gathered": _gathered(group), "sent": group.rank > 1 or _sent(group)}
+
+
+def test_sockets_give_what_memory_gives(tmp_path):
+    """To the last bit."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_everything_over_sockets, args=(tmp_path / "meeting", rank, results)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    plain = [results.get(timeout=100)[1] for _ in processes]
+    for process in processes:
+        process.join()
+    test_sums_are_those_of_float32_in_the_order_of_ranks(plain)
+    test_what_is_no_plain_number_is_added_too_and_other_dtypes(plain)
+    test_gathered_tensors_are_in_the_order_of_ranks(plain)
+    test_messages_arrive_in_order_also_when_more_are_on_their_way_than_there_is_room_for(plain)
+
+
 def _endless(group):
     while True:
         group.all_reduce(torch.ones(5000))

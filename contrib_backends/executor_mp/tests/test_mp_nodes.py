@@ -386,3 +386,37 @@ def test_tokens_over_two_network_namespaces(folder, namespaces, expected, sizes)
         assert front.returncode == 0, front.stderr
         assert json.loads(front.stdout) == expected
         assert process.end() == 0, process.words
+
+
+def test_a_machine_without_an_engine_imports_no_torch():
+    """It would take seconds to leave it, on a busy machine, when a rank has died."""
+    code = "import sys, toolkit_lm_executor_mp.node; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["node", "rank"])
+def test_a_node_that_pauses_goes_on(folder, master, expected, who):
+    """As a machine does that is moved, or whose disk is slow."""
+    with working(master) as process:
+        with nodes(folder, master) as llm:
+            assert tokens(llm) == expected
+            node = psutil.Process(process.pid)
+            [paused] = [node] if who == "node" else node.children()
+            paused.suspend()
+            time.sleep(6)
+            paused.resume()
+            assert tokens(llm) == expected
+        assert process.end() == 0, process.words
+
+
+def test_a_node_that_does_not_come_back_is_lost(folder, master):
+    with working(master, 1, "--node-timeout", "2") as process, nodes(folder, master, node_timeout=2) as llm:
+        node = psutil.Process(process.pid)
+        node.suspend()
+        try:
+            with pytest.raises(EngineDeadError, match=r"has gone .* with rank 1"):
+                llm.generate([prompt(13)], PARAMS, use_tqdm=False)
+        finally:
+            node.resume()
+        assert process.end() == 1

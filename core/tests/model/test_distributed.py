@@ -1,4 +1,4 @@
-"""Groups of ranks: four processes over gloo, threads of one process, and a rank alone."""
+"""Groups of ranks: four processes, threads of one process, and a rank alone."""
 
 import subprocess
 import sys

@@ -123,8 +123,9 @@ class Nodes:
             listener.bind((self.address, 0))
             listener.listen()
             port: int = listener.getsockname()[1]
-            ours, dist = listener.dup(), torch.distributed
-            store: Any = dist.TCPStore(
+            ours = listener.dup()
+            dist: Any = torch.distributed
+            store = dist.TCPStore(
                 self.address,
                 port,
                 is_master=True,

@@ -169,14 +169,14 @@ class SocketGroup(Group):
         end = time.monotonic() + TIMEOUT
         into = {rank: view for rank, view in into.items() if len(view)}
         while True:
-            out = {rank: left for rank, views in out.items() if (left := self._push(rank, views))}
-            into = {rank: left for rank, view in into.items() if len(left := self._pull(rank, view))}
+            out = {rank: views for rank, views in out.items() if self._push(rank, views)}
+            into = {rank: rest for rank, view in into.items() if len(rest := self._pull(rank, view))}
             if not out and not into:
                 return
             self._wait(into, out, end)
 
     def _push(self, rank: int, views: list[memoryview]) -> list[memoryview]:
-        """Sends what the kernel takes. Returns what is left."""
+        """Sends what the kernel takes, and drops it from `views`, which it returns."""
         try:
             while views:
                 sent = self._peer(rank).sendmsg(views[:_MOST_VIEWS])
@@ -219,7 +219,10 @@ def _gone(rank: int) -> str:
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a tensor, wherever the copy is that makes it contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+    if not flat.numel():
+        return memoryview(b"")
+    memory: Any = flat.view(torch.uint8).numpy()
+    return memoryview(memory)
 
 
 # How they meet
@@ -315,4 +318,4 @@ def _is_ours(peer: socket.socket) -> bool:
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return user == os.geteuid()
+    return bool(user == os.geteuid())

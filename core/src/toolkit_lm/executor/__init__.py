@@ -1,7 +1,9 @@
-"""Executors: how the engine reaches its workers."""
+"""Executors: how the engine reaches its workers.
 
-from toolkit_lm.executor.contract import Executor, make_executor
-from toolkit_lm.executor.failure import Failure
-from toolkit_lm.executor.in_process import InProcessExecutor
+The names are imported when they are used: a machine without an engine reads what its workers say, and computes nothing.
+"""
 
-__all__ = ["Executor", "Failure", "InProcessExecutor", "make_executor"]
+import lazy_loader
+
+# The names, and the modules that define them, stand in __init__.pyi.
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,4 +1,4 @@
-"""Tensor parallel ranks, each in a process of its own over gloo: what they compute is what one rank does."""
+"""Tensor parallel ranks, each in a process of its own: what they compute is what one rank does."""
 
 from __future__ import annotations
 

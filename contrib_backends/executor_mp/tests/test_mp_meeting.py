@@ -1,0 +1,141 @@
+"""How ranks meet, and what others can do to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+from toolkit_lm_executor_mp import groups, socket_group
+from toolkit_lm_executor_mp.groups import SignedStore
+from toolkit_lm_executor_mp.network import shut, unshut
+from toolkit_lm_executor_mp.socket_group import LostRankError, meet_by, meet_in
+
+
+def both(work, size=2):
+    """What `work` returns for each rank, in threads."""
+    with ThreadPoolExecutor(size) as threads:
+        return [one.result(30) for one in [threads.submit(work, rank) for rank in range(size)]]
+
+
+class TestStore:
+    @pytest.mark.parametrize("value", ["", "x", b"\0\xff"])
+    def test_values_come_back(self, value):
+        store = SignedStore(dist.HashStore(), b"k" * 32)
+        store.set("a", value)
+        assert store.get("a") == (value.encode() if isinstance(value, str) else value)
+
+    @pytest.mark.parametrize("value", ["", "x", "x" * 32, "/etc/passwd", "x" * 100])
+    def test_what_no_rank_has_put_there_is_an_error(self, value):
+        plain = dist.HashStore()
+        plain.set("a", value)
+        with pytest.raises(LostRankError, match="'a' that no rank of this launch"):
+            SignedStore(plain, b"k" * 32).get("a")
+
+    def test_nor_is_another_keys_value_or_another_launchs(self):
+        plain = dist.HashStore()
+        SignedStore(plain, b"k" * 32).set("a", "x")
+        plain.set("b", plain.get("a"))
+        with pytest.raises(LostRankError, match="'b'"):
+            SignedStore(plain, b"k" * 32).get("b")
+        with pytest.raises(LostRankError, match="'a'"):
+            SignedStore(plain, b"l" * 32).get("a")
+
+    def test_gloo_meets_by_it_and_nobody_connects_afterwards(self):
+        plain, found = dist.HashStore(), set()
+        before = groups._listeners()
+
+        def work(rank):
+            group = groups._gloo(SignedStore(dist.PrefixStore("p", plain), b"k" * 32), rank, 2, torch.device("cpu"), "127.0.0.1")
+            return group, group.all_reduce(torch.ones(3)).tolist()
+
+        made = both(work)
+        assert [one for _, one in made] == [[2.0] * 3] * 2
+        found = groups._listeners() - before
+        assert len(found) == 2
+        for descriptor in found:
+            with socket.socket(fileno=os.dup(descriptor)) as listener, socket.socket() as stranger:
+                stranger.settimeout(0.3)
+                with pytest.raises(TimeoutError):
+                    stranger.connect(listener.getsockname())
+        # Who is connected stays so.
+        assert both(lambda rank: made[rank][0].all_reduce(torch.ones(2)).tolist()) == [[2.0] * 2] * 2
+        for group, _ in made:
+            group.close()
+
+    def test_gloo_does_not_meet_by_values_of_a_stranger(self):
+        plain = dist.HashStore()
+
+        class Forged(dist.HashStore):
+            pass
+
+        stranger = SignedStore(plain, b"s" * 32)
+
+        def work(rank):
+            # Rank 1 is who does not know the key.
+            store = SignedStore(plain, b"k" * 32) if rank == 0 else stranger
+            with pytest.raises(LostRankError, match="no rank of this launch"):
+                groups._gloo(store, rank, 2, torch.device("cpu"), "127.0.0.1")
+            return True
+
+        assert both(work) == [True, True]
+
+
+class TestSockets:
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_nothing_is_left_in_the_folder_and_nothing_listens(self, tmp_path, size):
+        made = both(lambda rank: meet_in(tmp_path / "groups", "stage 0", rank, size), size)
+        assert os.listdir(tmp_path / "groups") == []
+        assert (tmp_path / "groups").stat().st_mode & 0o777 == 0o700
+        assert all(not peer.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) for group in made for peer in group.peers.values())
+        for group in made:
+            group.close()
+
+    def test_a_folder_of_a_long_name(self, tmp_path):
+        folder = tmp_path / ("x" * 100)
+        folder.mkdir()
+        for group in both(lambda rank: meet_in(folder / "groups", "stage 0", rank, 2)):
+            group.close()
+
+    def test_strangers_are_sent_away(self, monkeypatch):
+        """Whoever can see an address that is no file can connect to it."""
+        store, strangers = dist.HashStore(), []
+        listened = threading.Event()
+
+        def is_ours(peer, real=socket_group._is_ours):
+            listened.set()
+            return real(peer) and not any(one.getsockname() == peer.getpeername() for one in strangers)
+
+        monkeypatch.setattr(socket_group, "_is_ours", is_ours)
+        with ThreadPoolExecutor(2) as threads:
+            first = threads.submit(meet_by, store, 0, 2)
+            for _ in range(3):
+                stranger = socket.socket(socket.AF_UNIX)
+                stranger.bind("")
+                strangers.append(stranger)
+                stranger.connect(store.get("near 0"))
+            groups_made = [threads.submit(meet_by, store, 1, 2).result(20), first.result(20)]
+        assert all(stranger.recv(1) == b"" for stranger in strangers)
+        for one in (*strangers, *groups_made):
+            one.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="Linux alone can")
+def test_a_listener_that_is_shut():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        with socket.create_connection(listener.getsockname(), 5) as before:
+            shut(listener)
+            with pytest.raises(TimeoutError):
+                socket.create_connection(listener.getsockname(), 0.3)
+            accepted = listener.accept()[0]
+            accepted.sendall(b"x")
+            assert before.recv(1) == b"x"
+            accepted.close()
+        unshut(listener)
+        socket.create_connection(listener.getsockname(), 5).close()

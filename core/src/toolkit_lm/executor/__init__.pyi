@@ -1,0 +1,3 @@
+from .contract import Executor as Executor, make_executor as make_executor
+from .failure import Failure as Failure
+from .in_process import InProcessExecutor as InProcessExecutor
