@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from toolkit_lm.errors import EngineDeadError, UnsupportedError
 
 from toolkit_lm_executor_ray import Options
-
-_OBJECT_STORE = 100 * 2**20
-"""Bytes of a local cluster's: nothing of ours goes through it."""
+from toolkit_lm_executor_ray.local import OPTIONS, LocalCluster, check_address
 
 
 class _Connection:
@@ -25,6 +21,7 @@ class _Connection:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_engines = 0
+        self._local: LocalCluster | None = None
 
     def join(self, address: str) -> bool:
         """False: the host of the engine has connected it, and ends it. Raises EngineDeadError where the cluster is not reached."""
@@ -32,7 +29,12 @@ class _Connection:
             if not self._num_engines:
                 if ray.is_initialized():
                     return False
-                _connect(address)
+                self._local = LocalCluster() if address == "local" else None
+                try:
+                    _connect(address, self._local)
+                except BaseException:
+                    self._end()
+                    raise
             self._num_engines += 1
             return True
 
@@ -40,21 +42,27 @@ class _Connection:
         with self._lock:
             self._num_engines -= 1
             if not self._num_engines:
-                ray.shutdown()
+                self._end()
+
+    def _end(self) -> None:
+        ray.shutdown()
+        if self._local is not None:
+            self._local.end()
+            self._local = None
 
 
 _connection = _Connection()
 
 
-def _connect(address: str) -> None:
-    local: dict[str, Any] = {}
-    if address == "local":
-        # It is ours, and says nothing to Ray's makers.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE}
+def _connect(address: str, local: LocalCluster | None) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address, configure_logging=False, log_to_driver=False, **local)
+        if local is None:
+            ray.init(address, configure_logging=False, log_to_driver=False)
+        else:
+            with local.environment(), local.watched():
+                ray.init(address, configure_logging=False, log_to_driver=False, **OPTIONS)
+            check_address()
     except (OSError, RuntimeError, ValueError) as error:
         raise EngineDeadError(
             f"the Ray cluster at executor_ray.address={address} is not reached: {error}. `ray start --head` starts one; "

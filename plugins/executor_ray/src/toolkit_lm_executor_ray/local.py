@@ -1,0 +1,94 @@
+"""A Ray cluster of the engine's own, which nobody else reaches and which ends with the engine."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader, Config
+from toolkit_lm.errors import EngineDeadError
+
+from toolkit_lm_executor_ray.guard import VARIABLE
+
+OPTIONS: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
+"""Those of ray.init. Nothing of ours goes through the object store."""
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""What has Ray's processes listen on the loopback interface alone, on any system: Ray has no other way, and means firewalls of desktops."""
+
+
+class LocalCluster:
+    """Its processes have a variable in their environment, by which those that Ray leaves behind are found, and ended."""
+
+    def __init__(self) -> None:
+        self._mark = secrets.token_hex(16)
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def environment(self) -> Iterator[None]:
+        """What its processes inherit: a token that no file holds, without which they answer nobody. They say nothing to Ray's makers."""
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        set_here = {**_LOOPBACK, **token, VARIABLE: self._mark, "RAY_USAGE_STATS_ENABLED": "0"}
+        before = {name: os.environ.get(name) for name in set_here}
+        is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
+        os.environ.update(set_here)
+        _reload()
+        try:
+            yield
+        finally:
+            ray_constants.ENABLE_RAY_CLUSTER = is_cluster
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is started within it ends with this process, whatever ends that."""
+        others = set(psutil.Process().children(recursive=True))
+        code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_ray.guard import main; main()"
+        # Without a shell, and without a word of a client's.
+        self._guard = subprocess.Popen(  # nosec B603
+            [sys.executable, "-c", code, self._mark],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name != VARIABLE},
+        )
+        yield
+        assert self._guard.stdin is not None, "it was asked for"
+        started = set(psutil.Process().children(recursive=True)) - others - {psutil.Process(self._guard.pid)}
+        self._guard.stdin.write("".join(f"{one.pid}\n" for one in started).encode())
+        self._guard.stdin.flush()
+
+    def end(self) -> None:
+        """Waits until nothing of it is left. Ray has been told to end it."""
+        _reload()
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.stdin is not None:
+            guard.stdin.close()
+            guard.wait()
+
+
+def _reload() -> None:
+    """Has Ray read in this process what the environment says of tokens."""
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+def check_address() -> None:
+    """Raises EngineDeadError where the cluster listens to a network."""
+    address = ray.util.get_node_ip_address()
+    if not ipaddress.ip_address(address).is_loopback:
+        raise EngineDeadError(
+            f"a local Ray cluster listens at {address}, which others may reach: this version of Ray ({ray.__version__}) does not stay on "
+            "the loopback interface. Give executor_ray.address another cluster."
+        )
