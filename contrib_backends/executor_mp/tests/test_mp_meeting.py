@@ -48,6 +48,7 @@ class TestStore:
     def test_gloo_meets_by_it_and_nobody_connects_afterwards(self):
         plain, found = dist.HashStore(), set()
         before = groups._listeners()
+        num_files = len(os.listdir("/proc/self/fd"))
 
         def work(rank):
             group = groups._gloo(SignedStore(dist.PrefixStore("p", plain), b"k" * 32), rank, 2, torch.device("cpu"), "127.0.0.1")
@@ -66,6 +67,7 @@ class TestStore:
         assert both(lambda rank: made[rank][0].all_reduce(torch.ones(2)).tolist()) == [[2.0] * 2] * 2
         for group, _ in made:
             group.close()
+        assert len(os.listdir("/proc/self/fd")) <= num_files + 8
 
     def test_gloo_does_not_meet_by_values_of_a_stranger(self):
         plain = dist.HashStore()

@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import os
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -172,11 +173,18 @@ def _listeners() -> set[int]:
     found = set()
     with suppress(FileNotFoundError):
         for word in os.listdir("/proc/self/fd"):
-            with suppress(OSError), socket.socket(fileno=os.dup(int(word))) as one:
-                is_network = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_network and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            # The one that lists them is closed by now, and most are no sockets.
+            with suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(int(word)).st_mode) and _listens(int(word)):
                     found.add(int(word))
     return found
+
+
+def _listens(descriptor: int) -> bool:
+    """Whether a socket takes connections from a network."""
+    with socket.socket(fileno=os.dup(descriptor)) as one:
+        is_network = one.family in (socket.AF_INET, socket.AF_INET6)
+        return is_network and bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 @contextmanager

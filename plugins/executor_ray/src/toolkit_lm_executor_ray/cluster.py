@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from toolkit_lm.errors import EngineDeadError, UnsupportedError
 
 from toolkit_lm_executor_ray import Options
-from toolkit_lm_executor_ray.local import OPTIONS, LocalCluster, check_address
+from toolkit_lm_executor_ray.local import LocalCluster, check_address
 
 
 class _Connection:
@@ -61,7 +61,7 @@ def _connect(address: str, local: LocalCluster | None) -> None:
             ray.init(address, configure_logging=False, log_to_driver=False)
         else:
             with local.environment(), local.watched():
-                ray.init(address, configure_logging=False, log_to_driver=False, **OPTIONS)
+                ray.init(address, configure_logging=False, log_to_driver=False, **local.options)
             check_address()
     except (OSError, RuntimeError, ValueError) as error:
         raise EngineDeadError(

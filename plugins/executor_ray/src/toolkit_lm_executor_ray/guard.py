@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ _LOOK = 0.1
 
 
 def main() -> None:
-    """Waits for the end of stdin, whose other end dies with the engine. Argument: the cluster's mark.
+    """Waits for the end of stdin, whose other end dies with the engine. Arguments: the cluster's mark, and its folder.
 
     stdin holds the numbers of processes, a line each: of those that are known to be the cluster's.
     """
@@ -31,6 +32,7 @@ def main() -> None:
         with suppress(psutil.Error, ValueError):
             known.append(psutil.Process(int(line)))
     end(sys.argv[1], known)
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
 def end(mark: str, known: Sequence[psutil.Process]) -> None:

@@ -7,6 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,8 +20,6 @@ from toolkit_lm.errors import EngineDeadError
 
 from toolkit_lm_executor_ray.guard import VARIABLE
 
-OPTIONS: dict[str, Any] = {"include_dashboard": False, "object_store_memory": 100 * 2**20}
-"""Those of ray.init. Nothing of ours goes through the object store."""
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """What has Ray's processes listen on the loopback interface alone, on any system: Ray has no other way, and means firewalls of desktops."""
 
@@ -30,7 +29,14 @@ class LocalCluster:
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(16)
+        self._folder = tempfile.mkdtemp(prefix="ray-")
+        """Of its sockets and logs: others may not enter it. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of ray.init. Nothing of ours goes through the object store."""
+        return {"include_dashboard": False, "object_store_memory": 100 * 2**20, "_temp_dir": self._folder}
 
     @contextmanager
     def environment(self) -> Iterator[None]:
@@ -58,7 +64,7 @@ class LocalCluster:
         code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_ray.guard import main; main()"
         # Without a shell, and without a word of a client's.
         self._guard = subprocess.Popen(  # nosec B603
-            [sys.executable, "-c", code, self._mark],
+            [sys.executable, "-c", code, self._mark, self._folder],
             stdin=subprocess.PIPE,
             start_new_session=True,
             env={name: value for name, value in os.environ.items() if name != VARIABLE},

@@ -1,0 +1,187 @@
+"""What listens, in each way to run a server: the table of docs/security.md has all of it, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from faulty_server import FLAGS, PROGRAM, Server, wait_for
+from listening import Listener, listeners, shared_memory
+
+DOCS = Path(__file__).parents[1] / "docs"
+KEY = "a secret of the two nodes"
+MOST_DOORS = 256
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("generate_doors", DOCS / "generate_doors.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+doors = generator()
+PROCESSES = {
+    "server": r"toolkit-lm serve|serve tiny",
+    "render server": r"toolkit-lm render|render tiny",
+    "engine": r"toolkit-lm engine|engine\.process\.main",
+    "rank": r"toolkit-lm worker \d|executor_mp\.worker import",
+    "node": r"main\(\) worker --node-rank|ray::NodeActor",
+    "Ray's agents": r"ray::(DashboardAgent|RuntimeEnvAgent)",
+    "Ray's monitors": r"ray/.*(monitor|dashboard)\.py",
+    "Ray's gcs_server, raylet and workers": r"gcs_server|raylet|ray::",
+}
+"""What the title or command of a process has, the first that fits."""
+
+
+def process_of(listener: Listener) -> str:
+    title = listener.title
+    if re.search(PROCESSES["Ray's monitors"], title):
+        return "Ray's monitors"
+    return next((name for name, words in PROCESSES.items() if re.search(words, title)), title)
+
+
+def check(topology: str, found: list[Listener]) -> None:
+    """Each listener is in the table, and each row of the table listens."""
+    rows = {(door.process, door.kind, door.reach) for door in doors.DOORS if topology in door.topologies}
+    listening = {(process_of(one), one.kind, one.reach): one for one in found}
+    assert listening.keys() - rows == set(), [listening[one] for one in listening.keys() - rows]
+    assert rows - listening.keys() == set(), found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def serve(tmp_path):
+    servers = []
+    plugin = tmp_path / "plugin"
+    plugin.mkdir()
+
+    def start(*arguments: str, **environ: str) -> Server:
+        servers.append(Server(plugin, tmp_path / f"server{len(servers)}", *arguments, **environ))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.kill()
+
+
+@contextmanager
+def beside(*words: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Another command of `toolkit`."""
+    process = subprocess.Popen(
+        [sys.executable, *PROGRAM, *words], env={**os.environ, "OMP_NUM_THREADS": "1", **environ}, stderr=subprocess.DEVNULL
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def of(*processes: subprocess.Popen[bytes]) -> list[Listener]:
+    return listeners([psutil.Process(one.pid) for one in processes])
+
+
+def answers(server: Server) -> None:
+    server.wait_ready()
+    assert server.post({"prompt": "Once", "max_tokens": 2, "ignore_eos": True}).status_code == 200
+
+
+ALONE = {
+    "one process": ["--no-engine-process"],
+    "engine process": [],
+    "tensor parallel": ["--tensor-parallel-size", "2"],
+    "pipeline parallel": ["--pipeline-parallel-size", "2"],
+    "data parallel": ["--data-parallel-size", "2"],
+}
+
+
+@pytest.mark.parametrize("topology", [name if name == "tensor parallel" else pytest.param(name, marks=pytest.mark.slow) for name in ALONE])
+def test_a_server(serve, topology):
+    before = shared_memory()
+    server = serve(*ALONE[topology])
+    answers(server)
+    check(topology, of(server.process))
+    assert shared_memory() - before == set()
+
+
+@pytest.mark.slow
+def test_nodes(serve):
+    master = f"127.0.0.1:{free_port()}"
+    environ = {"TOOLKIT_LM_LAUNCH_KEY": KEY}
+    server = serve("--pipeline-parallel-size", "2", "--nodes", "2", "--master", master, **environ)
+    with beside("worker", "--node-rank", "1", "--master", master, **environ) as node:
+        answers(server)
+        found = of(server.process, node)
+        check("nodes", found)
+        # Who connects meanwhile to what is open cannot do more than that.
+        for one in found:
+            host, _, port = one.address.rpartition(":")
+            if one.kind == "tcp" and process_of(one) == "engine" and one.reach != "nobody":
+                strangers = []
+                for _ in range(MOST_DOORS):
+                    strangers.append(socket.create_connection((host, int(port)), 5))
+                    strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n")
+                answers(server)
+                for stranger in strangers:
+                    stranger.close()
+
+
+@pytest.mark.slow
+def test_a_remote_renderer(serve):
+    port = free_port()
+    with beside("render", *FLAGS, "--port", str(port)) as renderer:
+
+        def is_ready() -> bool:
+            try:
+                return httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+            except httpx.TransportError:
+                return False
+
+        wait_for(is_ready, 60)
+        server = serve("--renderer-url", f"http://127.0.0.1:{port}")
+        answers(server)
+        check("remote renderer", of(server.process, renderer))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ray(serve):
+    """A local cluster is reached by nobody on the network, and all of it ends with the server, whatever ends that."""
+    pytest.importorskip("ray")
+    before = shared_memory()
+    server = serve("--executor", "ray", "--tensor-parallel-size", "2", "--plugin-option", "executor_ray.address=local")
+    wait_for(lambda: server.status() == 200 or server.process.poll() is not None, 200)
+    answers(server)
+    check("Ray", of(server.process))
+    assert shared_memory() - before == set()
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.kill()
+    server.process.wait(10)
+    _, alive = psutil.wait_procs(processes, 5)
+    assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
+    wait_for(lambda: not list((server.folder / "tmp").iterdir()), 5)
+
+
+def test_the_page_has_the_table():
+    assert doors.PAGE.read_text(encoding="utf-8") == doors.page(), "security.md is out of date: run python docs/generate_doors.py"
+
+
+def test_every_topology_has_a_test():
+    assert set(doors.TOPOLOGIES) == {*ALONE, "nodes", "Ray", "remote renderer"}
