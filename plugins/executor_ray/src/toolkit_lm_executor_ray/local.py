@@ -15,7 +15,6 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
-from ray._raylet import AuthenticationTokenLoader, Config
 from toolkit_lm.errors import EngineDeadError
 
 from toolkit_lm_executor_ray.guard import VARIABLE
@@ -86,8 +85,9 @@ class LocalCluster:
 
 def _reload() -> None:
     """Has Ray read in this process what the environment says of tokens."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    compiled: Any = ray._raylet
+    compiled.Config.initialize("")
+    compiled.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def check_address() -> None:
