@@ -165,7 +165,7 @@ def test_a_remote_renderer(serve):
 def test_ray(serve):
     """A local cluster is reached by nobody on the network, and all of it ends with the server, whatever ends that."""
     pytest.importorskip("ray")
-    before = shared_memory()
+    before, folders = shared_memory(), set(Path("/tmp").glob("ray-*"))
     server = serve("--executor", "ray", "--tensor-parallel-size", "2", "--plugin-option", "executor_ray.address=local")
     wait_for(lambda: server.status() == 200 or server.process.poll() is not None, 200)
     answers(server)
@@ -176,7 +176,7 @@ def test_ray(serve):
     server.process.wait(10)
     _, alive = psutil.wait_procs(processes, 5)
     assert [one for one in alive if one.status() != psutil.STATUS_ZOMBIE] == []
-    wait_for(lambda: not list((server.folder / "tmp").iterdir()), 5)
+    wait_for(lambda: set(Path("/tmp").glob("ray-*")) <= folders and not list((server.folder / "tmp").iterdir()), 5)
 
 
 def test_the_page_has_the_table():

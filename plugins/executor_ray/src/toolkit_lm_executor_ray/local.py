@@ -28,7 +28,8 @@ class LocalCluster:
 
     def __init__(self) -> None:
         self._mark = secrets.token_hex(16)
-        self._folder = tempfile.mkdtemp(prefix="ray-")
+        # Where Ray's own are: the paths of its sockets have room for no longer one.
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec B108 # it is this user's alone
         """Of its sockets and logs: others may not enter it. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None
 
