@@ -30,13 +30,13 @@ class LocalCluster:
         self._mark = secrets.token_hex(16)
         # Where Ray's own are: the paths of its sockets have room for no longer one.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec B108 # it is this user's alone
-        """Of its sockets and logs: others may not enter it. The guard removes it."""
+        """Of its sockets and logs: others may not enter it, whatever Ray makes of the folders in it. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Those of ray.init. Nothing of ours goes through the object store."""
-        return {"include_dashboard": False, "object_store_memory": 100 * 2**20, "_temp_dir": self._folder}
+        return {"include_dashboard": False, "object_store_memory": 100 * 2**20, "_temp_dir": f"{self._folder}/r"}
 
     @contextmanager
     def environment(self) -> Iterator[None]:
