@@ -13,10 +13,13 @@ import toolkit_lm_tiny
 from fastapi.testclient import TestClient
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm_cli.explanation import explain
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.report import summary
 
 SMALL = {"num_kv_blocks": 64, "max_model_len": 256, "max_num_seqs": 8}
 STATED = {"temperature": 0.0, "repetition_penalty": 1.5, "max_new_tokens": 5, "top_k": None, "do_sample": False, "eos_token_id": 3}
+TOLD = {"temperature": 0.0, "repetition_penalty": 1.5, "max_tokens": 5}
 PROMPT = "Once upon a time there was"
 
 
@@ -57,8 +60,20 @@ def test_the_server_and_a_render_server_take_them(checkpoint, expected):
         assert chat["usage"]["completion_tokens"] == 5
         beams = client.post("/v1/completions", json={"prompt": PROMPT, "use_beam_search": True, "n": 2, "max_tokens": 3})
         assert beams.status_code == 200, beams.text
+        [card] = client.get("/v1/models").json()["data"]
+        assert card["sampling_defaults"] == TOLD
+        [line] = [line for line in summary(engine) if "generation_config" in line]
+        assert "temperature 0.0, repetition_penalty 1.5, max_tokens 5" in line
     finally:
         engine.close()
+
+
+def test_they_are_explained(checkpoint):
+    assert explain(VllmConfig.make(model=str(checkpoint))).sampling_defaults == TOLD
+    assert explain(VllmConfig.make(model=str(checkpoint), generation_config="none")).sampling_defaults == {}
+    command = [sys.executable, "-c", "from toolkit_lm_cli import main; main()", "explain", str(checkpoint)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "temperature 0.0, repetition_penalty 1.5, max_tokens 5" in " ".join(printed.split())
 
 
 def test_the_command_line_takes_them(checkpoint, expected):

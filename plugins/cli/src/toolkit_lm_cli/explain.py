@@ -37,6 +37,9 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
     table.add_row("weights", f"{resolved.load.load_format}, quantization: {resolved.load.quantization}")
     table.add_row("renderer", "\n".join(_verdicts(found.renderer, found.renderers)))
+    if defaults := found.sampling_defaults:
+        told = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        table.add_row("sampling", f"where a request says nothing, as generation_config.json has it: {told}")
     parallel = resolved.parallel
     if parallel.data_parallel_size > 1:
         table.add_row("engines", f"{parallel.data_parallel_size}, each with all of the model on {parallel.num_ranks} of the devices")

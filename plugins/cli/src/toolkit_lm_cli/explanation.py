@@ -57,6 +57,8 @@ class Explanation:
     """How the forward pass is computed, and why."""
     layers: list[LayerChoice]
     ranks: list[RankShare]
+    sampling_defaults: dict[str, float]
+    """Sampling parameters of generation_config.json, which hold where a request says nothing."""
     kv_tokens: int | None
     """Tokens that the KV cache has room for, with the memory that this machine has to spare now. None: the model has none."""
     kv_refusal: str | None
@@ -96,6 +98,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         computed=computed,
         layers=[LayerChoice(layer, found.name, found.candidates) for layer, found in held.selections.items()],
         ranks=held.ranks,
+        sampling_defaults=resolved.sampling_defaults,
         kv_tokens=kv_tokens,
         kv_refusal=kv_refusal,
     )

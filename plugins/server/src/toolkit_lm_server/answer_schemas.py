@@ -310,6 +310,8 @@ class ModelCard(BaseModel):
     """MODEL as the operator gave it."""
     parent: str | None
     max_model_len: int
+    sampling_defaults: dict[str, int | float]
+    """Of generation_config.json: what holds where a request says nothing."""
     permission: list[ModelPermission]
 
 

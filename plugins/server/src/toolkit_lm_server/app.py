@@ -143,6 +143,7 @@ class Served:
             "root": config.model.model,
             "parent": None,
             "max_model_len": config.max_model_len,
+            "sampling_defaults": config.sampling_defaults,
             "permission": [self._permission],
         }
 

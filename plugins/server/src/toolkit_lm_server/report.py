@@ -82,6 +82,9 @@ def summary(engine: AsyncLLM) -> Iterator[str]:
     yield f"KV cache: {_capacity(kv_cache, config)}"
     backends = ", ".join(sorted({group.backend for group in kv_cache.groups})) or "none"
     yield f"Attention: {backends}; scheduling: {config.scheduler.policy}"
+    if defaults := config.sampling_defaults:
+        told = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        yield f"Sampling defaults of generation_config.json: {told} (--generation-config none leaves them out)"
     yield f"Plugins: {', '.join(info.name for info in engine.plugins.infos if info.status == 'ok')}"
 
 
