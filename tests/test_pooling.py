@@ -134,7 +134,7 @@ class TestTasks:
             states[4][-1],
             unit(states[5][:, :3]),
         ]
-        with llm_of(checkpoint[0], convert="embed", **options) as llm:
+        with llm_of(checkpoint[0], convert="embed", matryoshka=True, **options) as llm:
             same(llm.encode(GIVEN, wishes, use_tqdm=False), expected)
             same([llm.encode(one, wish, use_tqdm=False)[0] for one, wish in zip(GIVEN, wishes, strict=True)], expected)
 

@@ -86,7 +86,7 @@ def same(ours, expected):
 def test_modules_after_pooling(embedder):
     write_modules(embedder.folder, pooling(mean_tokens=True), DENSE, NORMALIZE)
     expected = [dense(embedder.states(text).mean(0)) for text in TEXTS]
-    with LLM(str(embedder.folder)) as llm:
+    with LLM(str(embedder.folder), matryoshka=True) as llm:
         same(vectors(llm, TEXTS), [normalize(one, dim=0) for one in expected])
         same(vectors(llm, TEXTS, PoolingParams(normalize=False)), expected)
         same(vectors(llm, TEXTS, PoolingParams(dimensions=8)), [normalize(one[:8], dim=0) for one in expected])

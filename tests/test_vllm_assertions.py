@@ -38,16 +38,10 @@ NOT_HELD = {
     f"{CHAT}/test_chat.py::test_single_chat_session": (
         "`usage` equal to one without `prompt_tokens_details`: they are always there, as OpenAI gives them; vLLM needs a flag for them."
     ),
-    f"{CHAT}/test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids": "`logprob_token_ids` is not there.",
-    f"{CHAT}/test_batched_chat_completions.py::test_batched_chat_completions_logprob_token_ids": "`logprob_token_ids` is not there.",
     "pooling/classify/test_online.py::test_pooling_not_supported": "`token_classify` of a classifier is served, and not refused.",
     "pooling/token_classify/test_online.py::test_pooling_not_supported": "`classify` of a classifier is served, and not refused.",
     "serve/exception_handling/test_validation_exception_handler.py::test_param_falls_back_to_loc": (
         "`param` is `messages`, as OpenAI has it, and not `body.messages`."
-    ),
-    "pooling/embed/test_online_dimensions.py::test_matryoshka": (
-        "`dimensions` of a model that is not known to be made for it is refused by vLLM, and cuts and normalizes here: few checkpoints "
-        "say so. Of one that names `matryoshka_dimensions`, others are refused here, too."
     ),
 }
 ELSEWHERE = {
@@ -124,6 +118,7 @@ BERT = {
 }
 CONFIGS = {
     "embedder": LLAMA,
+    "matryoshka": {**LLAMA, "matryoshka_dimensions": [8, 16]},
     "classifier": {**BERT, "id2label": {"0": "Default", "1": "Spoiled"}},
     "scorer": {**BERT, "id2label": {"0": "LABEL_0"}},
 }
@@ -242,7 +237,7 @@ def served(tmp_path_factory) -> Iterator[Callable[[str], Asked]]:
                 folder = tmp_path_factory.mktemp(name)
                 write_checkpoint(folder, CONFIGS[name])
                 options = {"model": str(folder), "load_format": "dummy", "chat_template": TEMPLATE, "served_model_name": name}
-                options |= {"convert": "embed"} if name == "embedder" else {}
+                options |= {"convert": "embed"} if name in ("embedder", "matryoshka") else {}
             metrics = Metrics(names="vllm")
             engine = AsyncLLM(VllmConfig.make(**SMALL, **options), plugins=[metrics])
             wanted = ServerOptions(tokenizer_info=True, max_stored_responses=100, force_include_usage=name == "roomy")
@@ -959,6 +954,33 @@ def all_logprobs(roomy: Asked) -> None:
 def no_prompt(tiny: Asked) -> None:
     message = tiny.refused("/v1/completions", prompt=None, prompt_embeds=[])
     assert "Either prompt or prompt_embeds must be provided and non-empty." in message
+
+
+@check(
+    "openai/chat_completion/test_logprob_token_ids.py::test_logprob_token_ids_returns_requested_ids",
+    "openai/chat_completion/test_batched_chat_completions.py::test_batched_chat_completions_logprob_token_ids",
+)
+def named_logprobs(tiny: Asked) -> None:
+    ask = {"logprob_token_ids": [20, 30, 40], "return_tokens_as_token_ids": True}
+    reply = tiny.chat(logprobs=True, top_logprobs=3, max_completion_tokens=1, extra_body=ask)
+    [batched] = tiny.ok("/v1/chat/completions/batch", messages=[TALK], logprobs=True, top_logprobs=5, max_tokens=1, temperature=0, **ask)[
+        "choices"
+    ]
+    for [content] in (reply.choices[0].logprobs.model_dump()["content"], batched["logprobs"]["content"]):
+        assert {one["token"] for one in content["top_logprobs"]} == {content["token"], "token_id:20", "token_id:30", "token_id:40"}
+        assert all(-1e9 < one["logprob"] <= 0 for one in content["top_logprobs"])
+
+
+@check("pooling/embed/test_online_dimensions.py::test_matryoshka")
+def matryoshka(embedder: Asked, matryoshka: Asked) -> None:
+    for asked in (embedder, matryoshka):
+        whole = len(asked.openai.embeddings.create(model=asked.model, input="The chef").data[0].embedding)
+        for wrong in (-1, 0, whole + 1):
+            with pytest.raises(openai.BadRequestError):
+                asked.openai.embeddings.create(model=asked.model, input="The chef", dimensions=wrong)
+    assert len(matryoshka.openai.embeddings.create(model="matryoshka", input="The chef", dimensions=8).data[0].embedding) == 8
+    with pytest.raises(openai.BadRequestError):
+        embedder.openai.embeddings.create(model="embedder", input="The chef", dimensions=8)
 
 
 @check("openai/chat_completion/test_logprob_token_ids.py::test_logprob_token_ids_default_behavior_unchanged")

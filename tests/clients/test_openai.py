@@ -118,8 +118,10 @@ def test_tools_of_responses(client):
 
 def test_embeddings(embed_url, key):
     with OpenAI(base_url=f"{embed_url}/v1", api_key=key) as client:
-        reply = client.embeddings.create(model="tiny", input=["one", "two"], dimensions=16)
-    assert [len(one.embedding) for one in reply.data] == [16, 16]
+        reply = client.embeddings.create(model="tiny", input=["one", "two"], dimensions=128)
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            client.embeddings.create(model="tiny", input="one", dimensions=16)
+    assert [len(one.embedding) for one in reply.data] == [128, 128]
 
 
 def test_errors(client, url):

@@ -93,7 +93,7 @@ def test_long_lines_are_errors_or_cut(embed, llm):
     done, vectors = embed("in.txt", "\n".join(texts))
     assert (done.code, np.isnan(vectors).any(axis=1).tolist()) == (1, [False, True])
     assert "line 2: " in done.err and "max_model_len" in done.err
-    done, vectors = embed("in.txt", "\n".join(texts), "--truncate-prompt-tokens", "10", "--dimensions", "4")
+    done, vectors = embed("in.txt", "\n".join(texts), "--truncate-prompt-tokens", "10", "--dimensions", "4", "--matryoshka")
     assert (done.code, vectors.shape) == (0, (2, 4))
     cut = expected(llm, ["short", "x" * 10])[:, :4]
     np.testing.assert_allclose(vectors, cut / np.linalg.norm(cut, axis=1, keepdims=True), atol=1e-5)

@@ -168,7 +168,7 @@ async def alone(engine, text, task="embed", **options):
 
 
 async def test_the_official_client(engine_of):
-    engine = engine_of("embedder")
+    engine = engine_of("embedder", matryoshka=True)
     texts = ["one", "zwei 😀", "three and more"]
     expected = [await alone(engine, text) for text in texts]
     async with openai_client(engine) as client:
@@ -418,6 +418,14 @@ async def test_dimensions_that_a_model_is_made_for(engine_of, client_of):
         wrong = await client.post("/v1/embeddings", json={"input": "a", "dimensions": 5})
         error = wrong.json()["error"]
         assert (wrong.status_code, error["param"]) == (400, "dimensions") and "made for 8, 16, 32" in error["message"]
+
+
+async def test_dimensions_of_a_model_that_is_not_known_to_be_made_for_it(engine_of, client_of):
+    async with client_of(create_app(engine_of("embedder"))) as client:
+        for path, field in (("/v1/embeddings", {"input": "a", "dimensions": 1}), ("/v2/embed", {"texts": ["a"], "output_dimension": 1})):
+            error = (await client.post(path, json=field)).json()["error"]
+            assert error["param"] == list(field)[1] and "--matryoshka" in error["message"]
+        assert (await client.post("/v1/embeddings", json={"input": "a", "dimensions": 32})).status_code == 200
 
 
 async def test_pooling_lists_pooling_tasks_only(engine_of, client_of):

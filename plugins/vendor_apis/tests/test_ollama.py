@@ -63,8 +63,8 @@ async def test_formats(serve):
 
 async def test_vectors(serve):
     async with serve("embed") as client:
-        reply = (await client.post("/api/embed", json={"model": "tiny", "input": ["one", "two"], "dimensions": 8})).json()
-        assert [len(vector) for vector in reply["embeddings"]] == [8, 8] and reply["prompt_eval_count"] > 1
+        reply = (await client.post("/api/embed", json={"model": "tiny", "input": ["one", "two"], "dimensions": 128})).json()
+        assert [len(vector) for vector in reply["embeddings"]] == [128, 128] and reply["prompt_eval_count"] > 1
         [vector] = (await client.post("/api/embed", json={"input": "one"})).json()["embeddings"]
         assert (await client.post("/api/embeddings", json={"prompt": "one"})).json()["embedding"] == pytest.approx(vector)
         long = {"input": "word " * 500}

@@ -246,6 +246,10 @@ class PoolerConfig(Struct, frozen=True, kw_only=True):
         option("Pooling method: how the tokens' vectors become one. ALL and STEP, of reward models, keep one per token or step."),
     ] = "auto"
     normalize: Annotated[bool | None, option("Scale embeddings to length 1 (L2), unless a request says otherwise.")] = None
+    matryoshka: Annotated[
+        bool | None,
+        option("Requests may ask for the first dimensions of embeddings. Unset: where the checkpoint says that its model is made for it."),
+    ] = None
     use_activation: Annotated[
         bool | None, option("Apply sigmoid or softmax to the logits of classes and scores, unless a request says otherwise.")
     ] = None

@@ -42,7 +42,7 @@ class PoolingInputProcessor(PoolingInputs):
         self.renderer = renderer
         self._boundary = plugins.boundary
         self.max_tokens = config.max_model_len
-        self._matryoshka = matryoshka_dimensions(config.checkpoint.hf_config)
+        self._matryoshka = matryoshka_dimensions(config.checkpoint.hf_config, config.pooler.matryoshka)
         self.prompts: dict[str, str] = {}
         """Of the checkpoint: texts that go before the input, by name."""
         self.default_prompt_name: str | None = None
@@ -72,6 +72,9 @@ class PoolingInputProcessor(PoolingInputs):
                 raise CheckpointError(found.refusal)
             self.prompts, self.default_prompt_name = found.prompts, found.default_prompt_name
             self.lower_case = found.lower_case
+            if found.truncate_dim is not None and self._matryoshka is None and config.pooler.matryoshka is None:
+                # Whoever cuts them by default knows that they can be cut.
+                self._matryoshka = ()
             self.averages = found.similarity == "meanmaxsim"
             if found.similarity in ("dot", "euclidean", "manhattan"):
                 self.similarity = found.similarity
