@@ -29,10 +29,10 @@ def chat_logprobs(
     token_bytes: TokenBytes,
     named: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Of chat completions: per token its own entry, and the `top` likeliest ones in order, or in their place those that are `named`."""
+    """Of chat completions: per token its own entry, and the `top` likeliest ones in order, or in their place it and those `named`."""
     content = []
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
-        others = [other for other, one in candidates.items() if one.rank <= top] if named is None else named
+        others = [other for other, one in candidates.items() if one.rank <= top] if named is None else {token_id, *named}
         likeliest = sorted(others, key=lambda other: candidates[other].rank)
         entries = [_entry(one, candidates[one], token_bytes) for one in (token_id, *likeliest)]
         content.append({**entries[0], "top_logprobs": entries[1:]})
