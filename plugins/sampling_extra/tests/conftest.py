@@ -26,6 +26,9 @@ class LetterRenderer:
         assert not add_special_tokens
         return Rendered([ord(char) for char in text])
 
+    def token_bytes(self, token_ids, *, skip_special_tokens=False):
+        return [chr(one).encode() for one in token_ids]
+
 
 @pytest.fixture(scope="session")
 def registry():

@@ -7,8 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import RequestError
+from toolkit_lm.renderer import Rendered
 from toolkit_lm.sampling import sample, uniform
+from toolkit_lm_sampling_extra.params import DryParams
 from toolkit_lm_sampling_extra.xtc import STREAM
 
 VOCAB = 13
@@ -193,6 +196,30 @@ def test_values_that_mean_off(prepare, fields):
 def test_mirostat_as_llama_cpp_turns_it_on(prepare):
     assert prepare(mirostat=2) == prepare(mirostat_tau=5.0)
     assert prepare(mirostat=2, mirostat_tau=3.0) == prepare(mirostat_tau=3.0)
+
+
+def test_every_token_that_has_a_breaker_breaks():
+    class Words:
+        vocab_size = 9
+        config = VllmConfig.default({"vocab_size": 9})
+        texts = (b"\xff", b".\n", b"\n", b"\n\n", b"a", b"", b'":', b"\xe2\x80", b"::a")
+
+        def render_prompt(self, text, *, add_special_tokens):
+            return Rendered([2 if text.endswith("\n") else 8])
+
+        def token_bytes(self, token_ids, *, skip_special_tokens=False):
+            return [self.texts[one] for one in token_ids]
+
+    renderer = Words()
+    for given, expected in ((["\n"], [1, 2, 3]), ([":", 4], [4, 6, 8]), (["\n", "\n\n"], [1, 2, 3]), ([], [])):
+        prepared = DryParams(dry_multiplier=1, dry_sequence_breakers=given).prepare(renderer)
+        assert prepared["breakers"] == expected
+
+
+def test_too_many_tokens_that_break_are_refused(prepare, monkeypatch):
+    monkeypatch.setattr("toolkit_lm_sampling_extra.params._MOST_BREAKERS", 1)
+    with pytest.raises(RequestError, match="more than 1 tokens have one of these texts: give longer ones"):
+        prepare(dry_multiplier=1, dry_sequence_breakers=["a", "b"])
 
 
 def test_dry_breakers_are_texts_or_ids(prepare):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from toolkit_lm.outputs import Logprob
 from toolkit_lm_server.app import create_app
+from toolkit_lm_server.logprobs import chat_logprobs, completion_logprobs
 from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
@@ -113,3 +115,25 @@ async def test_infill(framed, client_of):
         assert (framed.asked[-1][1].max_tokens, framed.asked[-1][1].repetition_penalty) == (64, 1.5)
         for wrong in ({"n_predict": "1"}, {"input_extra": [5]}, {"temperature": -1}, {"model": "other"}):
             assert (await client.post("/infill", json={"input_prefix": "a", **wrong})).status_code in (400, 404)
+
+
+async def test_tokens_of_one_text_and_parts_of_characters_have_names_of_their_own():
+    """vllm-project/vllm#44319, sgl-project/sglang#32290: in a table by text, one of them was lost."""
+    known = {1: b"\xf0\x9f", 2: b"\x98", 3: b"\x80", 4: b"x", 5: b"x", 6: b" y"}
+    texts = {one: data.decode("utf-8", "replace") for one, data in known.items()}
+
+    def table(chosen: int, *others: int) -> dict[int, Logprob]:
+        return {one: Logprob(-float(one), rank, texts[one]) for rank, one in enumerate([chosen, *others], 1)}
+
+    def token_bytes(token_ids):
+        return [known[one] for one in token_ids]
+
+    tables = [table(1, 2, 3), table(2, 1), table(3, 1), table(4, 5, 6), table(6)]
+    made = completion_logprobs([1, 2, 3, 4, 6], tables, 5, 7, token_bytes)
+    assert made["tokens"] == ["bytes:\\xf0\\x9f", "bytes:\\x98", "bytes:\\x80", "x", " y"]
+    assert [len(one) for one in made["top_logprobs"]] == [3, 2, 2, 3, 1]
+    assert made["top_logprobs"][3] == {"x": -4.0, "token_id:5": -5.0, " y": -6.0}
+    # The character is one of the text, and comes with its last part.
+    assert made["text_offset"] == [7, 7, 7, 8, 9]
+    whole = chat_logprobs([1, 2, 3], tables[:3], 2, token_bytes)["content"]
+    assert bytes(byte for one in whole for byte in one["bytes"]).decode() == "\N{GRINNING FACE}"

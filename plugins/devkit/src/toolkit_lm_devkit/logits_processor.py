@@ -42,6 +42,9 @@ class LetterRenderer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return bytes(token_ids).decode(errors="replace")
 
+    def token_bytes(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> list[bytes]:
+        return [bytes([token_id]) for token_id in token_ids]
+
 
 class LogitsProcessorConformance(Conformance):
     """Subclass it as `class TestMine(LogitsProcessorConformance)`; name both halves, and parameters that turn the processor on.

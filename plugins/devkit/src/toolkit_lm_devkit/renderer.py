@@ -162,6 +162,7 @@ class RendererConformance(Conformance):
         texts = renderer.token_texts(token_ids)
         assert len(texts) == len(token_ids)
         assert all(isinstance(text, str) for text in texts)
+        assert [one.decode("utf-8", "replace") for one in renderer.token_bytes(token_ids)] == texts
 
     def test_eos_token_ids_are_in_the_vocabulary(self, renderer: Renderer) -> None:
         eos = renderer.eos_token_ids

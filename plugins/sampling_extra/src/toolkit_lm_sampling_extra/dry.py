@@ -23,7 +23,7 @@ class _Arguments(NamedTuple):
     base: float
     allowed_length: int
     breakers: np.ndarray
-    """[N] int64."""
+    """[N + 2] bool: by token id plus one, up to the largest that breaks. Others do not."""
 
 
 class Dry(LogitsProcessor):
@@ -36,7 +36,9 @@ class Dry(LogitsProcessor):
         self._arguments: dict[int, _Arguments] = {}
 
     def add(self, row: ProcessorRow, arguments: Mapping[str, Any], state: Mapping[str, float]) -> None:
-        breakers = np.array(arguments["breakers"], np.int64)
+        found = np.array(arguments["breakers"], np.int64)
+        breakers = np.zeros(max(found, default=-1) + 3, bool)
+        breakers[found + 1] = True
         multiplier, base = np.float32(arguments["multiplier"]), np.float32(arguments["base"])
         # No repetition counts as longer than _LONGEST, and no array holds larger integers than 64 bits.
         self._arguments[row.key] = _Arguments(float(multiplier), float(base), min(arguments["allowed_length"], 2**31), breakers)
@@ -65,7 +67,7 @@ def _repetitions(sequences: list[np.ndarray], breakers: list[np.ndarray]) -> tup
     tokens = np.full((len(sequences), ends.max() + 1), -1, np.int64)
     for padded, line in zip(tokens, sequences, strict=True):
         padded[: len(line)] = line
-    broken = np.stack([np.isin(line, own) for line, own in zip(tokens, breakers, strict=True)])
+    broken = np.stack([own.take(line + 1, mode="clip") for line, own in zip(tokens, breakers, strict=True)])
     index = np.arange(len(sequences))
     # The last token itself is no earlier place, and across a breaker nothing is repeated.
     same = (tokens == tokens[index, ends][:, None]) & ~broken

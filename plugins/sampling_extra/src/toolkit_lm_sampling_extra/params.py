@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 from toolkit_lm.errors import RequestError
 from toolkit_lm.param_spec import ProcessorParams, param, require
 from toolkit_lm.renderer import Renderer
 
+_MOST_BREAKERS = 2**16
+"""Tokens that end a repetition."""
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """What ends a repetition where dry_sequence_breakers is not given."""
 
@@ -57,7 +63,7 @@ class DryParams(ProcessorParams):
             "multiplier": self.dry_multiplier,
             "base": self.dry_base,
             "allowed_length": self.dry_allowed_length,
-            "breakers": sorted({one if isinstance(one, int) else _last_token(one, renderer) for one in breakers}),
+            "breakers": _breaking_tokens(breakers, renderer),
         }
 
 
@@ -149,6 +155,39 @@ def _vocab_size(renderer: Renderer) -> int:
     of_text = of_all.get("text_config") or {}
     size: int = of_text.get("vocab_size") or of_all.get("vocab_size") or renderer.vocab_size
     return size
+
+
+class _Texts:
+    """The texts of a vocabulary, one after the other."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        pieces = renderer.token_bytes(range(_vocab_size(renderer)))
+        # No text has the byte 255.
+        self._joined = b"\xff".join(pieces)
+        self._ends = list(accumulate(len(piece) + 1 for piece in pieces))
+
+    def with_text(self, text: bytes) -> set[int]:
+        """The tokens that have it."""
+        return {bisect_right(self._ends, match.start()) for match in re.finditer(re.escape(text), self._joined)}
+
+
+_known: WeakKeyDictionary[Renderer, _Texts] = WeakKeyDictionary()
+"""By renderer: it takes a while."""
+
+
+def _breaking_tokens(breakers: Sequence[str | int], renderer: Renderer) -> list[int]:
+    """The token ids; of texts all tokens that have one of them, such as ".\\n" of "\\n", and the last of the text's own."""
+    found = {one for one in breakers if isinstance(one, int)}
+    texts = [one for one in breakers if isinstance(one, str)]
+    found |= {_last_token(one, renderer) for one in texts}
+    if texts and renderer not in _known:
+        _known[renderer] = _Texts(renderer)
+    for text in texts:
+        found |= _known[renderer].with_text(text.encode())
+        if len(found) > _MOST_BREAKERS:
+            name = "dry_sequence_breakers"
+            raise RequestError(f"{name}: more than {_MOST_BREAKERS} tokens have one of these texts: give longer ones.", name)
+    return sorted(found)
 
 
 def _last_token(text: str, renderer: Renderer) -> int:

@@ -121,7 +121,8 @@ class Completions:
 
     def _whole_choice(self, body: CompletionBody, generation: Generation, one: Piece) -> dict[str, Any]:
         echo: dict[str, Any] = self._echo(body, generation, one.index) if body.echo else {"text": ""}
-        choice = _choice(one, body, len(echo["text"])) | (generation.token_ids(one) if body.return_token_ids else {})
+        choice = self._choice(one, body, len(echo["text"]))
+        choice |= generation.token_ids(one) if body.return_token_ids else {}
         if body.echo:
             choice["text"] = echo["text"] + choice["text"]
             choice["logprobs"] = joined(echo["logprobs"], choice["logprobs"]) if body.echoes_logprobs else None
@@ -141,7 +142,7 @@ class Completions:
                     chunks.append({**head, "choices": [echo], **body.usage_so_far(generation.usage)})
                 wanted = generation.token_ids(one) if body.return_token_ids else {}
                 if one.text or one.logprobs or one.finish_reason is not None or wanted.get("token_ids"):
-                    choice = _choice(one, body, echoed.get(one.index, 0)) | wanted
+                    choice = self._choice(one, body, echoed.get(one.index, 0)) | wanted
                     chunks.append({**head, "choices": [choice], **body.usage_so_far(generation.usage)})
             yield chunks
         if body.include_usage:
@@ -151,14 +152,28 @@ class Completions:
         """The part of a choice that gives its prompt back, as the engine read it."""
         prompt = generation.prompt(index)
         renderer = self._engine.renderer
-        choice = _choice(Piece(index, renderer.decode(prompt.prompt_token_ids) if prompt.prompt is None else prompt.prompt), None)
+        choice = self._choice(Piece(index, renderer.decode(prompt.prompt_token_ids) if prompt.prompt is None else prompt.prompt), None)
         if body.echoes_logprobs:
             assert prompt.prompt_logprobs is not None and body.logprobs is not None
             [first] = generation.token_names(renderer, prompt.prompt_token_ids[:1])
             # Only the first where the time was over before the prompt was computed.
             known = prompt.prompt_token_ids[: len(prompt.prompt_logprobs)]
-            choice["logprobs"] = echo_logprobs(known, prompt.prompt_logprobs, body.logprobs, first)
+            choice["logprobs"] = echo_logprobs(known, prompt.prompt_logprobs, body.logprobs, first, renderer.token_bytes)
         return choice
+
+    def _choice(self, one: Piece, body: CompletionBody | None, offset: int = 0) -> dict[str, Any]:
+        """`body`: None where no log probabilities are told. `offset`: characters of the prompt before the choice's text."""
+        logprobs, offset = None, offset + one.text_offset
+        if body is not None and body.logprobs is not None:
+            token_bytes, named = self._engine.renderer.token_bytes, body.logprob_token_ids
+            logprobs = completion_logprobs(one.token_ids, one.logprobs, body.logprobs, offset, token_bytes, named)
+        return {
+            "index": one.index,
+            "text": one.text,
+            "logprobs": logprobs,
+            "finish_reason": one.finish_reason,
+            "stop_reason": one.stop_reason,
+        }
 
     def _head(self, generation: Generation) -> dict[str, Any]:
         return {
@@ -167,18 +182,3 @@ class Completions:
             "created": generation.created,
             "model": self._engine.served_model_name,
         }
-
-
-def _choice(one: Piece, body: CompletionBody | None, offset: int = 0) -> dict[str, Any]:
-    """`body`: None where no log probabilities are told. `offset`: characters of the prompt before the choice's text."""
-    offset += one.text_offset
-    logprobs = None
-    if body is not None and body.logprobs is not None:
-        logprobs = completion_logprobs(one.token_ids, one.logprobs, body.logprobs, offset, body.logprob_token_ids)
-    return {
-        "index": one.index,
-        "text": one.text,
-        "logprobs": logprobs,
-        "finish_reason": one.finish_reason,
-        "stop_reason": one.stop_reason,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,35 +45,47 @@ def completion_logprobs(
     logprobs: Sequence[dict[int, Logprob]],
     top: int,
     text_offset: int,
+    token_bytes: TokenBytes,
     named: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Of plain completions: parallel lists. `text_offset`: characters before the first of these tokens.
 
     `named`: token ids that are told in the place of the `top` likeliest.
     """
-    tokens = [_text(candidates[token_id]) for token_id, candidates in zip(token_ids, logprobs, strict=True)]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
-    chosen = [_value(candidates[token_id]) for token_id, candidates in zip(token_ids, logprobs, strict=True)]
-    # The chosen token is in its own table, even where it is not among the likeliest.
-    tables = [
-        {
-            _text(one): _value(one)
-            for token, one in candidates.items()
-            if token == token_id or (one.rank <= top if named is None else token in named)
-        }
-        for token_id, candidates in zip(token_ids, logprobs, strict=True)
-    ]
-    return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": tables, "text_offset": offsets}
+    made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    for token_id, candidates in zip(token_ids, logprobs, strict=True):
+        # The chosen token is in its own table, even where it is not among the likeliest.
+        told = {other: one for other, one in candidates.items() if (one.rank <= top if named is None else other in named)}
+        shown = {token_id: candidates[token_id]} | told
+        table: dict[str, float] = {}
+        for other, one in shown.items():
+            name = token_name(other, _text(one), token_bytes)
+            # Two tokens may have one text.
+            table[f"{ID_MARK}{other}" if name in table else name] = _value(one)
+        made["tokens"].append(next(iter(table)))
+        made["token_logprobs"].append(_value(candidates[token_id]))
+        made["top_logprobs"].append(table)
+        made["text_offset"].append(text_offset)
+        text_offset += len(utf8.decode(_bytes(token_id, _text(candidates[token_id]), token_bytes)))
+    return made
 
 
-def echo_logprobs(prompt: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None], top: int, first: str) -> dict[str, Any]:
+def token_name(token_id: int, text: str, token_bytes: TokenBytes) -> str:
+    """Of plain completions: the token's text, or its bytes where it is part of a character, as OpenAI writes them: "bytes:\\xf0"."""
+    if "\ufffd" not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes([token_id])[0])
+
+
+def echo_logprobs(
+    prompt: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None], top: int, first: str, token_bytes: TokenBytes
+) -> dict[str, Any]:
     """Of a prompt, in the shape of plain completions: nothing comes before its first token, whose text is `first`."""
     known = [one for one in logprobs if one is not None]
-    rest = completion_logprobs(prompt[1:], known, top, len(first))
-    return joined({"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}, rest)
+    rest = completion_logprobs(prompt[1:], known, top, len(first), token_bytes)
+    name = token_name(prompt[0], first, token_bytes)
+    return joined({"tokens": [name], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}, rest)
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -93,10 +106,13 @@ def _ranked(one: Logprob) -> dict[str, Any]:
 
 def _entry(token_id: int, one: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:
     text = _text(one)
-    # A part of a character has no text, and a token's id is none.
+    return {"token": text, "logprob": _value(one), "bytes": list(_bytes(token_id, text, token_bytes))}
+
+
+def _bytes(token_id: int, text: str, token_bytes: TokenBytes) -> bytes:
+    """A part of a character has no text, and a token's id is none."""
     has_text = "\ufffd" not in text and not text.startswith(ID_MARK)
-    data = text.encode() if has_text else token_bytes([token_id])[0]
-    return {"token": text, "logprob": _value(one), "bytes": list(data)}
+    return text.encode() if has_text else token_bytes([token_id])[0]
 
 
 def _text(one: Logprob) -> str:
