@@ -86,9 +86,10 @@ def parse_prompt(prompt: Any, *, media: bool = False) -> TextPrompt | TokensProm
     given = {name: prompt[name] for name in _MEDIA if prompt.get(name)}
     if given and not media:
         raise RequestError("this model takes no images or other media here: give a prompt without.", next(iter(given)))
-    unknown = set(prompt) - {"prompt", "prompt_token_ids", *_MEDIA}
+    known = ("prompt", "prompt_token_ids", *_MEDIA)
+    unknown = set(prompt) - {*known}
     if unknown:
-        raise RequestError(f"a prompt has no key {sorted(map(str, unknown))[0]!r}. Known: prompt, prompt_token_ids.", "prompt")
+        raise RequestError(f"a prompt has no key {sorted(map(str, unknown))[0]!r}. Known: {', '.join(known)}.", "prompt")
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise RequestError(f"'prompt' must be a text, not a {type(text).__name__}.", "prompt")

@@ -398,6 +398,11 @@ class VllmConfig(Struct, frozen=True, kw_only=True):
         return self.model.max_encoder_len or 0
 
     @property
+    def keeps_kv_cache(self) -> bool:
+        """False: every prompt is computed at once, and nothing comes after it. The config must be resolved."""
+        return self.model.runner != "pooling" or bool(self.scheduler.enable_chunked_prefill or self.cache.enable_prefix_caching)
+
+    @property
     def encoder_cache_embeds(self) -> int:
         """Embeddings of media that `encoder_cache_memory` holds. The config must be resolved."""
         hidden = (self.hf_config.get("text_config") or self.hf_config).get("hidden_size") or _USUAL_HIDDEN_SIZE

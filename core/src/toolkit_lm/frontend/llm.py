@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -19,6 +20,9 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.processing.validation import check_count
 from toolkit_lm.prompts import Conversation, Prompt, listed
+from toolkit_lm.resolution.without_effect import without_effect_offline
+
+logger = logging.getLogger(__name__)
 
 
 class LLM(PoolingMixin):
@@ -58,6 +62,8 @@ class LLM(PoolingMixin):
                 own = {name: options[name] for name in PluginsConfig.__struct_fields__ if name in options}
                 plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(_config_of(own).plugins, plugins)
                 config = _config_of(plugins.option_names.translate(options))
+        for one in without_effect_offline(config):
+            logger.warning("%s", one)
         self.engine = self.llm_engine = LLMEngine(config, plugins=plugins)
         self._ids = count()
         self._lock = threading.Lock()
@@ -85,7 +91,7 @@ class LLM(PoolingMixin):
         anything is computed. Calls from several threads run one after another. Other keywords of vLLM's are taken where they are None.
         """
         if none:
-            check_names("generate", none, ())
+            check_names(self.generate, none)
         given: Any = list(prompts) if isinstance(prompts, tuple) else listed(prompts)
         each = self._params(sampling_params, len(given))
         priorities = [0] * len(given) if priority is None else list(priority)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -27,7 +28,10 @@ from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Prompt
 from toolkit_lm.renderer import make_renderer
 from toolkit_lm.resolution.resolution import resolve_configured
+from toolkit_lm.resolution.without_effect import without_effect
 from toolkit_lm.scheduler import RequestLimits
+
+logger = logging.getLogger(__name__)
 
 _GRACE = 1.0
 """Seconds that a silent engine gets to end a request whose deadline is over. Then it ends here."""
@@ -61,6 +65,8 @@ class LLMEngine:
         try:
             self.plugins = plugins if isinstance(plugins, Plugins) else Plugins.load(config.plugins, plugins)
             self._asked = self.config = resolve_configured(self.plugins.configure(config), self.plugins)
+            for one in without_effect(config, self.config, self.plugins):
+                logger.warning("%s", one)
             self.client = self._started(process)
         except BaseException:
             if process is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -63,7 +64,7 @@ class PoolingMixin(ABC):
 
         Raises RequestError for a bad prompt or a task that the model does not serve.
         """
-        check_names("encode", options, EncodeOptions.__annotations__)
+        check_names(self.encode, options, EncodeOptions.__annotations__)
         many = listed(prompts)
         prepared = self.engine.processor.prepare_pooling_batch(
             [self._next_id() for _ in many],
@@ -82,17 +83,17 @@ class PoolingMixin(ABC):
 
     def embed(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """One vector for each prompt."""
-        check_names("embed", options, EncodeOptions.__annotations__)
+        check_names(self.embed, options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="embed", **options)
 
     def classify(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """The probabilities of the model's labels, for each prompt."""
-        check_names("classify", options, EncodeOptions.__annotations__)
+        check_names(self.classify, options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="classify", **options)
 
     def reward(self, prompts: Prompts, pooling_params: Params = None, **options: Unpack[EncodeOptions]) -> list[PoolingRequestOutput]:
         """What a reward model gives for each prompt: a reward for each token, or for each step."""
-        check_names("reward", options, EncodeOptions.__annotations__)
+        check_names(self.reward, options, EncodeOptions.__annotations__)
         return self.encode(no_pair(prompts), pooling_params, pooling_task="token_classify", **options)
 
     def score(
@@ -107,7 +108,7 @@ class PoolingMixin(ABC):
         A cross-encoder reads both texts together; of an embedding model it is the cosine, or what its files say; of a late-interaction
         model the sum of the best products of token embeddings.
         """
-        check_names("score", options, ScoreOptions.__annotations__)
+        check_names(self.score, options, ScoreOptions.__annotations__)
         return self._score(self.engine.processor.scoring(data_1, data_2, ("data_1", "data_2")), pooling_params, options)
 
     def rerank(
@@ -119,7 +120,7 @@ class PoolingMixin(ABC):
         **options: Unpack[ScoreOptions],
     ) -> list[RerankResult]:
         """The documents by how well they fit the query, best first. Those that could not be scored come last, with their errors."""
-        check_names("rerank", options, ScoreOptions.__annotations__)
+        check_names(self.rerank, options, ScoreOptions.__annotations__)
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise RequestError(f"top_n must be an integer of at least 1, not {top_n!r}.", "top_n")
         if not isinstance(query, str):
@@ -148,13 +149,14 @@ class PoolingMixin(ABC):
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]: ...
 
 
-def check_names(method: str, options: Mapping[str, object], known: Collection[str]) -> None:
-    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing."""
+def check_names(method: Callable[..., object], options: Mapping[str, object], known: Collection[str] = ()) -> None:
+    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing. `known`: those of its `**options`."""
+    own = [one.name for one in inspect.signature(method).parameters.values() if one.kind is not one.VAR_KEYWORD]
     for name in options.keys() - known:
         if options[name] is not None:
             of_params = name in PoolingParams.__struct_fields__ and name != "task"
-            way_out = f"Give PoolingParams({name}={options[name]!r})." if of_params else nearest(name, known)
-            raise TypeError(f"LLM.{method}() takes no {name!r}. {way_out}")
+            way_out = f"Give PoolingParams({name}={options[name]!r})." if of_params else nearest(name, [*own, *known])
+            raise TypeError(f"LLM.{method.__name__}() takes no {name!r}. {way_out}")
 
 
 def no_pair(prompts: Prompts) -> Prompts:

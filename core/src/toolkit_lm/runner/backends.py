@@ -24,11 +24,6 @@ _FED = {
 """By runner type, or for a model of both, the attention types whose inputs the runner makes."""
 
 
-def has_cache(config: VllmConfig) -> bool:
-    """False: every prompt is computed at once, and nothing comes after it."""
-    return config.model.runner != "pooling" or bool(config.scheduler.enable_chunked_prefill or config.cache.enable_prefix_caching)
-
-
 def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, registry: AttentionBackendRegistry) -> dict[str, Selection]:
     """By layer name, for every layer of the model that uses the cache. Raises UnsupportedError, naming the layer and the reasons."""
     selections: dict[str, Selection] = {}
@@ -42,7 +37,7 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
                 f"Supported: layers of type {' or '.join(type.value for type in _FED[runner])}."
             )
         wanted = config.attention.attention_backend
-        selections[layer.prefix] = layer.select(device, registry, wanted, cached=has_cache(config))
+        selections[layer.prefix] = layer.select(device, registry, wanted, cached=config.keeps_kv_cache)
     return selections
 
 

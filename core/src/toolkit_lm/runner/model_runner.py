@@ -45,7 +45,7 @@ from toolkit_lm.model import (
 )
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.pooling import Pooler
-from toolkit_lm.runner.backends import boundary_of, cache_layers, graph_supports, has_cache, load_model_class, select_backends
+from toolkit_lm.runner.backends import boundary_of, cache_layers, graph_supports, load_model_class, select_backends
 from toolkit_lm.runner.batch import PersistentBatch, StepBuffers
 from toolkit_lm.runner.cache import KVCache
 from toolkit_lm.runner.drafting import Drafting
@@ -104,7 +104,7 @@ class ModelRunner:
             self._states.append(self._media)
         self._layers = cache_layers(self.model)
         self._has_spans = any(isinstance(layer, Attention) and layer.params.spans for layer in self._layers.values())
-        self._feeds_uncached = self._encoder is None and (self._media is None or not has_cache(self.config))
+        self._feeds_uncached = self._encoder is None and (self._media is None or not self.config.keeps_kv_cache)
         if (drafter := self.config.scheduler.drafter) is not None:
             if self.config.model.runner == "pooling" or not all(spec.forks_anywhere for spec in self.kv_cache_specs().values()):
                 raise UnsupportedError(f"drafter {drafter!r}: drafts are for engines that generate, of models without recurrent state.")
@@ -131,7 +131,7 @@ class ModelRunner:
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """By layer: what it caches. Layers that cache nothing are left out. Only attention can do without a cache."""
-        cached = has_cache(self.config)
+        cached = self.config.keeps_kv_cache
         specs = {name: layer.kv_cache_spec() for name, layer in self._layers.items() if cached or not isinstance(layer, Attention)}
         return {name: spec for name, spec in specs.items() if spec is not None}
 

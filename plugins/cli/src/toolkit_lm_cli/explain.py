@@ -58,6 +58,8 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
         "KV cache",
         found.kv_refusal or ("none" if found.kv_tokens is None else f"{found.kv_tokens:,} tokens, with the memory that is free now"),
     )
+    if found.without_effect:
+        table.add_row("no effect", "\n".join(f"{one.option}: {one.reason}" for one in found.without_effect))
     Console(markup=False, emoji=False).print(table)
 
 

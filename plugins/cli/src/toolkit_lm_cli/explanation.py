@@ -9,6 +9,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import select_kernels
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import choose_executor, choose_model, choose_renderer, resolve_configured, resolve_device
+from toolkit_lm.resolution.without_effect import NoEffect, without_effect
 from toolkit_lm.runner.backends import graph_supports
 
 from toolkit_lm_cli.shares import Held, RankShare, hold, kv_capacity
@@ -63,6 +64,8 @@ class Explanation:
     """Tokens that the KV cache has room for, with the memory that this machine has to spare now. None: the model has none."""
     kv_refusal: str | None
     """Why it would be refused."""
+    without_effect: list[NoEffect]
+    """Options that were given and do nothing, with the reasons."""
 
 
 def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Explanation:
@@ -101,6 +104,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         sampling_defaults=resolved.sampling_defaults,
         kv_tokens=kv_tokens,
         kv_refusal=kv_refusal,
+        without_effect=without_effect(config, resolved, plugins),
     )
 
 

@@ -14,7 +14,7 @@ from toolkit_lm.errors import CapacityError
 from toolkit_lm.model import FusibleLayer, Kernels, LayerParts, LinearBase, Model, construct, fuse_refusal
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.runner import free_memory, load_model_class, select_backends
-from toolkit_lm.runner.backends import cache_layers, has_cache
+from toolkit_lm.runner.backends import cache_layers
 from torch import Tensor
 
 
@@ -58,7 +58,7 @@ class Held:
 def hold(config: VllmConfig, plugins: Plugins) -> Held:
     """Makes each rank's model of a resolved config, without storage: only the layers' shapes count. Raises what the engine would raise."""
     held = Held()
-    model_class, device, cached = load_model_class(config, plugins), torch.device(config.device.device), has_cache(config)
+    model_class, device, cached = load_model_class(config, plugins), torch.device(config.device.device), config.keeps_kv_cache
     for rank in range(config.parallel.num_ranks):
         own = config.with_rank(rank)
         with plugins.boundary:
