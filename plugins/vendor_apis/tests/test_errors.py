@@ -112,9 +112,41 @@ async def test_messages_of_another_type(serve, path):
 )
 async def test_a_budget_that_cannot_be_held_to_is_told(serve, path, field, budget):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "thinking": {"type": "enabled", **budget}}
-    for options, told in (({}, field), ({"strict_fields": True}, field), ({"reasoning_parser": "think"}, None)):
+    both = f"{field}, thinking.type"
+    for options, told in (({}, both), ({"strict_fields": True}, both), ({"reasoning_parser": "think"}, None)):
         async with serve(**options) as client:
             reply = await client.post(path, json=body)
             assert (reply.status_code, reply.headers.get("x-ignored-fields")) == (200, told), reply.text
             none = await client.post(path, json={**body, "thinking": {"type": "disabled"}})
-            assert (none.status_code, none.headers.get("x-ignored-fields")) == (200, None)
+            # Reasoning that is found cannot be turned off by a template that does not read of it.
+            turned_off = "thinking.type" if told is None else None
+            assert (none.status_code, none.headers.get("x-ignored-fields")) == (200, turned_off)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "told"),
+    [
+        ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}, "chat_template_kwargs.enable_thinking"),
+        (
+            "/v1/chat/completions",
+            {"chat_template_kwargs": {"enable_thinking": False, "add_generation_prompt_": 1}},
+            "chat_template_kwargs.add_generation_prompt_",
+        ),
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/chat/completions", {"reasoning_effort": "none"}, None),
+        ("/v1/chat/completions", {"documents": [{"text": "x"}]}, "documents"),
+        ("/v1/chat/completions", {}, None),
+        ("/api/chat", {"think": True, "stream": False}, "think"),
+        ("/api/chat", {"think": False, "stream": False}, None),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ],
+)
+async def test_what_the_chat_template_does_not_read_is_told(serve, path, fields, told):
+    """tiny's reads the messages alone."""
+    body = fields if "input" in fields else {"messages": [{"role": "user", "content": "hi"}], **fields}
+    async with serve() as client:
+        reply = await client.post(path, json=body)
+        assert (reply.status_code, reply.headers.get("x-ignored-fields")) == (200, told), reply.text
+        wrong = {"messages": body.get("messages", []), "chat_template_kwargs": {"a\nb": 1}}
+        refused = await client.post("/v1/chat/completions", json=wrong)
+        assert refused.status_code == 400

@@ -118,6 +118,11 @@ class Renderer(ABC):
         """The source of the chat template; where there is none, the marks that answers may have. Answer formats are chosen by it."""
         return ""
 
+    @property
+    def template_names(self) -> frozenset[str] | None:
+        """The names that the chat template reads of what it is given. Whoever asks for others is told so. None: they are not known."""
+        return None
+
     @abstractmethod
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         """A prompt in tokens, at least one.

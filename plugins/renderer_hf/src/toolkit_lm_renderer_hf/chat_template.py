@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -46,6 +46,7 @@ class ChatTemplate:
         environment = _environment()
         self.source = "\n".join(sources[name] for name in ("default", "tool_use") if name in sources)
         """Of the templates that conversations are rendered by."""
+        self._sources = sources
         self._special_tokens = special_tokens
         self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
         self._takes_parts = {name: self._probe(name) for name in sources}
@@ -54,6 +55,13 @@ class ChatTemplate:
         }
         self._takes_media: dict[str, bool] = {}
         self._media_texts: Mapping[str, str] = {}
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Those that any of the templates reads."""
+        environment = _environment()
+        trees = [environment.parse(source) for source in self._sources.values()]
+        return frozenset(name for tree in trees for name in meta.find_undeclared_variables(tree))
 
     def take_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
         """For conversations with items of media: by modality its placeholder, and what stands for it where a template writes none."""

@@ -128,6 +128,10 @@ class HfRenderer(Renderer):
     def chat_template_source(self) -> str:
         return "" if self._chat_template is None else self._chat_template.source
 
+    @property
+    def template_names(self) -> frozenset[str] | None:
+        return None if self._chat_template is None else self._chat_template.names
+
     def render_prompt(self, prompt: SingletonPrompt, *, add_special_tokens: bool = True) -> Rendered:
         if isinstance(prompt, str):
             return Rendered(self._encode(prompt, "prompt", add_special_tokens=add_special_tokens))

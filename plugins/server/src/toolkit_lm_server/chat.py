@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request, Response
@@ -12,7 +13,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm_server.answer_parts import BUDGET, PLAIN, AnswerParts, Parts, Plan
 from toolkit_lm_server.answers import answer
 from toolkit_lm_server.cost import BudgetedLLM
-from toolkit_lm_server.errors import validated
+from toolkit_lm_server.errors import printable, validated
 from toolkit_lm_server.event_stream import stream_of
 from toolkit_lm_server.generation import Generation, Piece, are_large
 from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_logprobs
@@ -20,11 +21,15 @@ from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
 from toolkit_lm_server.route import request_context
 from toolkit_lm_server.tools import tool_use
-from toolkit_lm_server.unknown_fields import UNKNOWN
+from toolkit_lm_server.unknown_fields import UNKNOWN, is_plain
 
 if TYPE_CHECKING:
     from toolkit_lm.prompts import Conversation
     from toolkit_lm_async_llm import AsyncLLM
+
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names by which templates are told whether to reason."""
 
 
 class Chat:
@@ -57,9 +62,12 @@ class Chat:
         UNKNOWN.get().drop(name, "this model's chat template shows no reasoning that is known here, and --reasoning-parser names none.")
         return {}
 
-    async def ask(self, fields: Mapping[str, Any], context: dict[str, str]) -> ChatAnswer:
-        """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too."""
-        return await self.begin(validated(self.body, fields), context)
+    async def ask(self, fields: Mapping[str, Any], context: dict[str, str], names: Mapping[str, str] = MappingProxyType({})) -> ChatAnswer:
+        """As `begin`, of a body that is not checked yet. Raises RequestValidationError, too.
+
+        `names`: by field of ours, what another API calls it.
+        """
+        return await self.begin(validated(self.body, fields), context, names)
 
     async def count(self, fields: Mapping[str, Any], context: dict[str, str]) -> int:
         """The tokens of a prompt. Raises as `ask`."""
@@ -71,10 +79,31 @@ class Chat:
             rendered = await self._engine.renderer.render_conversation_async(body.messages, **options)
         return len(rendered.token_ids)
 
-    async def begin(self, body: ChatBody, context: dict[str, str]) -> ChatAnswer:
-        """Asks the engine. `context`: what plugins that watch it are told. Raises RequestError, ApiError for what gets no answer."""
+    def _tell_unread(self, body: ChatBody, names: Mapping[str, str]) -> None:
+        """Tells of what the chat template is given, and does not read. Raises RequestError for what is no name."""
+        given = body.template_kwargs() or {}
+        if (unknown := UNKNOWN.get(None)) is None or body.chat_template is not None or not (given or body.documents):
+            return
+        if (read := self._engine.renderer.template_names) is None:
+            return
+        for name, value in {**given, **({"documents": True} if body.documents else {})}.items():
+            # What is so anyway need not be turned on or off.
+            if name in read or (name in _SWITCHES and value == (self._parts.reasoning is not None)):
+                continue
+            if not is_plain(name):
+                raise RequestError(f"chat_template_kwargs: the chat template reads no {printable(name)!r}.", "chat_template_kwargs")
+            inside = name in (body.chat_template_kwargs or ()) and name != "documents"
+            field = f"chat_template_kwargs.{name}" if inside else name if name in ("documents", "reasoning_effort") else "reasoning_effort"
+            unknown.drop(names.get(field, field), "the model's chat template does not read it.")
+
+    async def begin(self, body: ChatBody, context: dict[str, str], names: Mapping[str, str] = MappingProxyType({})) -> ChatAnswer:
+        """Asks the engine. `context`: what plugins that watch it are told. `names`: as of `ask`.
+
+        Raises RequestError, ApiError for what gets no answer.
+        """
         check_model(self._engine, body.model)
         check_generates(self._engine)
+        self._tell_unread(body, names)
         if -1 in (body.top_logprobs, body.prompt_logprobs):
             settle_logprobs(self._engine, body)
         conversations = body.conversations(self._max_prompts)

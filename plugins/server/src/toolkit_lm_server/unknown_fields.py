@@ -37,6 +37,11 @@ def unknown_field(name: str, known: Iterable[str], inside: str = "", hint: str =
     return PydanticCustomError("unknown", "Unrecognized request argument supplied: {param}{hint}", told)
 
 
+def is_plain(name: str) -> bool:
+    """A header may have it."""
+    return _PLAIN.fullmatch(name) is not None
+
+
 class UnknownFields(Struct):
     """What one request has of them: they are ignored, or refused."""
 
@@ -47,7 +52,7 @@ class UnknownFields(Struct):
     def add(self, name: str, known: Iterable[str], inside: str = "") -> None:
         """Raises PydanticCustomError where fields are strict, and for what is no name."""
         whole = f"{inside}{name}"
-        if not (self.lenient and _PLAIN.fullmatch(whole)):
+        if not (self.lenient and is_plain(whole)):
             raise unknown_field(name, known, inside)
         if len(self.names) < _MOST_NAMES:
             self.names[whole] = None

@@ -53,7 +53,7 @@ class Responses:
 
         async def begin() -> ChatAnswer:
             try:
-                return await self._chat.ask(body.chat(earlier, own), request_context(request))
+                return await self._chat.ask(body.chat(earlier, own), request_context(request), NAMES)
             except Exception as error:
                 raise renamed(as_api_error(error), NAMES) from error
 

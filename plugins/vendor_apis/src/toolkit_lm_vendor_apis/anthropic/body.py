@@ -18,6 +18,7 @@ NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
+    "chat_template_kwargs.enable_thinking": "thinking.type",
 }
 """What a chat completion's fields are called here."""
 VERDICTS: Verdicts = {

@@ -39,7 +39,7 @@ class Messages:
 
         async def begin() -> ChatAnswer:
             try:
-                return await self._chat.ask(body.chat() | budget, request_context(request))
+                return await self._chat.ask(body.chat() | budget, request_context(request), NAMES)
             except Exception as error:
                 raise renamed(as_api_error(error), NAMES) from error
 

@@ -11,7 +11,11 @@ from toolkit_lm_server.request_fields import COMMON, Verdicts, idle, refused, sa
 
 _SAME = ("model", "stream", "temperature", "seed", "frequency_penalty", "presence_penalty", "priority", "timeout", "cache_salt", "tools")
 _OTHERS = {"k": "top_k", "p": "top_p", "stop_sequences": "stop", "max_tokens": "max_completion_tokens"}
-NAMES = {"thinking_token_budget": "thinking.token_budget", **{theirs: ours for ours, theirs in _OTHERS.items()}}
+NAMES = {
+    "thinking_token_budget": "thinking.token_budget",
+    "chat_template_kwargs.enable_thinking": "thinking.type",
+    **{theirs: ours for ours, theirs in _OTHERS.items()},
+}
 """What a chat completion's fields are called here."""
 VERDICTS: Verdicts = {
     **COMMON,

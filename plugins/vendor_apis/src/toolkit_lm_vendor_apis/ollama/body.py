@@ -56,7 +56,12 @@ VERDICTS: Verdicts = {
     **refused("prompts are not told", "_debug_render_only"),
 }
 """What becomes of other fields."""
-NAMES = {"response_format": "format", **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()}}
+NAMES = {
+    "response_format": "format",
+    "chat_template_kwargs.enable_thinking": "think",
+    "reasoning_effort": "think",
+    **{ours: f"options.{theirs}" for theirs, ours in _OPTIONS.items()},
+}
 """What a chat completion's fields are called here."""
 _TAG = ":latest"
 

@@ -62,7 +62,7 @@ class Ollama:
     async def _chat(self, body: OllamaChatBody | GenerateBody, fields: Callable[[], dict[str, Any]], request: Request) -> Response:
         clock = Clock()
         try:
-            reply = await self._api.chat.ask(fields(), request_context(request))
+            reply = await self._api.chat.ask(fields(), request_context(request), NAMES)
         except Exception as error:
             raise renamed(as_api_error(error), NAMES) from error
         clock.first()
