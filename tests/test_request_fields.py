@@ -96,6 +96,13 @@ def test_salts_of_generate_and_chat(folder):
         assert cached[:2] == [0, 0] and cached[2] > 0
 
 
+def test_salts_of_what_pools():
+    text = "What is the capital of France? " * 4
+    with LLM("tiny", convert="embed", enable_prefix_caching=True) as llm:
+        cached = [llm.embed(text, cache_salt=salt, use_tqdm=False)[0].num_cached_tokens for salt in ("a", "b", "a")]
+    assert cached[:2] == [0, 0] and cached[2] > 0
+
+
 @pytest.mark.parametrize("salt", ["", 3, "\ud800", ["a", "b"]])
 def test_wrong_salts_are_refused(folder, salt):
     from toolkit_lm.errors import RequestError

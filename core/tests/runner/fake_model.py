@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,6 +102,13 @@ def continuation(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+class Models(dict[str, Any]):
+    """No plugin registers the class."""
+
+    def load(self, name: str) -> type:
+        return SumModel
+
+
 def make_plugins() -> Any:
     """What a runner asks of plugins, with nothing in it but the two classes above and random weights."""
     backends = AttentionBackendRegistry(owner=PluginInfo("test"))
@@ -110,9 +118,10 @@ def make_plugins() -> Any:
     kernels = KernelsRegistry(owner=PluginInfo("test"))
     kernels.add("torch", "toolkit_lm.model:Kernels")
     loaders = SimpleNamespace(make=lambda name, source: DummyLoader(source))
-    models = SimpleNamespace(load=lambda name: SumModel)
-    plugins = {"models": models, "attention_backends": backends, "kernels": kernels, "loaders": loaders, "logits_processors": processors}
-    return SimpleNamespace(options=lambda name: None, **plugins)
+    plugins = {"models": Models(), "attention_backends": backends, "kernels": kernels, "loaders": loaders, "logits_processors": processors}
+    boundary = nullcontext()
+    named = {"info": lambda name: None, "boundary": boundary, "boundary_of": lambda owner, target: boundary}
+    return SimpleNamespace(options=lambda name: None, **named, **plugins)
 
 
 def make_config(**options) -> VllmConfig:

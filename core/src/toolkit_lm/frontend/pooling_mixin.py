@@ -15,7 +15,7 @@ from toolkit_lm.outputs import PoolingRequestOutput, RerankResult
 from toolkit_lm.pooling import Scoring
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.processing.pooling_requests import all_prepared, params_of_each
-from toolkit_lm.processing.requests import PreparedRequest
+from toolkit_lm.processing.requests import PreparedRequest, RequestOptions
 from toolkit_lm.prompts import Prompt, TextPair, listed
 
 Progress = Callable[[int, int], None]
@@ -32,6 +32,8 @@ class ScoreOptions(TypedDict, total=False):
     """Cut longer prompts to so many tokens (-1: to what the model can take). Without it they are an error."""
     instruction: str | None
     """For rerankers that take one."""
+    cache_salt: str | None
+    """Only requests of the same salt share cached prefixes."""
     use_tqdm: bool
     """Show a bar, in a terminal. True where not given."""
     progress: Progress | None
@@ -70,6 +72,7 @@ class PoolingMixin(ABC):
             [self._next_id() for _ in many],
             many,
             params_of_each(pooling_params, pooling_task, len(many), self.engine.tasks),
+            RequestOptions(cache_salt=options.get("cache_salt")),
             prompt_name=options.get("prompt_name"),
             truncate_prompt_tokens=options.get("truncate_prompt_tokens"),
             instruction=options.get("instruction"),
