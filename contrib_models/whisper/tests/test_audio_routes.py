@@ -12,6 +12,7 @@ import pytest
 import soundfile
 import torch
 import transformers
+from sounds import recorded
 from toolkit_lm import LLM, AsyncLLM, VllmConfig
 from toolkit_lm_devkit import randomize, write_tokenizer
 from toolkit_lm_server.app import create_app
@@ -92,6 +93,10 @@ async def test_formats_and_streams_are_those_of_the_transcriber(folder):
         described = (await http.get("/openapi.json")).json()["paths"][PATH]["post"]
         assert set(described["requestBody"]["content"]) == {"multipart/form-data"}
         assert {"application/json", "text/plain", "text/event-stream"} <= set(described["responses"]["200"]["content"])
+        for container, codec in (("ipod", "aac"), ("webm", "libopus")):
+            sent = await http.post(PATH, data=fields, files=upload(recorded(container, codec, 48000, 3.0), f"talk.{container}"))
+            # The frames of AAC are longer than what was said, and seconds count when they have begun.
+            assert sent.status_code == 200 and sent.json()["usage"]["seconds"] in (3, 4), sent.text
         plain = (await ask()).json()
         assert plain == {"text": expected.text, "usage": {"type": "duration", "seconds": 40}}
         for name, ours in (("text", "txt"), ("srt", "srt"), ("vtt", "vtt")):

@@ -13,6 +13,7 @@ import soundfile
 import torch
 from hearing import AUDIO, EXTRACTOR, ITEM, MARKS, MELS, SECONDS, TEMPLATE, HearingRules, train
 from seeing import LLAVA, LlavaRules, train_newlines
+from sounds import recorded
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError
 from toolkit_lm.renderer.feature_lookup import HeldFeature
 from toolkit_lm_renderer_hf import audio_processor, media
@@ -146,6 +147,20 @@ def test_formats(hearing, kind, subtype, format):
     part = {"type": "input_audio", "input_audio": {"data": encoded(data), "format": format}}
     [feature] = hearing.render_conversation(chat(part)).features
     assert feature.data["feature_attention_mask"].to_numpy().sum() == pytest.approx(50, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "format"), [("ipod", "aac", "m4a"), ("mp4", "aac", "mp4"), ("webm", "libopus", "webm"), ("adts", "aac", "aac")]
+)
+def test_formats_of_phones_and_browsers(hearing, container, codec, format):
+    data = recorded(container, codec, 48000, 0.5)
+    part = {"type": "input_audio", "input_audio": {"data": encoded(data), "format": format}}
+    for source in (part, of(data)):
+        [feature] = hearing.render_conversation(chat(source)).features
+        assert feature.data["feature_attention_mask"].to_numpy().sum() == pytest.approx(50, abs=5)
+    part["input_audio"]["format"] = "wav"
+    with pytest.raises(RequestError, match="it is said to be of the format WAV, and is of the format"):
+        hearing.render_conversation(chat(part))
 
 
 def test_several_recordings_among_text(hearing):
