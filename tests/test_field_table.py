@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 from msgspec import structs
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.audio import transcription_create_params, translation_create_params
@@ -13,8 +15,10 @@ from openai.types.chat import chat_completion_stream_options_param, completion_c
 from openai.types.responses import response_create_params, response_text_config_param
 from openai.types.shared_params import reasoning
 from pydantic import ValidationError
+from toolkit_lm import AsyncLLM, VllmConfig
 from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SamplingParams
+from toolkit_lm_server.app import create_app
 from toolkit_lm_server.peer_fields import PEER_FIELDS
 from toolkit_lm_server.protocol import Body
 from toolkit_lm_server.request_fields import COMMON, Verdict
@@ -47,6 +51,14 @@ NEEDED = {
     "/v2/embed": {"texts": ["a"]},
     "/detokenize": {"tokens": [1]},
 }
+
+
+@pytest.fixture(scope="module")
+def client():
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 256, "num_kv_blocks": 64, "engine_process": False}
+    engine = AsyncLLM(VllmConfig.make(model="tiny", **options))
+    yield TestClient(create_app(engine))
+    engine.close()
 
 
 @pytest.fixture(autouse=True)
@@ -313,3 +325,64 @@ def test_logprob_token_ids_need_log_probabilities():
         with pytest.raises(RequestError, match="only with logprobs"):
             loaded(route, logprob_token_ids=[5]).params()
     assert SamplingParams(logprob_token_ids=[5]).num_logprobs == 0
+
+
+SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_right"),
+    [
+        ({"grammar": 'root ::= "yes" | "no"'}, lambda text: text in ("yes", "no")),
+        ({"ebnf": 'root ::= "yes" | "no"'}, lambda text: text in ("yes", "no")),
+        ({"regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
+        ({"json_schema": SCHEMA}, lambda text: list(json.loads(text)) == ["ok"]),
+        ({"json_schema": json.dumps(SCHEMA)}, lambda text: list(json.loads(text)) == ["ok"]),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, lambda text: list(json.loads(text)) == ["ok"]),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, lambda text: list(json.loads(text)) == ["ok"]),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, lambda text: list(json.loads(text)) == ["ok"]),
+        ({"repeat_penalty": 1.9}, lambda text: text != "The capital of France is Paris."),
+        ({"n_predict": 2, "max_tokens": None}, lambda text: text == "The capital"),
+        ({"n_predict": -1, "max_tokens": None}, lambda text: text == "The capital of France is Paris."),
+        ({"prediction": {"type": "content", "content": "x"}}, lambda text: text == "The capital of France is Paris."),
+        ({"mirostat": 0, "mirostat_tau": 5.0}, lambda text: text == "The capital of France is Paris."),
+        ({"grammar": "", "lora": [], "adapter_id": None, "top_n_sigma": -1}, lambda text: text == "The capital of France is Paris."),
+    ],
+)
+def test_an_answer_is_as_its_fields_ask(client, fields, is_right):
+    ask = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 40}
+    reply = client.post("/v1/chat/completions", json={**ask, **fields})
+    assert reply.status_code == 200 and "x-ignored-fields" not in reply.headers, reply.text
+    text = reply.json()["choices"][0]["message"]["content"]
+    assert is_right(text), text
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"lora_request": {"a": 1}}, "lora_request"),
+        ({"adapter_id": "x"}, "adapter_id"),
+        ({"extra_body": {"top_k": 1}}, "extra_body"),
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"response_format": {"type": "json_object", "shema": SCHEMA}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"scheme": {}}}}, "response_format"),
+        ({"grammar": 'root ::= "a"', "json_schema": SCHEMA}, "json_schema"),
+        ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
+        ({"mirostat": 1}, "mirostat"),
+    ],
+)
+def test_what_is_refused_is_named(client, path, fields, param):
+    body = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    reply = client.post(path, json={**body, **fields})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+def test_log_probabilities_of_named_tokens(client):
+    ask = {"prompt": "Once", "max_tokens": 2, "temperature": 0, "logprobs": 20}
+    every = client.post("/v1/completions", json=ask).json()["choices"][0]["logprobs"]["top_logprobs"]
+    named = client.post("/v1/completions", json={**ask, "logprob_token_ids": [30, 40]}).json()["choices"][0]["logprobs"]
+    texts = [client.post("/detokenize", json={"tokens": [token]}).json()["prompt"] for token in (30, 40)]
+    for own, told, known in zip(named["tokens"], named["top_logprobs"], every, strict=True):
+        assert set(told) == {own, *texts}
+        assert all(told[text] == pytest.approx(known[text], abs=1e-4) for text in set(told) & set(known))

@@ -18,7 +18,7 @@ import httpx
 import pytest
 from toolkit_lm.errors import ConfigError, ToolkitError
 from toolkit_lm_server.batch.rows import Answer, Answered, Row, Unreadable, read_rows
-from toolkit_lm_server.batch.run import run_rows
+from toolkit_lm_server.batch.run import Counts, run_rows
 from toolkit_lm_server.batch.target import Target
 
 
@@ -219,6 +219,14 @@ def ask(handle, first_pause=0.0):
             return await Target(client, "the server", first_pause).ask(*rows_of(request("1")))
 
     return asyncio.run(main())
+
+
+def test_ignored_fields_are_told():
+    answer = ask(lambda _: httpx.Response(200, text="{}", headers={"x-ignored-fields": "temprature, foo"}))
+    counts = Counts()
+    for ignored in (answer.ignored, "", "foo"):
+        counts.ignore(ignored)
+    assert list(counts.ignored) == ["temprature", "foo"]
 
 
 def test_a_busy_server_is_asked_again():

@@ -170,3 +170,5 @@ def _words(counts: Counts) -> str:
 def _tell(counts: Counts, seconds: float, output: str) -> None:
     where = "" if output == _STANDARD else f" in {output}"
     typer.echo(f"{_words(counts)}{where} after {seconds:.1f} s", err=True)
+    if counts.ignored:
+        typer.echo(f"ignored fields of requests: {', '.join(counts.ignored)}", err=True)

@@ -57,6 +57,8 @@ class Answer(NamedTuple):
     status: int
     request_id: str
     content: bytes
+    ignored: str = ""
+    """Names of the row's fields that were ignored, with commas between them."""
 
 
 class _Body(Struct):

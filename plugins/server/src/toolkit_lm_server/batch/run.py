@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Protocol
 
@@ -12,6 +12,9 @@ import msgspec
 
 from toolkit_lm_server.batch.rows import Answer, Answered, Row, Unreadable, answer_line, unreadable_line
 from toolkit_lm_server.threads import in_thread
+
+_MOST_NAMES = 64
+"""Of ignored fields that are told."""
 
 
 class Answers(Protocol):
@@ -30,6 +33,13 @@ class Counts:
     """In the output already."""
     bytes: int = 0
     """Of the input's lines that are through."""
+    ignored: dict[str, None] = field(default_factory=dict)
+    """Names of fields that were ignored, of any row."""
+
+    def ignore(self, names: str) -> None:
+        """Notes names, with commas between them."""
+        if names and len(self.ignored) < _MOST_NAMES:
+            self.ignored |= dict.fromkeys(names.split(", "))
 
 
 async def run_rows(
@@ -63,6 +73,7 @@ async def run_rows(
             else:
                 answer = _as_json(await target.ask(row))
                 counts.done += 1
+                counts.ignore(answer.ignored)
                 counts.refused += answer.status >= 400
                 _write(output, answer_line(row, answer))
             counts.bytes += row.size

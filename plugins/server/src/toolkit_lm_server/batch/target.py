@@ -13,6 +13,7 @@ from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_server.batch.rows import Answer, Row
 from toolkit_lm_server.route import REQUEST_ID
+from toolkit_lm_server.unknown_fields import IGNORED
 
 _ATTEMPTS = 6
 _LONGEST_PAUSE = 30.0
@@ -56,7 +57,8 @@ class Target:
                 continue
             self._check_allowed(response)
             if response.status_code not in _BUSY:
-                return Answer(response.status_code, response.headers.get(REQUEST_ID, ""), response.content)
+                request_id, ignored = response.headers.get(REQUEST_ID, ""), response.headers.get(IGNORED, "")
+                return Answer(response.status_code, request_id, response.content, ignored)
             why = f"{response.status_code}: {response.text[:300]}"
             after = response.headers.get("retry-after", "")
             if response.status_code == 503 and "engine_dead" in response.text:
