@@ -143,3 +143,34 @@ def test_an_option_that_is_no_flag_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", "do_lower_case": "no"}))
     with pytest.raises(CheckpointError, match=r"do_lower_case of .* must be true or false, not 'no'"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("GPT2Tokenizer", True), ("PreTrainedTokenizerFast", False)])
+def test_a_class_that_is_not_the_files_is_told(make_renderer, caplog, name, is_told):
+    """transformers builds some classes anew, whatever the file says: then the two give other ids."""
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), tokenizer.pre_tokenizer])
+    tokenizer.normalizer = normalizers.Lowercase()
+    renderer = make_renderer(tokenizer, {"tokenizer_class": name})
+    theirs = renderer.get_tokenizer()
+    same = renderer.render_prompt("Hi", add_special_tokens=False).token_ids == theirs("Hi", add_special_tokens=False)["input_ids"]
+    assert same is not is_told
+    assert ("makes other token ids than its tokenizer.json" in caplog.text) is is_told
+
+
+def test_tokens_that_only_the_config_names(both):
+    """With their flags, after the vocabulary, as transformers adds them."""
+    listed = {"400": {"content": "<x>", "special": True}, "300": {"content": "<y>", "lstrip": True, "special": False}}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": listed, "pad_token": "<|pad|>"}
+    theirs, ours = both(byte_level(), config | {"additional_special_tokens": ["<z>", "<w>"]})
+    text = "a <y>b<x><|pad|> <z> c<w> d"
+    assert ours.encode(text, add_special_tokens=False).ids == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.token_to_id("<w>") == theirs.convert_tokens_to_ids("<w>") == len(theirs) - 1
+
+
+@pytest.mark.parametrize("listed", [{"x": {"content": "a"}}, {"5": 7}, {"5": {}}, [1]])
+def test_broken_tokens_of_the_config_are_refused(both, tmp_path, listed):
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+    with pytest.raises(CheckpointError, match="has a token that cannot be read"):
+        load_tokenizer(tmp_path)

@@ -35,6 +35,8 @@ _CHAT_OPTIONS = (
     *("add_generation_prompt", "continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs"),
     "add_special_tokens",
 )
+_PROBE = "The cat's 12 dogs said:\n\n\t\u00c9tude, e\u0301 \u5317\u4eac \U0001f600 it's   DON'T x=3.14;"
+"""Where tokenizers that are not the same differ."""
 _REQUESTED = 16
 """Chat templates of requests that are kept."""
 
@@ -67,16 +69,24 @@ class HfRenderer(Renderer):
         self._eos_token_ids = end_tokens(config, vocab.get(special_tokens.get("eos_token", "")), config.vocab_size or self._vocab_size)
 
     def get_tokenizer(self) -> Any:
-        """That of transformers. Raises UnsupportedError where transformers is not installed, or cannot read the folder."""
+        """That of transformers. Raises UnsupportedError where transformers is not installed, or cannot read the folder.
+
+        Where its class makes other ids than tokenizer.json, by which the engine goes, a warning in the log says so.
+        """
         try:
             from transformers import AutoTokenizer
 
             trusted = self.config.model.trust_remote_code
-            return AutoTokenizer.from_pretrained(  # nosec B615 # of a folder
+            tokenizer = AutoTokenizer.from_pretrained(  # nosec B615 # of a folder
                 self._tokenizer_folder, trust_remote_code=trusted, local_files_only=True
             )
         except (ImportError, ValueError, OSError) as error:
             raise UnsupportedError(f"transformers gives no tokenizer of {str(self._tokenizer_folder)!r}: {error}") from error
+        ours = self._tokenizer.encode(_PROBE, add_special_tokens=False).ids
+        if tokenizer(_PROBE, add_special_tokens=False)["input_ids"] != ours:
+            told = "makes other token ids than its tokenizer.json, by which the engine goes: tokenizer_class is not that file's"
+            logger.warning("transformers' %s of %s %s.", type(tokenizer).__name__, self._tokenizer_folder, told)
+        return tokenizer
 
     def take_rules(self, rules: MultiModalRules) -> None:
         super().take_rules(rules)

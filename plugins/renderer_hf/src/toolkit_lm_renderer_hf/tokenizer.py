@@ -66,7 +66,7 @@ def _add_named_tokens(tokenizer: Tokenizer, config: dict[str, Any], special_toke
         ordered = [listed[key] for key in sorted(listed, key=int)]
         more = [*special_tokens.values(), *(extra.values() if isinstance(extra, dict) else extra)]
         tokens = [*map(_added_token, ordered), *map(_added_token, more)]
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise CheckpointError(f"tokenizer_config.json has a token that cannot be read: {error}") from error
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_tokens([token for token in tokens if token.content not in known])
