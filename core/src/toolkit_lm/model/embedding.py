@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.distributed import tensor_parallel_group
-from toolkit_lm.model.kernels import choose_kernels
+from toolkit_lm.model.kernels import choose_kernels, method_chooser
 from toolkit_lm.model.linear import LinearBase
 from toolkit_lm.model.linear_method import LayerKind, LinearMethod, LinearSpec
 from toolkit_lm.model.parameters import Part, torch_dtype
@@ -57,7 +60,7 @@ class VocabParallelEmbedding(_VocabParallel):
 class ParallelLMHead(_VocabParallel):
     """Hidden states [R, hidden_size] -> logits [R, vocab_size], gathered from all ranks.
 
-    With `tied_to` the weight is the embedding's own.
+    With `tied_to` the weight is the embedding's own, unless the checkpoint holds another one.
     """
 
     seams = frozenset()
@@ -75,6 +78,14 @@ class ParallelLMHead(_VocabParallel):
         method = None if tied_to is None else tied_to.method
         super().__init__("lm_head", vocab_size, hidden_size, bias=bias, tied_to=method, vllm_config=vllm_config, prefix=prefix)
         self.kernels = choose_kernels()
+        self._choose_method = method_chooser()
+
+    def untie(self) -> None:
+        """Gives the head a weight of its own, which is to be loaded."""
+        self.spec = replace(self.spec, tied_to=None)
+        with torch.device(next(self.parameters()).device):
+            self.method = self._choose_method(self.spec)
+            self.method.create(self, self.spec)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits = self.method.apply(hidden_states, self.bias)

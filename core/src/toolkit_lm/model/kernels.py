@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -134,7 +135,16 @@ def choose_models() -> ModelRegistry:
 
 def choose_method(spec: LinearSpec) -> LinearMethod:
     """The linear method of a layer: inside `construction` that of its quantization, or of its kernels. Raises UnsupportedError."""
+    return method_chooser()(spec)
+
+
+def method_chooser() -> Callable[[LinearSpec], LinearMethod]:
+    """`choose_method` as it is now, for a layer that may have to ask again when its model has been made."""
     quantization, kernels, _ = getattr(_local, "made_with", _OUTSIDE)
+    return partial(_choose, quantization, kernels)
+
+
+def _choose(quantization: Quantization | None, kernels: Kernels, spec: LinearSpec) -> LinearMethod:
     method = quantization.method(spec) if quantization is not None else None
     if method is not None and spec.kind == "embedding" and type(method).embed is LinearMethod.embed:
         raise UnsupportedError(f"{type(method).__name__} cannot look up the embeddings of {spec.prefix}: it has no method embed.")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from toolkit_lm.errors import CheckpointError
 from toolkit_lm.model.layers import Absent
 from toolkit_lm.model.parameters import load_whole
 
+logger = logging.getLogger(__name__)
 MOST_NAMED = 10
 
 
@@ -38,6 +41,8 @@ def load_parameters(
     may also hold them packed. `renames` are (pattern, replacement) for `re.sub`, tried in order on each name of the checkpoint;
     `ignored` are patterns of renamed names to pass over (`re.search`).
 
+    A weight that two layers share, and of which `weights` holds two that differ, is no longer shared: each layer gets its own.
+
     Raises CheckpointError that names all weights that are missing, unexpected or do not fit.
     """
     targets, aliases = _targets(module, packed)
@@ -45,7 +50,8 @@ def load_parameters(
     elsewhere = {name for name, child in module.named_modules() if isinstance(child, Absent)}
     skipped = re.compile("|".join(ignored) or "(?!)")
     seen: dict[str, set[int | None]] = {}
-    unexpected, misfits, kept = [], [], {}
+    unexpected, misfits = [], []
+    kept: dict[str, Tensor] = {}
 
     def load(name: str, target: _Target, tensor: Tensor) -> None:
         seen.setdefault(target.name, set()).add(target.shard_id)
@@ -63,10 +69,16 @@ def load_parameters(
             load(name, targets[name], tensor)
         elif elsewhere.isdisjoint(accumulate(name.split("."), "{}.{}".format)) and not skipped.search(name):
             unexpected.append(name)
-    # A tied weight has several names. The checkpoint may hold any of them, and the first is the one that counts.
+    # A tied weight has several names. The checkpoint may hold any of them, or all.
     for name, tensor in kept.items():
-        if aliases[name].name not in seen:
-            load(name, aliases[name], tensor)
+        target = aliases[name]
+        if target.name not in seen:
+            load(name, target, tensor)
+        elif not misfits and not _holds(target.param, tensor):
+            try:
+                load(name, _Target(_untied(module, name, target), name, None), tensor)
+            except CheckpointError as error:
+                misfits.append(f"{name} {error}")
     missing = [name for name, target in targets.items() if _is_missing(target, name, seen.get(target.name, set()), packed)]
     _complain(missing, unexpected, misfits)
     return set(seen)
@@ -85,6 +97,40 @@ def _targets(module: nn.Module, packed: Mapping[str, tuple[str, ...]]) -> tuple[
         for part_name, shard_id in _parts(name, packed):
             targets[part_name] = _Target(param, name, shard_id)
     return targets, aliases
+
+
+def _holds(param: Tensor, tensor: Tensor) -> bool:
+    """Whether a tensor of the checkpoint is what a parameter has been filled with."""
+    other = torch.zeros_like(param)
+    vars(other).update(vars(param))
+    try:
+        getattr(param, "weight_loader", load_whole)(other, tensor, None)
+    except CheckpointError:
+        return False
+    return torch.equal(param, other)
+
+
+def _untied(module: nn.Module, name: str, target: _Target) -> Tensor:
+    """A new parameter of that name, which is one with another parameter so far. Raises CheckpointError where one layer has both names."""
+    (path, _, attribute), first = name.rpartition("."), target.name.rpartition(".")[0]
+    owner = module.get_submodule(path)
+    if owner is module.get_submodule(first):
+        raise CheckpointError(f"differs from {target.name}, and the model has one layer for both")
+    logger.warning(
+        "The model ties %s to %s, and the checkpoint holds both, which differ: they are not tied. "
+        "`tie_word_embeddings: false` in config.json silences this.",
+        name,
+        target.name,
+    )
+    untie = getattr(owner, "untie", None)
+    if untie is not None:
+        untie()
+    else:
+        param = nn.Parameter(torch.empty_like(target.param), requires_grad=False)
+        vars(param).update(vars(target.param))
+        setattr(owner, attribute, param)
+    untied: Tensor = getattr(owner, attribute)
+    return untied
 
 
 def _parts(name: str, packed: Mapping[str, tuple[str, ...]]) -> list[tuple[str, int]]:

@@ -45,7 +45,7 @@ class Converted(Model):
         return super().load_weights(self._body(weights))
 
     def take_head(self, name: str, tensor: Tensor) -> None:
-        """Is shown the head's tensors ("weight", "bias"), and a tied embedding as "weight", while the weights are loaded."""
+        """Is shown the head's tensors ("weight", "bias"), or a tied embedding as "weight", while the weights are loaded."""
 
     def take_score(self, name: str, tensor: Tensor) -> None:
         """Is shown the tensors of a trained classifier ("weight", "bias"), while the weights are loaded."""
@@ -54,7 +54,7 @@ class Converted(Model):
         """The weights of all but head and classifier, under the names that the language model's class knows."""
         head = f"{self.head_name}."
         tied = next((name for name in self.head_weights if not name.startswith(head)), None)
-        stand_in, seen = None, set()
+        stand_in, embedding, seen = None, None, set()
         for stored, tensor in weights:
             if stored.startswith(SCORE):
                 self.take_score(stored.removeprefix(SCORE), tensor)
@@ -63,13 +63,15 @@ class Converted(Model):
             final = self._renamed(name)
             seen.add(final)
             if final == tied:
-                self.take_head("weight", tensor)
+                embedding = tensor
             if not final.startswith(head):
                 yield name, tensor
                 continue
             self.take_head(final.removeprefix(head), tensor)
             if final in self.head_weights:
                 stand_in = tensor
+        if embedding is not None and f"{head}weight" not in seen:
+            self.take_head("weight", embedding)
         if tied is not None and tied not in seen and stand_in is not None:
             # Of a tied pair the checkpoint holds the head only.
             yield tied, stand_in
