@@ -126,7 +126,8 @@ def test_no_time_is_spent_on_random_weights():
     with Uninitialized():
         layer = torch.nn.Linear(3, 4)
         assert torch.equal(torch.nn.init.normal_(torch.ones(2)), torch.ones(2))
-        assert torch.equal(torch.ones(2).uniform_(), torch.ones(2))
+        assert torch.equal(torch.nn.init.uniform_(torch.ones(2)), torch.ones(2))
+        assert torch.equal(torch.ones(2).uniform_(), torch.zeros(2))
         drawn = []
         other = threading.Thread(target=lambda: drawn.append(torch.ones(2).normal_(generator=torch.Generator().manual_seed(0))))
         other.start()

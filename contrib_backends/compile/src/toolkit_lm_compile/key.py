@@ -24,7 +24,7 @@ from toolkit_lm.plugin import Plugins
 from toolkit_lm_compile.options import effective
 
 _NO_EFFECT: dict[str, tuple[str, ...]] = {
-    "model": ("model", "revision", "served_model_name", "generation_config", "seed", "trust_remote_code"),
+    "model": ("model", "revision", "served_model_name", "generation_config", "seed", "trust_remote_code", "verify_fallback"),
     "load": ("load_format",),
     "cache": (
         "kv_cache_memory",

@@ -6,15 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from toolkit_lm.attention import Attention
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "toolkit_lm"
 """Name of our function among transformers' attention implementations. No mask function has this name, so no masks are made for it."""
+EXAMINED = "toolkit_lm_examined"
+"""Its name while a model is examined. Masks are then made: not to be applied, but to be read (`describe_mask`)."""
 LAYER = "toolkit_lm_attention"
 """The attribute of an attention module that holds the Attention layer it calls."""
 _CALLS = "toolkit_lm_calls"
+_WINDOW = "toolkit_lm_window"
+"""The attribute of a mask that holds its window: 0 where it is causal and no more."""
+_SEEN = 12
+"""Tokens by which masks are read, beside those of their window."""
 _HARMLESS = ("cache_position", "position_embeddings", "position_ids")
 """Tensors that modules hand on and that attention over a paged cache needs not."""
 
@@ -55,8 +62,10 @@ def attend(
     if layer is not None:
         flat = layer(*(x.transpose(1, 2).reshape(num_tokens, -1) for x in (query, key, value)))
         return flat.view(1, num_tokens, num_heads, head_size), None
-    refusal = _refusal(module, query, key, value, attention_mask, options)
-    call = AttentionCall(num_heads, key.shape[1], head_size, scaling, sliding_window or None, softcap or None, refusal)
+    of_mask: int = getattr(attention_mask, _WINDOW, 0)
+    window = of_mask if sliding_window is None else sliding_window
+    refusal = _refusal(module, query, key, value, attention_mask, window, options)
+    call = AttentionCall(num_heads, key.shape[1], head_size, scaling, window or None, softcap or None, refusal)
     vars(module).setdefault(_CALLS, []).append(call)
     return query.new_empty(1, num_tokens, num_heads, value.shape[-1]), None
 
@@ -67,14 +76,46 @@ def calls_of(module: nn.Module) -> list[AttentionCall]:
     return calls
 
 
+def describe_mask(*, q_length: int, kv_length: int, mask_function: Any, local_size: int | None = None, **_: Any) -> Tensor:
+    """A mask [1, 1, q_length, kv_length] of nothing but its window: what transformers calls to make masks while a model is examined.
+
+    `mask_function` says of any batch, head, query and key whether the query sees the key.
+    """
+    mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+    window = local_size or 0
+    # Windows may be too large for all of a mask to be looked at: rows on both sides of their ends are.
+    rows = torch.tensor(sorted({*range(_SEEN), *range(window, window + _SEEN)}), device="cpu")[:, None]
+    keys = torch.cat([torch.arange(_SEEN, device="cpu").expand(len(rows), -1), rows - window, rows - window + 1, rows, rows + 1], dim=1)
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    expected = (keys <= rows) & ((keys > rows - window) | (window == 0))
+    try:
+        is_known = torch.equal(mask_function(zero, zero, rows, keys) & (keys >= 0), expected & (keys >= 0))
+    except Exception:
+        # It reads tensors that have no values here.
+        is_known = False
+    if is_known:
+        setattr(mask, _WINDOW, window)
+    return mask
+
+
 def _refusal(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: Mapping[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    window: int,
+    options: Mapping[str, Any],
 ) -> str | None:
     is_causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         return "its attention is not causal"
     if attention_mask is not None:
-        return "it makes an attention mask of its own"
+        masked: int | None = getattr(attention_mask, _WINDOW, None)
+        if masked is None:
+            return "it makes an attention mask of its own"
+        if masked != window:
+            return f"its window is {window}, and that of its mask {masked}"
     if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
         return f"its queries, keys and values differ in size: {query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
     extra = [name for name, option in options.items() if isinstance(option, Tensor) and name not in _HARMLESS]
@@ -82,3 +123,5 @@ def _refusal(
 
 
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(EXAMINED, attend)
+AttentionMaskInterface.register(EXAMINED, describe_mask)

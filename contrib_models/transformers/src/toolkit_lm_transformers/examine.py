@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -13,10 +13,23 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit_lm_transformers.attention import NAME, AttentionCall, calls_of
+from toolkit_lm_transformers.attention import EXAMINED, NAME, AttentionCall, calls_of
+from toolkit_lm_transformers.deadline import deadline
+from toolkit_lm_transformers.head import without_decoder
 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "dense", "sparse")
 _GROWING_ROPES = ("dynamic", "longrope")
+_SHAPES_SECONDS = 60.0
+"""What a pass over shapes alone may take. It takes a hundredth of a second for each layer."""
+
+
+class Examined(NamedTuple):
+    """What is known of a model that can run here."""
+
+    calls: dict[str, AttentionCall]
+    """By module: what the model's attention modules ask."""
+    first_position: int
+    """The position of a sequence's first token: 0, or as RoBERTa has it the one after padding's."""
 
 
 def read_config(vllm_config: VllmConfig) -> Any:
@@ -46,32 +59,44 @@ def read_config(vllm_config: VllmConfig) -> Any:
     return _understood(read, "read its config.json")
 
 
-def build(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+def build(config: Any, dtype: torch.dtype, trust_remote_code: bool, attention: str = NAME) -> Any:
     """A model of transformers on the default device, in eval mode, whose attention is ours. Its parameters hold anything."""
     model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
+        config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
     )
     return model.eval()
 
 
-def examine(vllm_config: VllmConfig) -> dict[str, AttentionCall]:
-    """By module: what the model's attention modules ask. Raises UnsupportedError, with the reason, when it cannot run here."""
+def examine(vllm_config: VllmConfig) -> Examined:
+    """What the checkpoint's model is like. Raises UnsupportedError, with the reason, when it cannot run here."""
     config, trust = read_config(vllm_config), vllm_config.model.trust_remote_code
     _check_config(config, vllm_config)
     with torch.device("meta"):
         # In bfloat16, as the products of grouped experts have no other shapes to compute.
-        model = _understood(lambda: build(config, torch.bfloat16, trust), "make the model")
+        model = _understood(lambda: build(config, torch.bfloat16, trust, EXAMINED), "make the model")
     _check_model(model)
-    _understood(lambda: _run(model), "run the model on shapes alone")
+    hidden_states = _understood(lambda: _run(model), "run the model on shapes alone")
     calls = dict(_attention_calls(model))
     _check_layers(config.get_text_config(), list(calls.values()))
-    return calls
+    _understood(lambda: _project(model, hidden_states), "compute logits on shapes alone")
+    return Examined(calls, first_position(model))
+
+
+def first_position(model: Any) -> int:
+    """The position that a model of transformers gives to the first token of a sequence, where it is given none."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return int(module.padding_idx) + 1
+    return 0
 
 
 def _understood(action: Any, what: str) -> Any:
     """The result of `action`, which runs code of transformers, or of the checkpoint, on a config that it may not be made for."""
     try:
-        return action()
+        with deadline(_SHAPES_SECONDS, what):
+            return action()
+    except UnsupportedError:
+        raise
     except Exception as error:
         raise UnsupportedError(f"transformers cannot {what}: {type(error).__name__}: {error}") from error
 
@@ -111,9 +136,18 @@ def _check_model(model: Any) -> None:
 
 
 @torch.no_grad()
-def _run(model: Any) -> None:
+def _run(model: Any) -> torch.Tensor:
     tokens = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
+    # Beside a mask of padding, positions that begin again are no other sequence.
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    hidden_states: torch.Tensor = model.base_model(input_ids=tokens, position_ids=tokens, attention_mask=mask, use_cache=False)[0]
+    return hidden_states
+
+
+@torch.no_grad()
+def _project(model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = without_decoder(model)(inputs_embeds=hidden_states, use_cache=False).logits
+    return logits
 
 
 def _check_layers(config: Any, calls: list[AttentionCall]) -> None:

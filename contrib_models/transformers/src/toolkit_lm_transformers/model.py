@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import transformers
 from toolkit_lm.attention import Attention
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
 from toolkit_lm.model import FallbackModel, IntermediateTensors, join, torch_dtype
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toolkit_lm_transformers.attention import LAYER
+from toolkit_lm_transformers.attention import LAYER, NAME
 from toolkit_lm_transformers.conversion import Conversion
+from toolkit_lm_transformers.deadline import deadline
+from toolkit_lm_transformers.exact import Exact
 from toolkit_lm_transformers.examine import build, examine, read_config
+from toolkit_lm_transformers.head import without_decoder
 from toolkit_lm_transformers.uninitialized import Uninitialized
+
+_SECONDS = 300.0
+"""What making a model may take, and computing a few tokens."""
 
 
 class TransformersForCausalLM(FallbackModel):
@@ -28,8 +35,8 @@ class TransformersForCausalLM(FallbackModel):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        calls = examine(vllm_config)
-        with Uninitialized():
+        calls, self.first_position = examine(vllm_config)
+        with deadline(_SECONDS, "make the model"), Uninitialized():
             model = build(read_config(vllm_config), torch_dtype(vllm_config.model.dtype), vllm_config.model.trust_remote_code)
         for name, call in calls.items():
             layer = Attention(
@@ -47,7 +54,9 @@ class TransformersForCausalLM(FallbackModel):
         self.decoder_name: str = model.base_model_prefix
         self._decode: Callable[..., Any] = model.base_model.__call__
         self._embed: Callable[..., Any] = model.get_input_embeddings().__call__
-        self._project: Callable[..., Any] = _without_decoder(model).__call__
+        self._project: Callable[..., Any] = without_decoder(model).__call__
+        self._whole: Callable[..., Any] = model.__call__
+        self._attend_by: Callable[[str], None] = model.set_attn_implementation
         self._convert = Conversion(model)
 
     @classmethod
@@ -57,6 +66,19 @@ class TransformersForCausalLM(FallbackModel):
         except UnsupportedError as error:
             return str(error)
         return None
+
+    @classmethod
+    def architecture_of(cls, model_type: str) -> str | None:
+        name: str | None = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+        return name
+
+    @classmethod
+    def reserved_positions(cls, vllm_config: VllmConfig) -> int:
+        name = vllm_config.hf_config["architectures"][0]
+        module = sys.modules.get(getattr(getattr(transformers, name, None), "__module__", ""))
+        if module is not None and not any(hasattr(one, "create_position_ids_from_input_ids") for one in vars(module).values()):
+            return 0
+        return examine(vllm_config).first_position
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Embeddings [T, H] of `input_ids` [T], of which `forward` takes others as `inputs_embeds`."""
@@ -73,12 +95,32 @@ class TransformersForCausalLM(FallbackModel):
     ) -> Tensor:
         # For transformers the flat batch is one sequence; only attention, which is ours, knows better.
         given = {"input_ids": input_ids[None]} if inputs_embeds is None else {"inputs_embeds": inputs_embeds[None]}
+        if self.first_position:
+            positions = positions + self.first_position
         hidden_states: Tensor = self._decode(**given, position_ids=positions[None], use_cache=False)[0]
         return hidden_states[0]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self._project(inputs_embeds=hidden_states[None], use_cache=False).logits
         return logits[0]
+
+    def plain(self, token_ids: Tensor, *, exact: bool = False) -> Tensor:
+        in_float32 = Exact() if exact else nullcontext()
+        with deadline(_SECONDS, f"compute {len(token_ids)} tokens"), self._attention_of_transformers(), in_float32:
+            if type(self).compute_logits is not TransformersForCausalLM.compute_logits:
+                # A pooling adapter has taken the head away.
+                hidden_states: Tensor = self._decode(input_ids=token_ids[None], use_cache=False)[0]
+                return hidden_states[0]
+            logits: Tensor = self._whole(input_ids=token_ids[None], use_cache=False).logits
+            return logits[0]
+
+    @contextmanager
+    def _attention_of_transformers(self) -> Iterator[None]:
+        self._attend_by("eager")
+        try:
+            yield
+        finally:
+            self._attend_by(NAME)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         return super().load_weights(self._convert(weights))
@@ -91,24 +133,3 @@ class TransformersForCausalLM(FallbackModel):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False):
             self.register_buffer(name, buffer, persistent=name not in model._non_persistent_buffers_set)
-
-
-@dataclass
-class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):  # type: ignore[misc]
-    """What decoders of all families return."""
-
-    router_logits: tuple[Tensor, ...] | None = None
-
-
-class _Given(nn.Module):
-    """Stands for a decoder: what goes in as embeddings comes out as hidden states."""
-
-    def forward(self, *args: object, inputs_embeds: Tensor, **kwargs: object) -> _HiddenStates:
-        return _HiddenStates(last_hidden_state=inputs_embeds)
-
-
-def _without_decoder(model: Any) -> Any:
-    """`model` from its hidden states on: the head, and whatever its family does to logits. It shares the parameters."""
-    head = copy.copy(model)
-    head._modules = {**model._modules, model.base_model_prefix: _Given()}
-    return head

@@ -45,6 +45,9 @@ class ModelConfig(Struct, frozen=True, kw_only=True):
             "architecture, else a fallback."
         ),
     ] = "auto"
+    verify_fallback: Annotated[
+        bool, option("Compare a fallback's first logits with those of its model by itself, and refuse it where they differ.")
+    ] = True
 
 
 class LoadConfig(Struct, frozen=True, kw_only=True):

@@ -173,6 +173,24 @@ class FallbackModel(Model):
         """
         raise NotImplementedError
 
+    @classmethod
+    def architecture_of(cls, model_type: str) -> str | None:
+        """The architecture of checkpoints of a `model_type` that name none; None where it knows none, or several."""
+        return None
+
+    @classmethod
+    def reserved_positions(cls, vllm_config: VllmConfig) -> int:
+        """Of the positions that the checkpoint states, how many no token ever has. Asked of checkpoints that are not refused."""
+        return 0
+
+    def plain(self, token_ids: Tensor, *, exact: bool = False) -> Tensor | None:
+        """Logits [T, V] at each token of one sequence [T], by the model's own code, without the engine's attention and cache.
+
+        Of a model without logits, hidden states [T, H]. `exact`: computed in float32, whatever the dtype of the weights. The engine's
+        are compared with them at the start. None: there is nothing to compare with.
+        """
+        return None
+
 
 SHIM = """\
 class {name}Shim({name}):

@@ -30,6 +30,8 @@ class ModelEntry(Entry):
 
     runner: str = "generate"
     """The kind of runner that drives it."""
+    model_type: str | None = None
+    """The `model_type` of its checkpoints; None: of many, or of those that another class runs as well."""
     renderer: str | None = None
     """Name of the renderer that it needs; None: any that can read the checkpoint."""
     reserved_positions: int = 0
@@ -107,6 +109,7 @@ class ModelRegistry(Registry[ModelEntry]):
         target: str,
         *,
         runner: str = "generate",
+        model_type: str | None = None,
         renderer: str | None = None,
         reserved_positions: int = 0,
         length_keys: tuple[str, ...] = LENGTH_KEYS,
@@ -119,7 +122,7 @@ class ModelRegistry(Registry[ModelEntry]):
         """Registers a model class. Raises PluginError for a malformed target or a key that another plugin has."""
         traits = {"reserved_positions": reserved_positions, "length_keys": length_keys, "bounded": bounded}
         traits |= {"caches_prefixes": caches_prefixes, "encoder_decoder": encoder_decoder, "multimodal": multimodal}
-        fields = {"runner": runner, "renderer": renderer, "override": override}
+        fields = {"runner": runner, "model_type": model_type, "renderer": renderer, "override": override}
         self.add_entry(ModelEntry, architecture, target, "module:Class", **fields, **traits)
 
     def add_fallback(
@@ -131,6 +134,24 @@ class ModelRegistry(Registry[ModelEntry]):
         """
         fields = {"runner": runner, "renderer": renderer, "override": override, "is_fallback": True}
         self.add_entry(ModelEntry, name, target, "module:Class", **fields)
+
+    def architectures_of(self, model_type: str) -> list[str]:
+        """Those that are registered for a `model_type`; where there are none, what the first fallback says that knows one."""
+        found = [entry.key for entry in self.entries() if entry.model_type == model_type]
+        for name in () if found else self.fallbacks():
+            with self.get(name).owner.boundary(f"architecture_of() of {self.noun} {name!r}"):
+                architecture = self.load(name).architecture_of(model_type)
+            if architecture is not None:
+                return [architecture]
+        return found
+
+    def reserved_positions(self, key: str, config: Any) -> int:
+        """Of the positions that a checkpoint states, how many no token ever has. Of a fallback its class says so of the checkpoint."""
+        entry = self.get(key)
+        if not entry.is_fallback:
+            return entry.reserved_positions
+        with entry.owner.boundary(f"reserved_positions() of {self.noun} {key!r}"):
+            return int(self.load(key).reserved_positions(config))
 
     def load_rules(self, architecture: str) -> Any:
         """The class of an encoder-decoder model's rules for prompts; None of another model. Raises PluginError, as `load` does."""

@@ -43,7 +43,7 @@ def resolve_configured(config: VllmConfig, plugins: Plugins) -> VllmConfig:
     config = config.with_checkpoint(checkpoint)
     config = config.replace(
         dtype=_dtype(config.model.dtype, checkpoint),
-        max_model_len=_max_model_len(asked_len, checkpoint, plugins.models.get(checkpoint.architecture)),
+        max_model_len=_max_model_len(asked_len, config, plugins),
         renderer=choose_renderer(config, plugins)[0],
         executor=choose_executor(config, plugins)[0],
         load_format=choose_load_format(config, plugins),
@@ -131,7 +131,11 @@ def _dtype(wanted: str, checkpoint: Checkpoint) -> str:
     return dtype
 
 
-def _max_model_len(wanted: int | None, checkpoint: Checkpoint, entry: ModelEntry) -> int:
+def _max_model_len(wanted: int | None, config: VllmConfig, plugins: Plugins) -> int:
+    """Of a config whose checkpoint is known."""
+    checkpoint = config.checkpoint
+    assert checkpoint is not None
+    entry = plugins.models.get(checkpoint.architecture)
     stated = _stated(checkpoint.hf_config, entry.length_keys)
     if stated is None:
         if wanted is None and not entry.bounded:
@@ -141,7 +145,7 @@ def _max_model_len(wanted: int | None, checkpoint: Checkpoint, entry: ModelEntry
             lack = f"the checkpoint's config.json states no {keys}" if keys else f"{entry.key} has no longest sequence"
             raise ConfigError(f"{lack}: give --max-model-len.")
         return wanted
-    longest = _stretched(stated, checkpoint.hf_config) - entry.reserved_positions
+    longest = _stretched(stated, checkpoint.hf_config) - plugins.models.reserved_positions(entry.key, config)
     if wanted is not None and wanted > longest and entry.bounded:
         raise ConfigError(f"max_model_len is {wanted}, but the checkpoint has {longest} positions: give --max-model-len {longest} or less.")
     if wanted is None and longest > _MOST_UNASKED:

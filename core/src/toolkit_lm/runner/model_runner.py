@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -192,6 +192,15 @@ class ModelRunner:
         self._pooler = self._encoder = self._media = self._drafting = self.compiler = None
         for name in ("model", "_cache", "_batch", "_buffers"):
             self.__dict__.pop(name, None)
+
+    @contextmanager
+    def watched_by(self, state: ModelState) -> Iterator[None]:
+        """Inside, `state` is told of each step, as those of the model are."""
+        self._states.append(state)
+        try:
+            yield
+        finally:
+            self._states.remove(state)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

@@ -12,11 +12,12 @@ import torch
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.config import parse_memory
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.messages import EncoderItem, NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
-from toolkit_lm.model import EncoderDecoderModel, MultiModalModel
+from toolkit_lm.messages import EncoderItem, NewEncoder, NewSequence, ScheduledSequence, SequenceInputs, StepPlan, StepResult
+from toolkit_lm.model import EncoderDecoderModel, FallbackModel, MultiModalModel
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.pooling_params import PoolingParams
 from toolkit_lm.runner.model_runner import ModelRunner
+from toolkit_lm.runner.proof import prove
 
 _KEPT_BYTES = 2**25 - 2**16
 """A little below the most that glibc adapts to."""
@@ -31,29 +32,28 @@ def warm_up(runner: ModelRunner) -> None:
     if runner.device.type == "cpu":
         # Once glibc has seen an allocation of this size freed, it keeps the memory of activations instead of asking for its pages anew.
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
-    generates = runner.config.model.runner != "pooling"
-    plan = _made_up(runner, 1, 2)
-    [new] = plan.new
-    nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
-    result = runner.execute(plan)
+    if isinstance(runner.model, FallbackModel) and runner.config.model.verify_fallback:
+        result = prove(runner)
+    else:
+        result = _compute_tokens(runner, 2)
     if result.errors:
-        what = "draw a first token" if new.inputs.pooling is None else f"serve the task {new.inputs.pooling.task!r}"
+        pools = runner.config.model.runner == "pooling"
+        what = f"serve the task {next(iter(runner.pooling_rules()), 'embed')!r}" if pools else "draw a first token"
         raise CheckpointError(f"the model cannot {what}: {result.errors[-1]}.{_cause(runner)}")
-    if generates:
-        runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 2, 1, nothing_new, True, [0])]))
-    runner.execute(_drop(plan))
     if runner.compiler is not None:
-        runner.compiler.capture(lambda: _compute_one_token(runner))
+        runner.compiler.capture(lambda: _compute_tokens(runner, 1))
         runner.compiler.seal()
 
 
-def _compute_one_token(runner: ModelRunner) -> None:
-    """As the first of a prompt, and where text is generated as the second."""
-    plan = _made_up(runner, 1, 1)
-    runner.execute(plan)
-    if runner.config.model.runner != "pooling":
-        runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, 1, 1, [[] for _ in runner.kv_cache.groups], True, [0])]))
+def _compute_tokens(runner: ModelRunner, num_tokens: int) -> StepResult:
+    """The result of a prompt of so many, after which where text is generated one more is computed."""
+    plan = _made_up(runner, 1, num_tokens)
+    result = runner.execute(plan)
+    if runner.config.model.runner != "pooling" and not result.errors:
+        nothing_new: list[list[int]] = [[] for _ in runner.kv_cache.groups]
+        runner.execute(StepPlan(scheduled=[ScheduledSequence(-1, num_tokens, 1, nothing_new, True, [0])]))
     runner.execute(_drop(plan))
+    return result
 
 
 def _cause(runner: ModelRunner) -> str:
@@ -83,7 +83,7 @@ def profile(runner: ModelRunner) -> int:
     kv_cache = plan_groups(runner.kv_cache_specs(), {layer: selection.name for layer, selection in runner.selections.items()})
     least = kv_cache.max_blocks(length + 1, length + 1, runner.config.max_encoder_len)
     runner.init_kv_cache(kv_cache.sized(least, [0] * len(kv_cache.pools)))
-    graphs = 0 if runner.compiler is None else runner.compiler.estimate(lambda: _compute_one_token(runner))
+    graphs = 0 if runner.compiler is None else runner.compiler.estimate(lambda: _compute_tokens(runner, 1))
     # All of them write into the same blocks.
     plan = _made_up(runner, scheduler.max_num_seqs, length)
     with contextlib.suppress(OSError):
