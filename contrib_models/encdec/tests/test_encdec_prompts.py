@@ -48,8 +48,8 @@ def test_default_and_explicit_decoder_prompts(make):
     assert [output.encoder_prompt_token_ids for output in outputs] == [text] * 5
     assert [output.encoder_prompt for output in outputs] == ["a text"] * 5
     decoder = [output.prompt_token_ids for output in outputs]
-    assert decoder[:4] == [[START, BEGIN], [START, BEGIN, 51, 178, END], [START, 51, 178], [START]]
-    assert decoder[4][:2] == [START, BEGIN]
+    assert decoder[:4] == [[START], [START, BEGIN, 51, 178, END], [START, 51, 178], [START]]
+    assert decoder[4][0] == START
     assert [output.prompt for output in outputs] == [None, None, None, None, "so"]
 
 

@@ -36,9 +36,9 @@ def test_sides_may_state_lengths_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("architecture", "config", "generation", "expected"),
     [
-        ("BartForConditionalGeneration", {**START, "bos_token_id": 0}, None, [2, 0]),
+        ("BartForConditionalGeneration", {**START, "bos_token_id": 0}, None, [2]),
         ("BartForConditionalGeneration", {"bos_token_id": 0}, {**START, "forced_bos_token_id": 7}, [2, 7]),
-        ("BartForConditionalGeneration", {**START, "bos_token_id": 0, "forced_bos_token_id": None}, None, [2, 0]),
+        ("BartForConditionalGeneration", {**START, "bos_token_id": 0, "forced_bos_token_id": None}, None, [2]),
         ("BartForConditionalGeneration", START, None, [2]),
         # mbart-large-en-ro states the language as the start token, mbart-large-50-many-to-one as the forced one.
         ("MBartForConditionalGeneration", {"decoder_start_token_id": 250020, "bos_token_id": 0}, None, [250020]),

@@ -246,3 +246,16 @@ def test_what_was_read_is_not_kept_in_memory(tmp_path, monkeypatch):
         most = max(most, mapped() - before)
     assert found == {name: tensor.sum().item() for name, tensor in weights.items()}
     assert most < 2**25
+
+
+def test_shards_without_an_index_are_read_and_one_that_is_missing_is_named(tmp_path):
+    for i in range(3):
+        save_file({f"w{i}": torch.full((2,), float(i))}, tmp_path / f"model-{i + 1:05}-of-00003.safetensors")
+    found = dict(CheckpointWeights(tmp_path))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {f"w{i}": [float(i)] * 2 for i in range(3)}
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks files of its weights that are missing: model-00002-of-00003\.safetensors\."):
+        CheckpointWeights(tmp_path)
+    save_file({"w": torch.zeros(1)}, tmp_path / "model-00001-of-00002.safetensors")
+    with pytest.raises(CheckpointError, match="holds shards of several checkpoints"):
+        CheckpointWeights(tmp_path)

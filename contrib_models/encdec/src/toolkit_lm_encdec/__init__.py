@@ -5,12 +5,12 @@ from typing import Any
 from toolkit_lm.plugin import ModelRegistry, hookimpl
 
 RULES = "toolkit_lm_encdec.rules:UsualRules"
-BART_RULES = "toolkit_lm_encdec.rules:BartRules"
+BART_RULES = "toolkit_lm_encdec.rules:MBartRules"
 MODELS = {
     "BartForConditionalGeneration": ("bart:BartForConditionalGeneration", BART_RULES),
     # What the published checkpoints bart-base and bart-large call themselves.
     "BartModel": ("bart:BartForConditionalGeneration", BART_RULES),
-    "MBartForConditionalGeneration": ("bart:MBartForConditionalGeneration", "toolkit_lm_encdec.rules:MBartRules"),
+    "MBartForConditionalGeneration": ("bart:MBartForConditionalGeneration", BART_RULES),
     "MT5ForConditionalGeneration": ("t5:MT5ForConditionalGeneration", RULES),
     "MarianMTModel": ("bart:MarianMTModel", RULES),
     "PegasusForConditionalGeneration": ("bart:PegasusForConditionalGeneration", RULES),
@@ -20,16 +20,34 @@ MODELS = {
     "T5WithLMHeadModel": ("t5:T5ForConditionalGeneration", RULES),
 }
 """Architectures; the module and class of each; and what makes its prompts."""
+ARCHITECTURES = {
+    "bart": "BartForConditionalGeneration",
+    "marian": "MarianMTModel",
+    "mbart": "MBartForConditionalGeneration",
+    "mt5": "MT5ForConditionalGeneration",
+    "pegasus": "PegasusForConditionalGeneration",
+    "t5": "T5ForConditionalGeneration",
+    "t5gemma": "T5GemmaForConditionalGeneration",
+}
+"""By `model_type`, those of checkpoints that name none."""
 ENCODERS = ("T5EncoderModel", "MT5EncoderModel")
 """Architectures of T5's encoder alone."""
 
 
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
+    model_types = {architecture: model_type for model_type, architecture in ARCHITECTURES.items()}
     for architecture, (target, rules) in MODELS.items():
         stated: dict[str, Any] = {"length_keys": ("decoder.max_position_embeddings",)} if target.startswith("t5gemma:") else {}
         # T5 and T5Gemma tell distances apart, and take sequences that are longer than those of their training.
         bounded = not target.startswith("t5")
-        models.add(architecture, f"toolkit_lm_encdec.{target}", bounded=bounded, encoder_decoder=rules, **stated)
+        models.add(
+            architecture,
+            f"toolkit_lm_encdec.{target}",
+            model_type=model_types.get(architecture),
+            bounded=bounded,
+            encoder_decoder=rules,
+            **stated,
+        )
     for architecture in ENCODERS:
         models.add(architecture, "toolkit_lm_encdec.t5_encoder:T5EncoderModel", runner="pooling", bounded=False)

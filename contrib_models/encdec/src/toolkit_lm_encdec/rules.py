@@ -105,7 +105,7 @@ class T5GemmaRules(UsualRules):
 
 
 class MBartRules(UsualRules):
-    """The decoder begins with the start token, and the language that the checkpoint forces, if any: mBART-50.
+    """The decoder begins with the start token, and the token that the checkpoint forces, if any: BART's first, mBART-50's language.
 
     Others begin with their language itself.
     """
@@ -113,14 +113,6 @@ class MBartRules(UsualRules):
     def default_decoder_prompt(self) -> list[int]:
         forced = self.generation.get("forced_bos_token_id")
         return [*super().default_decoder_prompt(), *([forced] if isinstance(forced, int) else [])]
-
-
-class BartRules(MBartRules):
-    """The decoder begins with the start token, and that of a text's beginning, as in training. The checkpoint may force another one."""
-
-    def default_decoder_prompt(self) -> list[int]:
-        prompt, begin = super().default_decoder_prompt(), self.generation.get("bos_token_id")
-        return [*prompt, begin] if len(prompt) == 1 and isinstance(begin, int) else prompt
 
 
 def _text_of(prompt: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,16 @@ from torch import Tensor
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SHARDS = "model-*-of-*.safetensors"
+_SHARD = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 _MOST_MAPPED = 2**27
 """Bytes of a file that are mapped at a time, and the last tensor."""
 
 
 class CheckpointWeights(CheckpointLoader):
     """Iterates over (name, tensor) of a folder with model.safetensors, or with model.safetensors.index.json and the files it names.
+
+    Without an index, all shards that are numbered are read.
 
     Tensors are mapped: only what is read of them is read from disk. Raises CheckpointError that names a missing or broken file.
     """
@@ -29,7 +34,9 @@ class CheckpointWeights(CheckpointLoader):
         self.files = self._find()
 
     def __str__(self) -> str:
-        return str(self.source / (SINGLE if self.files == [SINGLE] else INDEX))
+        return str(
+            self.source / SINGLE if self.files == [SINGLE] else self.source / INDEX if (self.source / INDEX).is_file() else self.source
+        )
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for file in self.files:
@@ -57,10 +64,13 @@ class CheckpointWeights(CheckpointLoader):
             files = self._indexed()
         elif (self.source / SINGLE).is_file():
             files = [SINGLE]
+        elif shards := self._shards():
+            files = shards
         else:
             raise CheckpointError(self._nothing())
         if missing := [file for file in files if not (self.source / file).is_file()]:
-            raise CheckpointError(f"{self.source / INDEX} names files that are missing: {', '.join(missing)}.")
+            what = f"{self.source / INDEX} names files" if (self.source / INDEX).is_file() else f"{self.source} lacks files of its weights"
+            raise CheckpointError(f"{what} that are missing: {', '.join(missing)}.")
         for file in files:
             self._check(self.source / file)
         return files
@@ -75,6 +85,14 @@ class CheckpointWeights(CheckpointLoader):
             if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(f"{path} names {file!r}, which is not a file of the same folder.")
         return sorted(files)
+
+    def _shards(self) -> list[str]:
+        """The files that one without an index belongs to: all of "model-00001-of-00003.safetensors" and its like."""
+        found = sorted(match[0] for path in self.source.glob(SHARDS) if (match := _SHARD.fullmatch(path.name)))
+        counts = {int(match[1]) for name in found if (match := _SHARD.fullmatch(name))}
+        if len(counts) > 1:
+            raise CheckpointError(f"{self.source} holds shards of several checkpoints, and no {INDEX}: {', '.join(found[:20])}.")
+        return [f"model-{i + 1:05}-of-{count:05}.safetensors" for count in counts for i in range(count)]
 
     def _nothing(self) -> str:
         if not self.source.is_dir():
