@@ -16,6 +16,7 @@ from toolkit_lm.config import Option, PluginsConfig, VllmConfig, options_of
 from toolkit_lm.param_spec import spec_of
 from toolkit_lm.params import SAMPLING_PARAMS
 from toolkit_lm.plugin import ModelEntry, ModelRegistry, Plugins
+from toolkit_lm.resolution.twice import TWICE
 from toolkit_lm_cli.converse import ClientOptions
 from toolkit_lm_server.batch.command import BatchOptions
 from toolkit_lm_server.options import ServerOptions
@@ -80,7 +81,17 @@ def model_tables() -> str:
         rows = "".join(model_row(models, entry) for entry in entries if not entry.is_fallback)
         if rows:
             made += f"\n### {owner.distribution}\n\n| architecture | does | takes |\n| --- | --- | --- |\n{rows}"
-    return made + "\n"
+    return made + twice_table() + "\n"
+
+
+def twice_table() -> str:
+    """What checkpoints say in two places, and which of them wins."""
+    rows = "".join(f"| {rule.what} | {rule.places} | {rule.wins} |\n" for rule in TWICE)
+    told = "A log line tells each contradiction, as the table says. Equal statements are no reason to complain."
+    return (
+        f"\n### What checkpoints say twice\n\n{told}\n\n| what | is said by | what wins |\n| --- | --- | --- |\n{rows}\n"
+        "Where config.json names no `architectures`, its `model_type` does, if one class is registered for it, or a fallback knows one.\n"
+    )
 
 
 def model_row(models: ModelRegistry, entry: ModelEntry) -> str:

@@ -21,4 +21,5 @@ MODELS = {
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, module in MODELS.items():
-        models.add(architecture, f"toolkit_lm_decoder.{module}:{architecture}")
+        model_type = "gemma3_text" if module == "gemma3" else module
+        models.add(architecture, f"toolkit_lm_decoder.{module}:{architecture}", model_type=model_type)

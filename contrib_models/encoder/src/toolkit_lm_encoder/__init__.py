@@ -24,6 +24,19 @@ MODELS = {
     "HF_ColBERT": "colbert:HF_ColBERT",
 }
 """Architectures, and the module and class of each."""
+MODEL_TYPES = {
+    "Bert": "bert",
+    "Camembert": "camembert",
+    "DistilBert": "distilbert",
+    "Gte": "gte",
+    "JinaEmbeddingsV3": "jina_embeddings_v3",
+    "MPNet": "mpnet",
+    "ModernBert": "modernbert",
+    "NomicBert": "nomic_bert",
+    "Roberta": "roberta",
+    "XLMRoberta": "xlm-roberta",
+}
+"""By the beginning of the architectures' names."""
 
 
 @hookimpl
@@ -31,4 +44,5 @@ def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, target in MODELS.items():
         # Their positions begin after that of padding, which is 1 in all of them.
         reserved = 2 if target.startswith(("roberta:", "mpnet:")) else 0
-        models.add(architecture, f"toolkit_lm_encoder.{target}", runner="pooling", reserved_positions=reserved)
+        model_type = next((MODEL_TYPES[family] for family in FAMILIES if architecture.startswith(family)), None)
+        models.add(architecture, f"toolkit_lm_encoder.{target}", runner="pooling", model_type=model_type, reserved_positions=reserved)

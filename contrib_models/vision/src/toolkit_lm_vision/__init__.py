@@ -9,6 +9,12 @@ MODELS: dict[str, tuple[str, str]] = {
     "Qwen2_5_VLForConditionalGeneration": ("qwen2_vl:Qwen2_5_VLForConditionalGeneration", "qwen2_vl_rules:Qwen25VLRules"),
 }
 """Architectures; the module and class of each; and its rules for prompts."""
+MODEL_TYPES = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "LlavaForConditionalGeneration": "llava",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
+}
 LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
 """Older checkpoints have no `text_config`."""
 
@@ -17,4 +23,4 @@ LENGTH_KEYS = ("text_config.max_position_embeddings", "max_position_embeddings")
 def toolkit_register_models(models: ModelRegistry) -> None:
     for architecture, (target, rules) in MODELS.items():
         target, rules = f"toolkit_lm_vision.{target}", f"toolkit_lm_vision.{rules}"
-        models.add(architecture, target, length_keys=LENGTH_KEYS, multimodal=rules)
+        models.add(architecture, target, model_type=MODEL_TYPES[architecture], length_keys=LENGTH_KEYS, multimodal=rules)

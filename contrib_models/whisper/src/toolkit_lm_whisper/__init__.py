@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @hookimpl
 def toolkit_register_models(models: ModelRegistry) -> None:
     target, rules = "toolkit_lm_whisper.model:WhisperForConditionalGeneration", "toolkit_lm_whisper.rules:WhisperRules"
-    models.add("WhisperForConditionalGeneration", target, length_keys=("max_target_positions",), encoder_decoder=rules)
+    models.add(
+        "WhisperForConditionalGeneration", target, model_type="whisper", length_keys=("max_target_positions",), encoder_decoder=rules
+    )
 
 
 @hookimpl

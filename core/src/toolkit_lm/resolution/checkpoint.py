@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import reprlib
 import warnings
@@ -17,7 +18,9 @@ from toolkit_lm.errors import CheckpointError, ConfigError, UnsupportedError, ne
 from toolkit_lm.model.hf_config import HFConfig
 from toolkit_lm.plugin import Plugins, PluginWarning
 from toolkit_lm.plugin.shipped import way_to_get
+from toolkit_lm.resolution.twice import check_end_tokens, check_files, settled
 
+logger = logging.getLogger(__name__)
 _POOLING_SUFFIX = re.compile(r"(For(Sequence|Token)Classification|ForTextEncoding|EmbeddingModel|Model)$")
 _POOLING_FILES = ("modules.json", "config_sentence_transformers.json", "artifact.metadata")
 """Of sentence-transformers, PyLate and ColBERT's authors, who write them for models that pool only."""
@@ -85,14 +88,18 @@ def read_checkpoint(config: VllmConfig, plugins: Plugins) -> Checkpoint:
     folder = source if source.is_dir() else _unpack(source, plugins)
     hf_config = read_json(folder / "config.json")
     _check_config(hf_config, folder / "config.json")
+    hf_config = _with_architectures(settled(hf_config), folder, plugins)
+    check_files(folder, hf_config, read_json)
     given = config.model.generation_config
     generation = (folder if given in ("checkpoint", "none") else Path(given)) / "generation_config.json"
+    stated = read_json(generation) if generation.is_file() or generation.parent != folder else {}
+    check_end_tokens(hf_config, stated)
     checkpoint = Checkpoint(
         path=str(folder),
         source=str(source),
         architecture=_architectures(hf_config, folder)[0],
         hf_config=hf_config,
-        generation_config=read_json(generation) if generation.is_file() or generation.parent != folder else {},
+        generation_config=stated,
     )
     key, _ = choose_model(config.with_checkpoint(checkpoint), plugins)
     if config.model.model_impl == "auto" and plugins.models.get(key).is_fallback:
@@ -219,6 +226,28 @@ def _to_convert(architecture: str, plugins: Plugins) -> str | None:
         return None
     stem = _POOLING_SUFFIX.sub("", architecture)
     return next((f"{stem}{suffix}" for suffix in CONVERTIBLE_SUFFIXES if f"{stem}{suffix}" in plugins.models.architectures()), None)
+
+
+def _with_architectures(hf_config: dict[str, Any], folder: Path, plugins: Plugins) -> dict[str, Any]:
+    """config.json with the architecture that its `model_type` is known for, where it names none, or that of another `model_type`."""
+    named, model_type = hf_config.get("architectures"), hf_config.get("model_type")
+    known: list[str] = []
+    if not named:
+        known = plugins.models.architectures_of(model_type) if isinstance(model_type, str) else []
+        if len(known) > 1:
+            raise CheckpointError(
+                f"{str(folder / 'config.json')!r} names no model class, and model_type {model_type!r} has several: "
+                f'add "architectures" with one of {", ".join(known)}.'
+            )
+        return {**hf_config, "architectures": known} if known else hf_config
+    name = _architectures(hf_config, folder)[0]
+    others = [entry for entry in plugins.models.entries() if entry.model_type is not None and entry.model_type == model_type]
+    is_named = name in plugins.models and plugins.models.get(name).model_type not in (None, model_type)
+    if not is_named or len(others) != 1:
+        return hf_config
+    known = [others[0].key]
+    logger.warning("config.json says architectures [%r], and model_type %r, which is that of %s: it counts.", name, model_type, known[0])
+    return {**hf_config, "architectures": known}
 
 
 def _architectures(hf_config: dict[str, Any], folder: Path) -> list[str]:

@@ -31,6 +31,8 @@ def end_tokens(config: VllmConfig, of_tokenizer: int | None, vocab_size: int) ->
         else:
             found[token_id] = None
     if of_tokenizer is not None and of_tokenizer < vocab_size:
+        if found and of_tokenizer not in found:
+            logger.warning("the tokenizer's eos_token %d is none of eos_token_id %s: all of them end a text.", of_tokenizer, list(found))
         found[of_tokenizer] = None
     return list(found)
 

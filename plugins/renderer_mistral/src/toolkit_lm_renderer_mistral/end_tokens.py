@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 
 def text_config(hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -22,8 +25,10 @@ def end_tokens(config: VllmConfig, of_tokenizer: int, vocab_size: int) -> list[i
 
     Raises CheckpointError for what is no token id.
     """
-    found = dict.fromkeys([*_stated(config), of_tokenizer])
-    return [token_id for token_id in found if 0 <= token_id < vocab_size]
+    found = dict.fromkeys(_stated(config))
+    if found and of_tokenizer not in found:
+        logger.warning("the tokenizer's eos_token %d is none of eos_token_id %s: all of them end a text.", of_tokenizer, list(found))
+    return [token_id for token_id in dict.fromkeys([*found, of_tokenizer]) if 0 <= token_id < vocab_size]
 
 
 def _stated(config: VllmConfig) -> Iterator[int]:
