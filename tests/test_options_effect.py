@@ -9,13 +9,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from toolkit_lm import LLM
-from toolkit_lm.config import CompilationOptions, VllmConfig
+from toolkit_lm import LLM, AsyncLLM
+from toolkit_lm.config import CompilationOptions, PoolerConfig, VllmConfig
 from toolkit_lm.errors import RequestError, ToolkitError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm.resolution.without_effect import RULES, without_effect
 from toolkit_lm_cli import run
+from toolkit_lm_pooling_adapters.pooler_options import _KINDS
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = {o.name: o for o in VllmConfig.options()}
@@ -36,6 +37,7 @@ REFUSED = {
     "chat_template": {"chat_template": "{{ nothing", "renderer": "hf"},
     "extra_tasks": {"extra_tasks": ["embed"], **POOLS},
     "normalize": {"normalize": True},
+    "matryoshka": {"matryoshka": True},
     "pooling_type": {"pooling_type": "MEAN"},
     "use_activation": {"use_activation": True},
     "step_tag_id": {"step_tag_id": 1},
@@ -68,6 +70,7 @@ TOLD = {
     "node_rank": ({"node_rank": 1}, None),
     "master": ({"master": "127.0.0.1:1"}, None),
     "launch_key_file": ({"launch_key_file": "key"}, None),
+    "node_timeout": ({"node_timeout": 30.0}, None),
     "compile_cache": ({"compile_cache": False}, {"compile_cache": False, "optimization_level": 1}),
     "renderer_url": ({"renderer_url": ["http://127.0.0.1:1"], "renderer": "hf"}, {"renderer_url": ["http://127.0.0.1:1"]}),
     "limit_mm_per_prompt": ({"limit_mm_per_prompt": ["image=1"]}, {"limit_mm_per_prompt": ["image=1"], "model": "tiny-vision"}),
@@ -198,6 +201,23 @@ def test_the_start_and_explain_say_so(capsys, caplog):
     assert "no effect revision: MODEL 'tiny' is here, and not on a hub compilation_config.compile_sizes: nothing is compiled" in shown
 
 
+def test_a_misspelt_keyword_of_chat_is_told_the_right_one():
+    messages = [{"role": "user", "content": "a"}]
+    with LLM("tiny", max_model_len=64) as llm:
+        for name in ("cache_salt", "use_tqdm", "progress"):
+            with pytest.raises(TypeError, match=rf"LLM\.chat\(\) takes no '{name}_'\. Did you mean '{name}'"):
+                llm.chat(messages, **{f"{name}_": 1})
+        with pytest.raises(RequestError, match=r"takes no option 'tools_'\. Did you mean 'tools'"):
+            llm.chat(messages, tools_=[1])
+
+
+@pytest.mark.anyio
+async def test_a_misspelt_keyword_of_async_llm_is_told_the_right_one():
+    async with AsyncLLM(VllmConfig.make(model="tiny", convert="embed", engine_process=False)) as llm:
+        with pytest.raises(RequestError, match=r"unknown option 'task'\. Known: .*pooling_task"):
+            await llm.encode("a", task="embed")
+
+
 METHODS = ("generate", "encode", "embed", "classify", "reward", "score", "rerank")
 
 
@@ -215,3 +235,8 @@ def test_a_misspelt_keyword_is_told_the_right_one(method):
                 llm.encode("a", task="embed")
         with pytest.raises(RequestError, match=r"no key 'prompts'\. Known: prompt, prompt_token_ids, multi_modal_data"):
             llm.generate({"prompts": "a"})
+
+
+def test_each_option_of_poolers_is_refused_by_some_models():
+    """One that is not in the table would be ignored by models to which it means nothing."""
+    assert {*_KINDS} == {*PoolerConfig.__struct_fields__}

@@ -123,10 +123,16 @@ class LLM(PoolingMixin):
         prepare = self.engine.processor.prepare_chat
         given = {name: value for name, value in render_options.items() if value not in (None, "auto")}
         salts = _salts(cache_salt, len(conversations))
-        prepared = [
-            prepare(self._next_id(), c, s, RequestOptions(cache_salt=salt), **given)
-            for c, s, salt in zip(conversations, each, salts, strict=True)
-        ]
+        try:
+            prepared = [
+                prepare(self._next_id(), c, s, RequestOptions(cache_salt=salt), **given)
+                for c, s, salt in zip(conversations, each, salts, strict=True)
+            ]
+        except RequestError as error:
+            if error.param in given:
+                # A renderer knows its own options, and not those of this method.
+                check_names(self.chat, {error.param: given[error.param]}, only_near=True)
+            raise
         return self._run(prepared, use_tqdm, progress)
 
     def _params(self, params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -152,13 +152,21 @@ class PoolingMixin(ABC):
     def _run(self, prepared: list[PreparedRequest], use_tqdm: bool, progress: Progress | None) -> list[Any]: ...
 
 
-def check_names(method: Callable[..., object], options: Mapping[str, object], known: Collection[str] = ()) -> None:
-    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing. `known`: those of its `**options`."""
+def check_names(
+    method: Callable[..., object], options: Mapping[str, object], known: Collection[str] = (), *, only_near: bool = False
+) -> None:
+    """Raises TypeError for a keyword that `method` does not take, unless it asks for nothing. `known`: those of its `**options`.
+
+    `only_near`: only where it takes one of a similar name.
+    """
     own = [one.name for one in inspect.signature(method).parameters.values() if one.kind is not one.VAR_KEYWORD]
     for name in options.keys() - known:
         if options[name] is not None:
             of_params = name in PoolingParams.__struct_fields__ and name != "task"
-            way_out = f"Give PoolingParams({name}={options[name]!r})." if of_params else nearest(name, [*own, *known])
+            near = nearest(name, [*own, *known], otherwise="" if only_near else None)
+            if only_near and not near:
+                continue
+            way_out = f"Give PoolingParams({name}={options[name]!r})." if of_params else near
             raise TypeError(f"LLM.{method.__name__}() takes no {name!r}. {way_out}")
 
 

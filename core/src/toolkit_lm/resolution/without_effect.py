@@ -148,6 +148,7 @@ RULES: dict[str, Reason] = {
     "node_rank": _one_node,
     "master": _one_node,
     "launch_key_file": _one_node,
+    "node_timeout": _one_node,
     "compile_cache": _nothing_compiled,
     "renderer_url": _own_renderer,
     "limit_mm_per_prompt": _no_encoder_of_media,

@@ -13,7 +13,7 @@ from toolkit_lm.config import VllmConfig
 from toolkit_lm.config.tasks import PoolingTask, Task
 from toolkit_lm.engine import EngineState
 from toolkit_lm.engine.process.launch import EngineProcess
-from toolkit_lm.errors import RequestError
+from toolkit_lm.errors import RequestError, nearest
 from toolkit_lm.frontend.llm_engine import LLMEngine
 from toolkit_lm.outputs import PoolingRequestOutput, RequestOutput
 from toolkit_lm.params import RequestOutputKind, SamplingParams
@@ -225,6 +225,9 @@ class AsyncLLM:
         ids = [self._new_id() for _ in many] if request_ids is None else list(request_ids)
         called = [f"prompt {index}" for index in range(len(ids))] if names is None else names
         rest: dict[str, Any] = {**options}
+        for name in rest.keys() - EncodeOptions.__annotations__.keys():
+            if rest[name] is not None:
+                raise RequestError(f"unknown option {name!r}. {nearest(name, EncodeOptions.__annotations__)}", name)
         task = rest.pop("pooling_task", None)
         of_texts = {name: rest.pop(name) for name in TextOptions.__annotations__.keys() & rest.keys()}
 

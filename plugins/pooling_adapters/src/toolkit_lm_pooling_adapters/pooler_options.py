@@ -24,6 +24,7 @@ _KINDS: Mapping[str, tuple[PoolingKind, ...]] = MappingProxyType(
     {
         "pooling_type": (PoolingKind.EMBEDDER, *_LABELS),
         "normalize": (PoolingKind.EMBEDDER,),
+        "matryoshka": (PoolingKind.EMBEDDER,),
         "use_activation": _LABELS,
         "logit_mean": _LABELS,
         "logit_sigma": _LABELS,
