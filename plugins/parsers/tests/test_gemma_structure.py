@@ -51,6 +51,21 @@ SCHEMAS = {
         "required": ["a", "b"],
         "additionalProperties": False,
     },
+    "combined": {
+        "$ref": "#/$defs/Arguments",
+        "$defs": {
+            "Arguments": {
+                "type": "object",
+                "properties": {
+                    "small": {"allOf": [{"$ref": "#/$defs/Whole"}, {"minimum": 1}, {"maximum": 3}]},
+                    "same": {"$ref": "#/$defs/Arguments/properties/small"},
+                },
+                "required": ["small", "same"],
+                "additionalProperties": False,
+            },
+            "Whole": {"type": "integer"},
+        },
+    },
     "recursive": {
         "type": "object",
         "properties": {"left": {"$ref": "#"}, "value": {"type": "integer"}},
@@ -103,6 +118,17 @@ def test_arguments_follow_the_schema(model, name):
     for [(called, arguments)] in drawn(model, [tool("get-it", SCHEMAS[name])]):
         assert called == "get-it"
         jsonschema.validate(arguments, SCHEMAS[name] or {"maxProperties": 0})
+
+
+def test_what_is_nullable_may_be_null(model):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean", "nullable": True}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    found = [arguments["a"] for [(_, arguments)] in drawn(model, [tool("f", schema)], n=16)]
+    assert {None} < set(found) <= {None, True, False}
 
 
 def test_what_a_schema_leaves_open_is_any_value(model):

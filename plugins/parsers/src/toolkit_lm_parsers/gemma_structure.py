@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from toolkit_lm_parsers.schemas import Schemas
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, json_schema, sequence, tag, text
 
 _MOST_DEPTH = 4
@@ -21,7 +22,6 @@ _MOST_OPTIONAL = 12
 _LITERALS = ("integer", "number", "boolean", "null")
 _TYPES = (*_LITERALS, "string", "array", "object")
 _KEY: Structure = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
-_NO_PROPERTIES: tuple[str, ...] = ("$defs", "definitions")
 
 
 class GemmaArguments:
@@ -36,9 +36,8 @@ class GemmaArguments:
         self._quote = quote
         self._most_formats = _MOST_FORMATS // max(num_functions, 1)
         self._free_depth = _FREE_DEPTHS[-1]
-        self._definitions = {f"#/{name}/{key}": one for name in _NO_PROPERTIES for key, one in _mapping(schema.get(name)).items()}
-        self._definitions["#"] = schema
-        self._schema = schema
+        self._schemas = Schemas(schema)
+        self._schema = self._schemas.merged(schema)
 
     def structure(self) -> Structure:
         """With the braces around them."""
@@ -53,6 +52,9 @@ class GemmaArguments:
         schema = self._resolved(schema)
         if not isinstance(schema, Mapping):
             return self._free(self._free_depth if depth <= _MOST_DEPTH else 0)
+        if schema.get("nullable") is True:
+            value = self._value({**schema, "nullable": False}, depth)
+            return choice(value, self._written(None))
         if "const" in schema:
             return self._written(schema["const"])
         if isinstance(values := schema.get("enum"), list) and values:
@@ -149,17 +151,10 @@ class GemmaArguments:
         return name if name.replace("_", "a").replace("-", "a").isalnum() else f"{self._quote}{name}{self._quote}"
 
     def _resolved(self, schema: Any) -> Any:
-        """What a reference within the schema means; one that leads nowhere leaves the value open."""
-        for _ in range(_MOST_DEPTH):
-            if not isinstance(schema, Mapping):
-                return None
-            if isinstance(parts := schema.get("allOf"), list) and len(parts) == 1:
-                schema = parts[0]
-            elif "$ref" in schema:
-                schema = self._definitions.get(str(schema["$ref"]))
-            else:
-                return schema
-        return None
+        """A schema without references and `allOf`. One that leads nowhere leaves the value open."""
+        if not isinstance(schema, Mapping):
+            return None
+        return self._schemas.merged(schema) or None if {"$ref", "allOf"} & schema.keys() else schema
 
 
 def _separated(*tags: Structure, at_least_one: bool) -> Structure:

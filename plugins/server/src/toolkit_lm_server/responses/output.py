@@ -131,10 +131,10 @@ class Output:
         return part
 
     def _items(self, last: str) -> list[dict[str, Any]]:
-        """`last`: the last one's status."""
+        """`last`: the status of the last one, unless that is a call: calls are whole."""
         segments = self._segments.all
         self._ids += [f"{_PREFIX[one.kind]}_{uuid.uuid4().hex}" for one in segments[len(self._ids) :]]
-        return [self._item(one, last if one is segments[-1] else "completed") for one in segments]
+        return [self._item(one, last if one is segments[-1] and one.kind != "call" else "completed") for one in segments]
 
     def _finished(self) -> dict[str, Any]:
         reason = self._segments.finish_reason
