@@ -180,6 +180,24 @@ FIELD = {
     "XML from a model of JSON": Fault(
         "hermes", "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>", calls=(PARIS,)
     ),
+    "two calls between two marks": Fault(
+        "hermes",
+        f'<tool_call>\n{{"name": "get_weather", "arguments": {CITY}}}\n{{"name": "get_time", "arguments": {DAYS}}}\n</tool_call>\nSo.',
+        "So.",
+        (PARIS, OSLO),
+    ),
+    "two calls and a comma": Fault(
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {CITY}}}, {{"name": "get_time", "arguments": {DAYS}}}]</tool_call>',
+        "]",
+        (PARIS, OSLO),
+    ),
+    "a call and half a call between two marks": Fault(
+        "hermes",
+        f'<tool_call>{{"name": "get_weather", "arguments": {CITY}}} {{"name": 7}}</tool_call>',
+        '{"name": 7}',
+        (PARIS,),
+    ),
     # Qwen3-Coder
     "no opening tag": Fault(
         "qwen3_coder",
@@ -264,6 +282,11 @@ FIELD = {
         (PARIS,),
     ),
     "an object for a list": Fault("mistral", f'[TOOL_CALLS] {{"name": "get_weather", "arguments": {CITY}}}', calls=(PARIS,)),
+    "objects without a list": Fault(
+        "mistral",
+        f'[TOOL_CALLS]{{"name": "get_weather", "arguments": {CITY}}}\n{{"name": "get_time", "arguments": {DAYS}}}',
+        calls=(PARIS, OSLO),
+    ),
     "a list of numbers": Fault("mistral", "[TOOL_CALLS] [1, 2]", " [1, 2]"),
     "prose after arguments": Fault("mistral", f"[TOOL_CALLS]get_weather[ARGS]{CITY}\n\nI look.", "I look.", (PARIS,)),
     "braces before the mark": Fault("mistral", f"{{}} [TOOL_CALLS]get_weather[ARGS]{CITY}", "{}", (PARIS,)),

@@ -78,3 +78,17 @@ def test_a_call_that_a_limit_cuts_is_none(name):
             else:
                 assert called == [*calls] and not found.calls_tools
             assert not found.content.strip(), text
+
+
+@pytest.mark.parametrize("name", [name for name in PARSERS if "tool_calls" not in PARSERS.load(name).finds])
+@pytest.mark.parametrize("call", [name for name in WRITTEN if name in ("hermes", "qwen3_coder", "mistral", "deepseek", "gemma")])
+def test_a_call_in_reasoning_that_is_not_ended_is_left_to_others(name, call):
+    """Where it is ended after all, it was reasoning."""
+    form, written = PARSERS.make(name, ""), WRITTEN[call]
+    begun = f"{form.start}Hm.\n\n"
+    found, _ = checked(name, f"{begun}{written.oslo}")
+    assert (found.reasoning, found.content) == ("Hm.", written.oslo)
+    found, _ = checked(name, f"{begun}{written.oslo} or so.{form.end}{written.paris}")
+    assert (found.reasoning, found.content) == (f"Hm.\n\n{written.oslo} or so.", written.paris)
+    for pieces in ([f"{begun}{written.oslo}"], list(f"{begun}{written.oslo}")):
+        assert parse(name, pieces, cut=True).content == ""

@@ -102,6 +102,7 @@ def plain(message):
         (CALL, None, None, '{"city": "Paris"}', "tool_calls"),
         (f"{THOUGHT}I look.\n{CALL}", "I look.", "Hm.", '{"city": "Paris"}', "tool_calls"),
         (f"{THOUGHT}Four.", "Four.", "Hm.", None, "stop"),
+        (f"<think>\nHm.\n{CALL}", None, "Hm.", '{"city": "Paris"}', "tool_calls"),
         ("<tool_call>no", "no", None, None, "stop"),
     ],
 )

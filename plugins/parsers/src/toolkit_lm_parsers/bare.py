@@ -58,11 +58,12 @@ class BareCallsParser(JsonCalls):
     def _calls_here(self) -> Reading[bool]:
         """One call or several, between which are commas, semicolons or nothing."""
         if (yield from self.comes(("{",))):
-            done = yield from self.json_call()
+            done = yield from self.json_calls()
         else:
             yield from self.accept("[")
             yield from self.spaces()
-            done = yield from (self._json_list() if (yield from self.comes(("{",))) else self._python_list())
+            is_json = yield from self.comes(("{",))
+            done = yield from (self.json_calls(is_list=True) if is_json else self._python_list())
         if done:
             yield from self._separator()
         return done
@@ -77,19 +78,8 @@ class BareCallsParser(JsonCalls):
             self.release()
         self.go_back()
 
-    def _json_list(self) -> Reading[bool]:
-        """The calls of a list, whose bracket was read."""
-        while (yield from self.json_call()):
-            self.keep()
-            yield from self.spaces()
-            if not (yield from self.accept(",")):
-                yield from self.accept("]")
-                return True
-            yield from self.spaces()
-        return False
-
     def _python_list(self) -> Reading[bool]:
-        """As `_json_list`, in the manner of Python."""
+        """The calls of a list in the manner of Python, whose bracket was read."""
         while (yield from self._python_call()):
             self.keep()
             yield from self.spaces()

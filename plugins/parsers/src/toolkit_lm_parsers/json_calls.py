@@ -21,7 +21,7 @@ class JsonCalls(ScanParser):
     opens: tuple[str, ...] = ()
     """Marks that begin a call, or several. They are never content."""
     closes: tuple[str, ...] = ()
-    """Marks that end a call. After a malformed one they are no content."""
+    """Marks that end a call. After one that begins, they are never content."""
     ends: tuple[str, ...] = ()
     """What else may end a call."""
     named: str | None = None
@@ -33,19 +33,24 @@ class JsonCalls(ScanParser):
     def all_ends(self) -> tuple[str, ...]:
         return (*self.closes, *self.ends)
 
-    def json_calls(self) -> Reading[bool]:
-        """One call, or a list of them. False: what comes next is none; what was read since `keep` is of no call."""
-        if not (yield from self.accept("[")):
-            return (yield from self.json_call())
+    def json_calls(self, *, is_list: bool = False) -> Reading[bool]:
+        """Calls, in a list or one after the other. False: what comes next is none; what was read since `keep` is of no call.
+
+        `is_list`: the list's bracket was read.
+        """
+        is_list = is_list or (yield from self.accept("["))
         yield from self.spaces()
         while (yield from self.json_call()):
             self.keep()
             yield from self.spaces()
-            if not (yield from self.accept(",")):
-                yield from self.accept("]")
+            if is_list and (yield from self.accept("]")):
                 return True
+            goes_on = yield from self.accept(",")
             yield from self.spaces()
-            if (yield from self.accept("]")):
+            if is_list and (yield from self.accept("]")):
+                return True
+            if not (yield from self.comes(("{",))) and not (goes_on and self.at_end and self.cut):
+                self.go_back()
                 return True
         return False
 
@@ -143,15 +148,15 @@ class MarkedCalls(JsonCalls):
         """What follows a mark. False: it is no call, or the text ends in it."""
 
     def run(self) -> Reading[None]:
-        is_malformed = False
+        has_begun = False
         while (mark := (yield from self.until((*self.opens, *self.closes), self.say))) is not None:
             if mark in self.closes:
-                if not is_malformed:
-                    self.say(mark)
+                # Before anything was opened it can only be meant.
+                self.say("" if has_begun else mark)
                 continue
+            has_begun = True
             self.keep()
-            is_malformed = not (yield from self.read_calls(mark))
-            if is_malformed:
+            if not (yield from self.read_calls(mark)):
                 self.give_up()
             self.release()
 

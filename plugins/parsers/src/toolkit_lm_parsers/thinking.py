@@ -11,15 +11,21 @@ from toolkit_lm_parsers.marks import MarkedReasoning, Marks
 from toolkit_lm_parsers.scanning import Reading, ScanParser
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, sequence, tag, text
 
+CALL_MARKS = ("<tool_call>", "<function=", "[TOOL_CALLS]", "<|tool_call>", "<\N{FULLWIDTH VERTICAL LINE}tool\N{LOWER ONE EIGHTH BLOCK}call")
+"""What calls begin with, in the formats of models that reason."""
 _SWITCHES = ("enable_thinking", "thinking")
 """Names of templates for whether there is to be reasoning."""
 
 
 class ThinkParser(ScanParser):
-    """Reads reasoning where the answer begins with it, or the prompt has begun it."""
+    """Reads reasoning where the answer begins with it, or the prompt has begun it.
 
-    def __init__(self, start: str, end: str, *, is_begun: bool) -> None:
-        super().__init__()
+    A model may call a tool without having ended its reasoning. What looks like a call is reasoning where its end comes after all, and
+    content where the answer ends without: whether it is a call is another parser's business.
+    """
+
+    def __init__(self, start: str, end: str, tools: Sequence[Mapping[str, Any]] = (), *, is_begun: bool) -> None:
+        super().__init__(tools)
         self._start = start
         self._end = end
         self._is_begun = is_begun
@@ -31,10 +37,22 @@ class ThinkParser(ScanParser):
         # A model may write again what the prompt has.
         if (yield from self.accept(self._start)) or self._is_begun:
             self.release()
-            yield from self.until((self._end,), self.think)
+            yield from self._reasoning_to_its_end()
             self.end_reasoning()
         self.go_back()
         yield from self.rest()
+
+    def _reasoning_to_its_end(self) -> Reading[None]:
+        marks = (self._end, *(CALL_MARKS if self.functions else ()))
+        mark = yield from self.until(marks, self.think)
+        if mark in (None, self._end):
+            return
+        self.at -= len(mark)
+        self.keep()
+        held: list[str] = []
+        if (yield from self.until((self._end,), held.append)) or self.cut:
+            self.think("".join(held))
+            self.release()
 
 
 class ThinkFormat(MarkedReasoning):
@@ -48,7 +66,7 @@ class ThinkFormat(MarkedReasoning):
         return None if cls.end in template else f"the chat template writes no {cls.end}"
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-        return ThinkParser(self.start, self.end, is_begun=prompt_end.rstrip().endswith(self.start.rstrip()))
+        return ThinkParser(self.start, self.end, tools, is_begun=prompt_end.rstrip().endswith(self.start.rstrip()))
 
     def after_reasoning(self, structure: Structure, template_kwargs: Mapping[str, Any]) -> Structure:
         if any(template_kwargs.get(name) is False for name in _SWITCHES):
@@ -76,7 +94,7 @@ class BegunThinkFormat(ThinkFormat):
         return "an answer that begins with reasoning without a mark cannot be told by its template: name this format"
 
     def parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> AnswerParser:
-        return ThinkParser(self.start, self.end, is_begun=True)
+        return ThinkParser(self.start, self.end, tools, is_begun=True)
 
     @property
     def marks(self) -> Marks:

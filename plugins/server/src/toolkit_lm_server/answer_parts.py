@@ -101,7 +101,7 @@ class Plan(NamedTuple):
             return one.parser(prompt_end, self.use.tools)
         if type(self.reasoning) is type(self.tools):
             return self.tools.parser(prompt_end, self.use.tools)
-        return _Chain(self.reasoning.parser(prompt_end, ()), self.tools.parser("", self.use.tools))
+        return _Chain(self.reasoning.parser(prompt_end, self.use.tools), self.tools.parser("", self.use.tools))
 
 
 PLAIN = Plan(None, None, NO_TOOLS, None, shows_reasoning=False)
