@@ -320,6 +320,36 @@ def test_each_field_that_is_read_reaches_the_engine(route):
     assert not missing
 
 
+SHAPE_OF_VECTORS = {"model", "input", "messages", "prompt_name", "truncate_prompt_tokens", "truncation_side", "add_special_tokens"}
+SHAPE_OF_VECTORS |= {"encoding_format", "embed_dtype", "endianness", "documents", "chat_template"}
+"""What the routes of pooling models read by themselves."""
+
+
+@pytest.mark.parametrize("route", ["/v1/embeddings", "/classify", "/pooling"])
+def test_each_field_of_a_pooling_route_reaches_the_engine(route):
+    values = {"dimensions": 3, "normalize": False, "use_activation": False, "task": "classify" if route == "/pooling" else "embed"}
+    values |= {"step_tag_id": 3, "returned_token_ids": [3], "continue_final_message": True, "add_generation_prompt": True}
+    beside = {"task": "embed"} if route == "/pooling" else {}
+
+    def asked(**fields):
+        body = loaded(route, **{**beside, **fields})
+        return body.params(), body.request_options({}), body.render_options()
+
+    missing = []
+    for name in sorted(set(BODIES[route].model_fields) - SHAPE_OF_VECTORS):
+        value = values.get(name, SAMPLES.get(name, 3))
+        if asked(**{name: value}) == asked():
+            missing.append(name)
+    assert not missing
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize"])
+def test_what_only_a_conversation_has_is_refused_of_a_text(client, path):
+    for fields in ({"chat_template_kwargs": {"a": 1}}, {"continue_final_message": True}, {"mm_processor_kwargs": {"a": 1}}):
+        reply = client.post(path, json={"input" if "embed" in path else "prompt": "a", **fields})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(fields))), reply.text
+
+
 def test_logprob_token_ids_need_log_probabilities():
     for route in ("/v1/chat/completions", "/v1/completions"):
         with pytest.raises(RequestError, match="only with logprobs"):

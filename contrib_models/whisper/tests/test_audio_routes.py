@@ -132,6 +132,8 @@ async def test_bad_requests_are_told_what_is_wrong(folder):
         ({"response_format": "pdf"}, upload(wav()), 400, "Invalid value for 'response_format'"),
         ({"temperature": "hot"}, upload(wav()), 400, "Invalid value for 'temperature'"),
         ({"temprature": "0"}, upload(wav()), 400, "Unrecognized request argument supplied: temprature. Did you mean 'temperature'"),
+        ({"keywords": "name"}, upload(wav()), 400, "keywords is not supported by this server: write the words into prompt."),
+        ({"known_speaker_names[]": "a"}, upload(wav()), 400, "known_speaker_names[] is not supported"),
         ({"timestamp_granularities[]": "word"}, upload(wav()), 400, "timestamp_granularities[]"),
         ({"stream": "true", "response_format": "srt"}, upload(wav()), 400, "'srt' cannot be streamed"),
         ({"file": "no upload"}, {}, 400, "Invalid value for 'file'"),

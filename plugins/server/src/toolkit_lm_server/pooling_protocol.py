@@ -57,6 +57,7 @@ class InputBody(PoolingBody, RenderBody):
         if self.messages is None:
             if self.input is None:
                 raise missing("input")
+            self.refuse_render_options()
         elif self.input is not None:
             raise RequestError("Give either 'input' or 'messages'.", "input")
 

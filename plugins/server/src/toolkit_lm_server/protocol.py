@@ -275,6 +275,12 @@ class RenderBody(Body):
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the checkpoint's processor of images and other media."""
 
+    def refuse_render_options(self) -> None:
+        """For a body without a conversation. Raises RequestError for what only a conversation has."""
+        for name in ("continue_final_message", "documents", "chat_template", "chat_template_kwargs", "mm_processor_kwargs", "tools"):
+            if getattr(self, name, None):
+                raise RequestError(f"{name} is for messages: a text goes through no chat template.", name)
+
     def render_options(self) -> dict[str, Any]:
         """Keywords of Renderer.render_conversation. Raises RequestError for a template that the server does not allow."""
         if self.chat_template is not None and not TEMPLATES_ALLOWED.get():

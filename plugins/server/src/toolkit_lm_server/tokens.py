@@ -33,6 +33,8 @@ class Tokens:
         check_model(self._engine, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
+        if body.messages is None:
+            body.refuse_render_options()
         prompt = body.prompt if body.messages is None else (body.messages, body.render_options())
         with self._hold([prompt], {"context": request_context(request)}):
             token_ids = (await self._rendered(body)).token_ids
