@@ -332,7 +332,7 @@ def test_sigterm_drains(serve):
 @pytest.mark.parametrize(
     ("number", "phase"),
     [(signal.SIGKILL, phase) for phase in ("importing", "loading", "serving")]
-    + [(signal.SIGINT, phase) for phase in ("importing", "loading")],
+    + [(number, phase) for number in (signal.SIGINT, signal.SIGTERM) for phase in ("importing", "loading")],
 )
 def test_nothing_survives_the_server(serve, number, phase):
     server = serve(FAULTY_LOADING="30" if phase == "loading" else "0")
@@ -343,8 +343,28 @@ def test_nothing_survives_the_server(serve, number, phase):
     else:
         wait_for(lambda: len(server.pids()) == 2, 30)
     server.process.send_signal(number)
-    server.process.wait(10)
+    code = server.process.wait(10)
+    assert code == (-number if number == signal.SIGKILL else 0)
     wait_for(server.has_left_nothing, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [(), ("--no-engine-process",), ("--data-parallel-size", "2"), ("--tensor-parallel-size", "2")])
+def test_sigterm_at_any_moment_of_the_start_is_an_end_without_error(serve, arguments):
+    """From the first of our own code on. Before it, Python itself has no handler yet."""
+    for seconds in (0.2, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 7):
+        server = serve(*arguments)
+        wait_for(lambda server=server: b"serve" in Path(f"/proc/{server.process.pid}/cmdline").read_bytes(), 10)
+        wait_for(lambda server=server: _handles(server.process.pid, signal.SIGTERM), 20)
+        time.sleep(seconds)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0, (seconds, server.log.read_text())
+        wait_for(server.has_left_nothing, 5)
+
+
+def _handles(pid: int, number: int) -> bool:
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 # The page

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from toolkit_lm.errors import ToolkitError
 
 _COMMANDS = ("serve",)
 """Those that want one, whatever their options are, but for few."""
+_SERVERS = ("serve", "render")
+"""Those that a signal ends as they should end."""
 _process: ContextVar[EngineProcess | None] = ContextVar("_process", default=None)
 
 
@@ -50,6 +53,10 @@ def main() -> None:
     # Imports make many objects and hardly any garbage.
     gc.set_threshold(50_000, 20, 100)
     arguments = sys.argv[1:]
+    if arguments and arguments[0] in _SERVERS:
+        # Until the server handles them itself: nothing is under way, and what was started ends with this process.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: os._exit(0))
     with engine_process(arguments, os.environ):
         from toolkit_lm_cli.app import run
 

@@ -7,7 +7,8 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import wait
-from functools import cache
+from contextlib import suppress
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from toolkit_lm.config import VllmConfig
@@ -92,6 +93,14 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
     _run(make, make_app, options, metrics, config.engine.start_timeout)
 
 
+def _end_at_once(uds: str | None, *_: object) -> None:
+    """Nothing is under way yet, and the engine ends with this process."""
+    if uds is not None:
+        with suppress(OSError):
+            os.unlink(uds)
+    os._exit(0)
+
+
 def _run(
     make: Callable[[], ServableT],
     make_app: MakeApp[ServableT],
@@ -114,8 +123,9 @@ def _run(
         load_middleware(options.middleware)
     with listen(options) as listener:
         set_title(f"toolkit-lm serve {metrics.model_name}")
-        # Until the lifecycle handles it: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Until the lifecycle handles them: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, partial(_end_at_once, options.uds))
         # Plugins and files may keep it for long, while the server answers already.
         making = in_thread(make)
         try:
