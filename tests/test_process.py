@@ -329,6 +329,36 @@ class TestKills:
             front.kill()
             wait_until_gone(front.pid, engine)
 
+    @pytest.mark.parametrize(
+        "start",
+        [
+            "from toolkit_lm.engine.process.launch import EngineProcess as Process; process = Process()",
+            "from toolkit_lm_executor_mp.local import make_folder; from toolkit_lm_executor_mp.process import WorkerProcess as Process\n"
+            "process = Process(0, 1, make_folder(), bytes(32)); process.folder = ''",
+        ],
+        ids=["engine", "rank"],
+    )
+    def test_of_the_front_while_an_import_holds_the_interpreter(self, tmp_path, start):
+        """On a machine that reads a large library from a slow disk, no thread of Python's runs for seconds."""
+        (tmp_path / "tmp").mkdir()
+        mark = tmp_path / "holds"
+        (tmp_path / "torch.py").write_text(f"import ctypes, pathlib\npathlib.Path({str(mark)!r}).touch()\nctypes.PyDLL(None).sleep(60)\n")
+        code = f"import sys, time; sys.path.insert(0, {str(tmp_path)!r})\n{start}\nprint(process.pid, flush=True); time.sleep(60)"
+        environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ) as front:
+            pid = int(front.stdout.readline())
+            end = time.monotonic() + 30
+            while not mark.exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            assert mark.exists()
+            front.kill()
+            _, alive = psutil.wait_procs([psutil.Process(pid)], 5)
+            assert not [one for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+        end = time.monotonic() + 5
+        while os.listdir(tmp_path / "tmp") and time.monotonic() < end:
+            time.sleep(0.02)
+        assert os.listdir(tmp_path / "tmp") == []
+
     @pytest.mark.slow
     def test_of_a_forked_front_when_the_socket_folder_is_somebody_elses(self, sockets):
         code = f"""

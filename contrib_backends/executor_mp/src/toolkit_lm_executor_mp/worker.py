@@ -18,6 +18,8 @@ import time
 from contextlib import suppress
 from functools import partial
 
+from toolkit_lm.engine.process.guard import guard
+
 _LOOK = 1000
 """Milliseconds between two looks at whether the engine lives, should a fork of it hold the lifeline open."""
 _MOST_LOOKS = 100
@@ -44,6 +46,7 @@ def _run(rank: int, folder: str, lifeline: int, parent: int, master: str) -> Non
     faulthandler.register(signal.SIGUSR1)
     # 32 bytes, which the engine writes in one piece.
     key = os.read(lifeline, 64)
+    unguard = guard(lifeline, folder)
     threading.Thread(target=_watch, args=(folder, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
@@ -51,6 +54,7 @@ def _run(rank: int, folder: str, lifeline: int, parent: int, master: str) -> Non
 
     gc.freeze()
     gc.enable()
+    unguard()
 
     serve(rank, folder, key, master, partial(_die_with, lifeline))
 

@@ -70,7 +70,7 @@ def serve(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None:
 
     # The words of sampling parameters that are rendered elsewhere are waited for.
     threads = SharedThreads(_WAITING, waiting=True) if config.renderer.renderer_url else None
-    _run(make, make_app, options, metrics, config.engine.start_timeout, threads, make_page)
+    _run("serve", make, make_app, options, metrics, config.engine.start_timeout, threads, make_page)
 
 
 @engine_command(ServerOptions)
@@ -90,7 +90,7 @@ def render(config: VllmConfig, options: ServerOptions, plugins: Plugins) -> None
         return create_render_app(rendering, options, metrics=metrics, readiness=readiness)
 
     metrics = Metrics(model_name=config.served_model_name, names=options.metrics_names)
-    _run(make, make_app, options, metrics, config.engine.start_timeout)
+    _run("render", make, make_app, options, metrics, config.engine.start_timeout)
 
 
 def _end_at_once(uds: str | None, *_: object) -> None:
@@ -102,6 +102,7 @@ def _end_at_once(uds: str | None, *_: object) -> None:
 
 
 def _run(
+    command: str,
     make: Callable[[], ServableT],
     make_app: MakeApp[ServableT],
     options: ServerOptions,
@@ -122,7 +123,7 @@ def _run(
 
         load_middleware(options.middleware)
     with listen(options) as listener:
-        set_title(f"toolkit-lm serve {metrics.model_name}")
+        set_title(f"toolkit-lm {command} {metrics.model_name}")
         # Until the lifecycle handles them: a KeyboardInterrupt in the middle of an import can keep a lock that the thread's imports need.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, partial(_end_at_once, options.uds))

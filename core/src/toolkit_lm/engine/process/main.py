@@ -8,12 +8,15 @@ from __future__ import annotations
 import faulthandler
 import fcntl
 import gc
+import importlib
 import os
 import select
 import shutil
 import signal
 import sys
 import threading
+
+from toolkit_lm.engine.process.guard import guard
 
 _LOOK = 1000
 """Milliseconds between two looks at whether the front lives, should a fork of it hold the lifeline open."""
@@ -34,12 +37,15 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
         signal.signal(number, lambda *_: None)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    unguard = guard(lifeline, folder)
     is_connected = threading.Event()
     threading.Thread(target=_watch, args=(folder, is_connected, lifeline, parent), name="toolkit_lm-lifeline", daemon=True).start()
     # Imports make many objects and hardly any garbage, and what they make stays.
     gc.disable()
     from toolkit_lm.engine.process.loop import serve
 
+    # Torch, which takes most of a start, while the front still reads its options.
+    importlib.import_module("toolkit_lm.executor.in_process")
     gc.freeze()
     gc.enable()
     # Nor are the many sequences of a request: all objects are looked at once there are ten million more.
@@ -52,6 +58,7 @@ def _run(folder: str, lifeline: int, parent: int) -> None:
         shutil.rmtree(folder)
         is_connected.set()
         _die_with(lifeline)
+        unguard()
 
     serve(folder, connected)
 

@@ -1,0 +1,42 @@
+"""What ends a process with the one that has started it, while its own threads cannot: an import may hold the interpreter for seconds."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+from collections.abc import Callable
+
+
+def guard(lifeline: int, folder: str) -> Callable[[], None]:
+    """Starts a small process that waits for the end of the lifeline, kills this one then, and removes the folder.
+
+    It is a fork, so there must be no other thread yet. Returns what ends it: when the folder is another's to remove. It also ends with
+    this process.
+    """
+    guarded = os.getpid()
+    watched, held = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(watched)
+
+        def end() -> None:
+            os.close(held)
+            os.waitpid(child, 0)
+
+        return end
+    try:
+        os.close(held)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        poll = select.poll()
+        poll.register(lifeline, 0)
+        poll.register(watched, 0)
+        # The end of either, and nothing that is written.
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if watched not in ready:
+            os.kill(guarded, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os._exit(0)
