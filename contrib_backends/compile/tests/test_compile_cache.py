@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -359,6 +361,31 @@ def test_the_folder_is_its_users_alone(tmp_path):
     (root / "key").chmod(0o777)
     with pytest.raises(ConfigError, match="can be written by others"):
         open_root(root)
+
+
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "who"),
+    [
+        (4321, 0, 0o700, "its owner, user 4321,"),
+        (4321, 0, 0o1777, "its owner, user 4321,"),
+        (0, 4321, 0o770, "its group"),
+        (0, 4321, 0o1770, None),
+        (0, 4321, 0o757, "everybody"),
+        (0, 0, 0o755, None),
+    ],
+)
+def test_whoever_else_may_rename_a_parent_is_named(tmp_path, monkeypatch, owner, group, mode, who):
+    """Each folder above it, links followed: who may rename one may put another cache there."""
+    parent = tmp_path / "parent"
+    (parent / "within").mkdir(parents=True)
+    status = os.stat_result((stat.S_IFDIR | mode, 0, 0, 0, owner, group, 0, 0, 0, 0))
+    found = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda self, **options: status if self == parent else found(self, **options))
+    if who is None:
+        open_root(parent / "within" / "root")
+    else:
+        with pytest.raises(ConfigError, match=rf"lies in '.*parent', where {re.escape(who)} may put another"):
+            open_root(parent / "within" / "root")
 
 
 def test_the_folder_cannot_be_replaced_by_others(tmp_path):

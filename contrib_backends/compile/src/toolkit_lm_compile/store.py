@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -103,13 +104,42 @@ def open_root(root: Path) -> Path:
                 f"Make it yours alone (chmod 700). {_WAYS_OUT}"
             )
     for folder in root.resolve().parents:
-        mode = folder.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        if (who := _who_may_replace(folder.stat())) is not None:
             raise ConfigError(
-                f"the compile cache {str(root)!r} lies in {str(folder)!r}, where everybody may put another in its place, and what it holds "
+                f"the compile cache {str(root)!r} lies in {str(folder)!r}, where {who} may put another in its place, and what it holds "
                 f"is run as code. {_WAYS_OUT}"
             )
     return root
+
+
+def _who_may_replace(status: os.stat_result) -> str | None:
+    """Who else may put another folder in the place of one that is in this one; None: nobody but the system's administrator."""
+    if status.st_uid not in (0, os.getuid()) and not _is_outside(status.st_uid):
+        return f"its owner, {_user_name(status.st_uid)},"
+    if status.st_mode & stat.S_ISVTX:
+        # There, only who owns a folder, or this one, may rename it.
+        return None
+    if status.st_mode & stat.S_IWOTH:
+        return "everybody"
+    is_shared = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getgid())
+    return "its group" if is_shared else None
+
+
+def _is_outside(user: int) -> bool:
+    """Whether a container's own users are a part of the machine's, and this stands for all others: the system's administrator is one."""
+    try:
+        mapped = Path("/proc/self/uid_map").read_text(encoding="ascii").split()
+        overflow = int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))
+    except OSError:
+        return False
+    return user == overflow and mapped != ["0", "0", str(2**32 - 1)]
+
+
+def _user_name(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
 
 
 def _parents_within(root: Path) -> Iterator[Path]:
