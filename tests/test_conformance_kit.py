@@ -405,12 +405,28 @@ class Silent(Drafter):
         return []
 
 
+class Neighbour(Repeat):
+    """It gives each sequence the drafts of another one."""
+
+    def finish(self, inputs, hidden_states, result):
+        super().finish(inputs, hidden_states, result)
+        ids, drafts = list(result.drafts), list(result.drafts.values())
+        result.drafts.update(zip(ids, drafts[1:] + drafts[:1], strict=True))
+
+
+class Useless(Drafter):
+    """Its drafts are no tokens that anybody would draw."""
+
+    def propose(self, token_ids):
+        return [(int(token_ids[-1]) + 137) % 272]
+
+
 class Drafters:
     name = "drafters"
 
     @hookimpl
     def toolkit_register_drafters(self, drafters):
-        for cls in (Repeat, Meddling, Careless, Numbers, Presuming, Foreign, Forgetful, Silent):
+        for cls in (Repeat, Meddling, Careless, Numbers, Presuming, Foreign, Forgetful, Silent, Neighbour, Useless):
             drafters.add(cls.__name__, f"{__name__}:{cls.__name__}")
 
 
@@ -433,7 +449,7 @@ def drafter_test(llama, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("test", ["test_tokens_are_those_without_drafts", "test_it_drafts"])
+@pytest.mark.parametrize("test", ["test_tokens_are_those_without_drafts", "test_it_drafts", "test_its_drafts_count"])
 def test_a_right_drafter_passes(drafter_test, test):
     drafter_test(Repeat, test)
 
@@ -447,6 +463,8 @@ def test_a_right_drafter_passes(drafter_test, test):
         (Numbers, "test_tokens_are_those_without_drafts", r"Numbers has proposed \[.+\]: no list of token ids"),
         (Foreign, "test_tokens_are_those_without_drafts", r"Foreign has proposed \[1000\]: no list of token ids"),
         (Silent, "test_it_drafts", "it has drafted nothing"),
+        (Neighbour, "test_its_drafts_count", "drafts are taken of sequences side by side, but"),
+        (Useless, "test_its_drafts_count", "of 4 greedy sequences, none took a single draft"),
     ],
 )
 def test_a_wrong_drafter_is_found(drafter_test, cls, test, message):

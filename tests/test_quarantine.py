@@ -69,6 +69,17 @@ def test_the_culprit_fails_alone(llm, expected, trap):
     assert llm.engine.client.core.scheduler.blocks.num_used == 0
 
 
+def test_one_traceback_tells_of_all_requests_that_fail_in_the_same_place(llm, expected, trap, caplog):
+    prompts = [[POISON, 5 + i] for i in range(4)]
+    for _ in range(2):
+        caplog.clear()
+        outputs = llm.generate(ids(prompts), GREEDY, use_tqdm=False)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["error"] * 4
+        told = [record for record in caplog.records if record.getMessage().startswith("a step failed: ")]
+        assert len(told) > 4
+        assert [record.exc_info is not None for record in told].count(True) == 1
+
+
 def test_a_culprit_in_the_middle_of_its_output(llm, expected, trap):
     """It draws the token on which it fails, and keeps what it had."""
     free = llm.generate(ids([[9, 9]]), GREEDY, use_tqdm=False)[0].outputs[0].token_ids

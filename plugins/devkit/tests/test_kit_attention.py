@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 import torch
@@ -65,6 +67,13 @@ class Ignoring(Right):
         return super().refuses(msgspec.structs.replace(spec, soft_cap=None))
 
 
+class Unscaled(Right):
+    """Scales scores by the size of heads, whatever the layer says."""
+
+    def forward(self, layer, q, k, v, kv_cache, meta, out):
+        super().forward(replace(layer, scale=layer.head_size**-0.5), q, k, v, kv_cache, meta, out)
+
+
 class Silent(Right):
     @classmethod
     def refuses(cls, spec):
@@ -111,6 +120,12 @@ def test_a_feature_that_is_ignored_is_found():
     failed = failures(Ignoring)
     assert failed
     assert all(case["soft_cap"] for case in failed)
+
+
+def test_a_scale_that_is_ignored_is_found():
+    failed = failures(Unscaled)
+    assert failed
+    assert all(case["scale"] is not None for case in failed)
 
 
 def test_a_refusal_without_a_reason_is_found():

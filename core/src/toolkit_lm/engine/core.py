@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -58,6 +59,8 @@ class EngineCore:
         self._admitted: list[str] = []
         self._events: list[Event] = []
         self._failures = 0
+        self._logged: set[tuple[str, ...]] = set()
+        """Where the steps since the last failure of a whole batch have failed."""
         self._failure_of = plugins.failure
         self._policy_owner = plugins.scheduling_policies.get(config.scheduler.policy).owner
         policy = load_policy(plugins.scheduling_policies, config.scheduler)
@@ -182,8 +185,8 @@ class EngineCore:
     def _recover(self, error: Exception) -> None:
         """After a failed step: finds the request that it is to blame for, or lets the engine die."""
         what = self._failure_of(error)
-        logger.error("a step failed: %s", what, exc_info=error)
         alone = bool(self.scheduler.quarantine.quarantined)
+        self._log_failure(what, error, alone)
         requests = self.scheduler.roster.requests_in(self._in_flight[0].plan) if self._in_flight else []
         self._reset_after_failure()
         if alone and requests:
@@ -200,6 +203,15 @@ class EngineCore:
         if self._failures >= _MOST_FAILURES:
             raise EngineDeadError(f"{self._failures} steps in a row have failed: {what}") from error
         self.scheduler.quarantine.isolate(requests)
+
+    def _log_failure(self, what: str, error: Exception, alone: bool) -> None:
+        """With its traceback, unless the step whose requests are computed alone has failed in the same place before."""
+        frames = traceback.extract_tb(error.__traceback__)[-1:]
+        place = (type(error).__name__, *(f"{frame.filename}:{frame.lineno}" for frame in frames))
+        if not alone:
+            self._logged.clear()
+        logger.error("a step failed: %s", what, exc_info=None if place in self._logged else error)
+        self._logged.add(place)
 
     def _reset_after_failure(self) -> None:
         """Nothing that the runner holds can be relied on: all requests are computed again from their tokens."""

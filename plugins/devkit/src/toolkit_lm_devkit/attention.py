@@ -34,6 +34,7 @@ FACTORS: Mapping[str, list[Any]] = {
     "block_size": [1, 16, 17, 32],
     "window": [None, 1, 8],
     "soft_cap": [None, 2.0],
+    "scale": [None, 0.03],
     "sinks": [False, True],
     "bias": [None, *BIASES],
     "spans": [False, True],

@@ -95,6 +95,8 @@ class AttentionStep:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     soft_cap: float | None = None
+    scale: float | None = None
+    """What scores are multiplied by. None: head_size ** -0.5."""
     sinks: bool = False
     bias: str | None = None
     """A key of BIASES."""
@@ -126,6 +128,7 @@ class AttentionStep:
             prefix=LAYER,
             num_kv_heads=kv_heads,
             type=self.type,
+            scale=self.scale,
             window=self.window,
             soft_cap=self.soft_cap,
             bias=self.biases.layer if self.biases else None,

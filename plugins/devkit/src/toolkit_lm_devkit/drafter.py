@@ -78,6 +78,21 @@ class DrafterConformance(Conformance):
         self.generate(checkpoint)
         assert any(drafts), "it has drafted nothing, although the prompts repeat themselves"
 
+    def test_its_drafts_count(self, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Some of its drafts are tokens that the model takes, of sequences side by side as of one alone."""
+        counts = self.count(monkeypatch)
+        params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
+        prompts: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        with self.llm(checkpoint) as llm:
+            for prompt in prompts:
+                llm.generate([prompt], params, use_tqdm=False)
+            alone = sum(counts)
+            counts.clear()
+            llm.generate(prompts, params, use_tqdm=False)
+        together = sum(counts)
+        assert alone, f"of {len(PROMPTS)} greedy sequences, none took a single draft"
+        assert together >= alone / 2, f"{together} drafts are taken of sequences side by side, but {alone} of each alone"
+
     # What the tests are made of
 
     @classmethod
@@ -91,16 +106,37 @@ class DrafterConformance(Conformance):
                 cases.append(f"{name}, a prompt of {len(prompt)} tokens")
                 prompts.append({"prompt_token_ids": prompt})
                 params.append(SamplingParams(max_tokens=20, ignore_eos=True, detokenize=False, **fields))
-        defaults = {"drafter": cls.drafter, "block_size": 4, "max_model_len": 64, "num_kv_blocks": 512}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", PluginWarning)
-            with LLM(checkpoint, plugins=list(cls.plugins), **{**defaults, **cls.engine_options, **course}) as llm:
+            with cls.llm(checkpoint, **course) as llm:
                 outputs = llm.generate(prompts, params, use_tqdm=False)
         failures = [str(one.message) for one in caught if issubclass(one.category, PluginWarning)]
         assert not failures, "\n".join(failures)
         for case, output in zip(cases, outputs, strict=True):
             assert output.error is None, f"{case}: {output.error}"
         return {case: [list(one.token_ids) for one in output.outputs] for case, output in zip(cases, outputs, strict=True)}
+
+    @classmethod
+    def llm(cls, checkpoint: str, **course: Any) -> LLM:
+        """An engine with the drafter, unless `course` names another."""
+        defaults = {"drafter": cls.drafter, "block_size": 4, "max_model_len": 64, "num_kv_blocks": 512}
+        return LLM(checkpoint, plugins=list(cls.plugins), **{**defaults, **cls.engine_options, **course})
+
+    @classmethod
+    def count(cls, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many drafts were taken from now on, one entry for each sequence and step that verified some."""
+        counts: list[int] = []
+        drafter = Plugins.load(extra=cls.plugins).drafters.load(cls.drafter)
+        finish = drafter.finish
+
+        def counting(self: Any, inputs: StepInputs, hidden_states: Tensor, result: StepResult) -> None:
+            for row, drawn in zip(inputs.plan.scheduled, result.token_ids, strict=True):
+                if row.num_drafts:
+                    counts.append(len(drawn) - 1)
+            finish(self, inputs, hidden_states, result)
+
+        monkeypatch.setattr(drafter, "finish", counting)
+        return counts
 
     @classmethod
     def watch(cls, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:

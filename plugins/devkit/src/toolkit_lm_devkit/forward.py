@@ -1,4 +1,7 @@
-"""A model's forward pass without an engine: over whole sequences, with attention by the formula and no KV cache."""
+"""A model's forward pass without an engine: over whole sequences, with attention by the formula and no KV cache.
+
+Layers that keep something else of a sequence, such as a recurrent state, compute with their own backend and a cache that is new.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from toolkit_lm.attention import (
     BatchLimits,
     BatchView,
     Binding,
+    CacheLayer,
     GroupSetup,
     KVCacheSpec,
     LayerParams,
@@ -116,13 +120,62 @@ def hidden_states(stages: Sequence[Model], sequences: Sequence[Tensor], **inputs
 
 
 def _by_formula(stages: Sequence[Model], lengths: Sequence[int]) -> StepContext:
-    """Attention by the formula in all layers, over sequences of these lengths."""
-    layers = [module for stage in stages for module in stage.modules() if isinstance(module, Attention)]
-    limits = BatchLimits(len(lengths), sum(lengths), max(lengths))
-    backend = FormulaAttention(GroupSetup(layers=[], kv_cache=None, limits=limits, device=torch.device("cpu")))
-    bindings = {layer.prefix: Binding(backend, layer.params, None, 0) for layer in layers}
-    assert len(bindings) == len(layers), "two attention layers have one prefix"
-    return StepContext(bindings, [lengths])
+    """Attention by the formula in all layers, over sequences of these lengths. Other layers have their own backend, and a new cache."""
+    layers = [module for stage in stages for module in stage.modules() if isinstance(module, CacheLayer)]
+    limits, device = BatchLimits(len(lengths), sum(lengths), max(lengths)), torch.device("cpu")
+    backend = FormulaAttention(GroupSetup(layers=[], kv_cache=None, limits=limits, device=device))
+    bindings: dict[str, Binding] = {}
+    metadata: list[Any] = [lengths]
+    for layer in layers:
+        if isinstance(layer, Attention):
+            bindings[layer.prefix] = Binding(backend, layer.params, None, 0)
+            continue
+        spec, asked = layer.kv_cache_spec(), layer.attention_spec(device, cached=True)
+        own = layer.backend(GroupSetup(layers=[] if asked is None else [asked], kv_cache=spec, limits=limits, device=device))
+        batch, num_blocks = _first_step(lengths, spec)
+        pages = None if spec is None else tuple(_empty(num_blocks, page) for page in layer.backend.page_layout(spec))
+        bindings[layer.prefix] = Binding(own, layer.params, pages, len(metadata))
+        metadata.append(own.build(batch))
+    assert len(bindings) == len(layers), "two layers have one prefix"
+    return StepContext(bindings, metadata)
+
+
+def _empty(num_blocks: int, page: PageTensor) -> Tensor:
+    return torch.zeros((num_blocks, *page.shape), dtype=getattr(torch, page.dtype))
+
+
+def _first_step(lengths: Sequence[int], spec: KVCacheSpec | None) -> tuple[BatchView, int]:
+    """A step that computes whole sequences, each in blocks of its own, as a KV group sees it; and the number of blocks."""
+    query_start, seq_lens = np.cumsum([0, *lengths], dtype=np.int32), np.array(lengths, np.int32)
+    table = slots = None
+    num_blocks = 0
+    if spec is not None:
+        size = spec.block_size
+        counts = [spec.num_blocks(length) for length in lengths]
+        # Nobody has block 0, so that a layer which reads the table wrongly shows it.
+        num_blocks = 1 + sum(counts)
+        rows = np.zeros((len(lengths), max(counts)), np.int32)
+        found: list[np.ndarray] = []
+        first = 1
+        for row, length, count in zip(rows, lengths, counts, strict=True):
+            row[:count] = np.arange(first, first + count)
+            first += count
+            index = np.arange(length)
+            found.append(row[index // size].astype(np.int64) * size + index % size)
+        table, slots = torch.from_numpy(rows), torch.from_numpy(np.concatenate(found))
+    batch = BatchView(
+        query_start=query_start,
+        seq_lens=seq_lens,
+        starts=np.zeros(len(lengths), np.int64),
+        query_start_device=torch.from_numpy(query_start),
+        seq_lens_device=torch.from_numpy(seq_lens),
+        block_table=table,
+        slot_mapping=slots,
+        max_query_len=max(lengths),
+        max_seq_len=max(lengths),
+        has_padding=False,
+    )
+    return batch, num_blocks
 
 
 @torch.inference_mode()

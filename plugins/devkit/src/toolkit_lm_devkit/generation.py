@@ -48,25 +48,36 @@ class Preemptions:
         self.count += isinstance(event, RequestEvent) and event.kind == "preempted"
 
 
-def generate(folder: Path, prompts: Sequence[Sequence[int]], *, vocab_size: int, max_tokens: int, **options: Any) -> Generated:
-    """Completes prompts (token ids) greedily, each by `max_tokens` tokens, all in one batch; `options` are those of VllmConfig."""
+def generate(
+    folder: Path,
+    prompts: Sequence[Sequence[int]],
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    plugins: Sequence[object] = (),
+    **options: Any,
+) -> Generated:
+    """Completes prompts (token ids) greedily, each by `max_tokens` tokens, all in one batch.
+
+    `plugins` are from code; `options` are those of VllmConfig.
+    """
     counter = Preemptions()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=vocab_size)
-    with LLM(str(folder), plugins=[counter], max_logprobs=vocab_size, **options) as llm:
+    with LLM(str(folder), plugins=[counter, *plugins], max_logprobs=vocab_size, **options) as llm:
         outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
     completions = [output.outputs[0] for output in outputs]
     return Generated([list(c.token_ids) for c in completions], [logprobs_of(c, vocab_size) for c in completions], counter.count)
 
 
-def pool(folder: Path, prompts: Sequence[Sequence[int]], **options: Any) -> Pooled:
+def pool(folder: Path, prompts: Sequence[Sequence[int]], *, plugins: Sequence[object] = (), **options: Any) -> Pooled:
     """Embeds prompts (token ids), each by its last token and by all, in one batch of an engine without a KV cache.
 
-    `options` are those of VllmConfig.
+    `plugins` are from code; `options` are those of VllmConfig.
     """
     wishes = [PoolingParams(task="token_embed", normalize=False), PoolingParams(task="embed", normalize=True)]
     given: list[TokensPrompt] = [{"prompt_token_ids": list(prompt)} for prompt in prompts for _ in wishes]
     cacheless = {"pooling_type": "LAST", "enable_chunked_prefill": False, "enable_prefix_caching": False}
-    with LLM(str(folder), convert="embed", **options | cacheless) as llm:
+    with LLM(str(folder), plugins=list(plugins), convert="embed", **options | cacheless) as llm:
         outputs = llm.encode(given, wishes * len(prompts), use_tqdm=False)
     assert [output.error for output in outputs] == [None] * len(given)
     found = [torch.tensor(output.outputs.data) for output in outputs]

@@ -36,21 +36,32 @@ TOLERANCE = 1e-5
 """Most difference of a product in float32, of values of unit variance and weights that keep it."""
 
 
-def _expert(config: VllmConfig) -> LinearBase:
+def _expert(config: VllmConfig, name: str) -> LinearBase:
     inner = Part.even(OUTPUTS, config.parallel, "outputs")
     dtype = torch_dtype(config.model.dtype)
-    return LinearBase(LinearSpec(kind="experts", prefix="experts.0.up", inputs=Part.whole(INPUTS), outputs=(inner, inner), dtype=dtype))
+    return LinearBase(LinearSpec(kind="experts", prefix=name, inputs=Part.whole(INPUTS), outputs=(inner, inner), dtype=dtype))
 
 
-_LAYERS: Mapping[str, tuple[LayerKind, Callable[[VllmConfig], LinearBase]]] = {
-    "replicated": ("linear", lambda c: ReplicatedLinear(INPUTS, OUTPUTS, bias=True, vllm_config=c, prefix="replicated")),
-    "column": ("linear", lambda c: ColumnParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix="column")),
-    "merged": ("linear", lambda c: MergedColumnParallelLinear(INPUTS, [OUTPUTS, 32], bias=True, vllm_config=c, prefix="merged")),
-    "qkv": ("linear", lambda c: QKVParallelLinear(INPUTS, HEAD_SIZE, HEADS, KV_HEADS, vllm_config=c, prefix="qkv")),
-    "row": ("linear", lambda c: RowParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix="row")),
-    "lm_head": ("lm_head", lambda c: ParallelLMHead(VOCABULARY, INPUTS, vllm_config=c, prefix="lm_head")),
+_LAYERS: Mapping[str, tuple[LayerKind, Callable[[VllmConfig, str], LinearBase]]] = {
+    "replicated": ("linear", lambda c, name: ReplicatedLinear(INPUTS, OUTPUTS, bias=True, vllm_config=c, prefix=name)),
+    "column": ("linear", lambda c, name: ColumnParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix=name)),
+    "merged": ("linear", lambda c, name: MergedColumnParallelLinear(INPUTS, [OUTPUTS, 32], bias=True, vllm_config=c, prefix=name)),
+    "qkv": ("linear", lambda c, name: QKVParallelLinear(INPUTS, HEAD_SIZE, HEADS, KV_HEADS, vllm_config=c, prefix=name)),
+    "row": ("linear", lambda c, name: RowParallelLinear(INPUTS, OUTPUTS, vllm_config=c, prefix=name)),
+    "lm_head": ("lm_head", lambda c, name: ParallelLMHead(VOCABULARY, INPUTS, vllm_config=c, prefix=name)),
     "expert": ("experts", _expert),
 }
+"""Layer -> its kind, and what makes it, with a name."""
+NAMES: Mapping[str, str] = {
+    "replicated": "model.layers.0.mlp.gate",
+    "column": "model.layers.0.mlp.up_proj",
+    "merged": "model.layers.0.mlp.gate_up_proj",
+    "qkv": "model.layers.0.self_attn.qkv_proj",
+    "row": "model.layers.0.mlp.down_proj",
+    "lm_head": "lm_head",
+    "expert": "model.layers.0.mlp.experts.0.gate_up_proj",
+}
+"""Layer -> its name, as in checkpoints of Llama and its relatives; "embedding" is "model.embed_tokens"."""
 
 
 class LinearMethodConformance(Conformance):
@@ -65,6 +76,13 @@ class LinearMethodConformance(Conformance):
     kinds: ClassVar[Sequence[LayerKind]] = ("linear",)
     """The kinds of layers that it has methods for."""
     tensor_parallel_sizes: ClassVar[Sequence[int]] = (2, 4)
+    names: ClassVar[Mapping[str, str]] = {}
+    """Names of layers as a checkpoint has them, where those of `NAMES` are not those that `quantization_config` speaks of."""
+
+    @classmethod
+    def name(cls, layer: str) -> str:
+        """What the checkpoint calls a layer: its `LinearSpec.prefix`."""
+        return {"embedding": "model.embed_tokens", **NAMES, **cls.names}[layer]
 
     def stored(self, weight: Tensor) -> Mapping[str, Tensor]:
         """What a checkpoint holds for a weight [outputs, inputs] float32: the layer's parameter -> tensor."""
@@ -90,7 +108,7 @@ class LinearMethodConformance(Conformance):
         ).with_rank(rank)
         assert self.quantization.refuses(config) is None
         with construction(quantization=self.quantization(config)):
-            made = _LAYERS[layer][1](config)
+            made = _LAYERS[layer][1](config, self.name(layer))
         pieces = self.pieces(made)
         for index, piece in enumerate(pieces):
             for key, tensor in self.stored(piece).items():
@@ -126,6 +144,19 @@ class LinearMethodConformance(Conformance):
                 torch.testing.assert_close(ours.double(), exact, atol=TOLERANCE, rtol=0)
             elif rows:
                 assert_bf16_error([ours], [F.linear(x, weight.to(dtype), bias)], [exact])
+
+    def test_a_row_is_computed_alike_whatever_is_beside_it(self, layer: str, dtype: torch.dtype) -> None:
+        """Also beside rows that are a thousand times as large, or all zeros: what a request gets does not depend on the others."""
+        made = self.make(layer, dtype=dtype)
+        sizes = torch.ones(33).index_fill(0, torch.tensor([0, 7]), 1000).index_fill(0, torch.tensor([3]), 0)
+        x = (torch.randn(33, INPUTS, generator=_generator(8)) * sizes[:, None]).to(dtype)
+        together = made.method.apply(x, made.bias)
+        for row in (0, 1, 3, 8, 32):
+            alone = made.method.apply(x[row : row + 1].clone(), made.bias)[0]
+            # A sum in another order may round otherwise.
+            rounding = max(TOLERANCE, 2 * torch.finfo(dtype).eps) * max(alone.abs().max().item(), 1)
+            worst = (together[row] - alone).abs().max().item()
+            assert worst <= rounding, f"row {row} is off by {worst:.3g} from what it is alone: it depends on the rows beside it"
 
     def test_activation_and_residual_follow_the_product(self, layer: str) -> None:
         made = self.make(layer)
@@ -164,9 +195,9 @@ class LinearMethodConformance(Conformance):
     def test_a_tied_head_is_refused_or_right(self) -> None:
         config = VllmConfig.default({"quantization_config": dict(self.quantization_config)})
         with construction(quantization=self.quantization(config)):
-            embedding = VocabParallelEmbedding(VOCABULARY, INPUTS, vllm_config=config, prefix="embed_tokens")
+            embedding = VocabParallelEmbedding(VOCABULARY, INPUTS, vllm_config=config, prefix=self.name("embedding"))
             try:
-                head = ParallelLMHead(VOCABULARY, INPUTS, tied_to=embedding, vllm_config=config, prefix="lm_head")
+                head = ParallelLMHead(VOCABULARY, INPUTS, tied_to=embedding, vllm_config=config, prefix=self.name("lm_head"))
             except UnsupportedError:
                 return
         weight = torch.randn(VOCABULARY, INPUTS, generator=_generator(3)) * INPUTS**-0.5

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from toolkit_lm.attention import CacheLayer, KVCacheConfig, KVCacheSpec, WindowSpec, plan_groups
+from toolkit_lm.attention import CacheLayer, KVCacheConfig, KVCacheSpec, plan_groups
 from toolkit_lm.config import Checkpoint, VllmConfig
 from toolkit_lm.errors import CheckpointError, UnsupportedError
-from toolkit_lm.model import Model, check_constructor, construction
+from toolkit_lm.model import FusibleLayer, Kernels, Model, check_constructor, construction
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution import read_checkpoint
 from toolkit_lm_loaders.safetensors import CheckpointWeights
@@ -34,6 +34,10 @@ Reference = Callable[[Sequence[int]], Tensor]
 BLOCK_SIZE = 4
 CHUNK = 12
 """Token budget of a step where prompts must be computed in chunks."""
+FUSED_TOLERANCE = 1e-4
+"""Most difference of log probabilities, in float32, where a layer is computed in one call."""
+FUSED_BLOCK_SIZE = 16
+"""One that the attention of kernels takes, without which they compute no layer in one call."""
 POOLED_TOLERANCE = 1e-5
 """Most difference of the entries of vectors of unit length, in float32."""
 
@@ -46,17 +50,24 @@ class Subject:
     reference: Reference
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options of VllmConfig that every engine gets."""
+    plugins: Sequence[object] = ()
+    """Plugins from code, beside those that are installed."""
+
+    @cached_property
+    def loaded(self) -> Plugins:
+        """The plugins that an engine would load."""
+        return Plugins.load(extra=self.plugins)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """What the engine reads of it."""
-        return read_checkpoint(VllmConfig.make(model=str(self.folder), **self.options), Plugins.load())
+        return read_checkpoint(VllmConfig.make(model=str(self.folder), **self.options), self.loaded)
 
     @cached_property
     def model_class(self) -> type[Model]:
         """The class that the engine chooses for it."""
-        loaded: type[Model] = Plugins.load().models.load(self.checkpoint.architecture)
-        return loaded
+        chosen: type[Model] = self.loaded.models.load(self.checkpoint.architecture)
+        return chosen
 
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
         """[output tokens, V]: the reference's log probabilities along `output`."""
@@ -68,15 +79,17 @@ class Subject:
 class ModelConformance(Conformance):
     """Subclass it as `class TestMine(ModelConformance)`, and write checkpoints in `make_checkpoint`.
 
-    The distribution that registers the architecture must be installed, and toolkit-lm-pooling-adapters. Checkpoints are small: two layers,
-    heads that `tensor_parallel_sizes` divide, a vocabulary of some 270 tokens, at least `max_model_len` positions. For models that
-    transformers has too there is `TransformersConformance`.
+    The distribution that registers the architecture must be installed, or its plugin stand in `plugins`; toolkit-lm-pooling-adapters must
+    be installed too. Checkpoints are small: two layers, heads that `tensor_parallel_sizes` divide, a vocabulary of some 270 tokens, at
+    least `max_model_len` positions. For models that transformers has too there is `TransformersConformance`.
     """
 
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {"default": {}}
     """Name -> what `make_checkpoint` is given. The more expensive tests run for the first one."""
     engine_options: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
     """Options of VllmConfig that every engine gets."""
+    plugins: ClassVar[Sequence[object]] = ()
+    """Plugins from code."""
     lengths: ClassVar[Sequence[int]] = (5, 17, 40, 3, 64, 33, 1, 21)
     """Lengths of the prompts."""
     placeholder_ids: ClassVar[Collection[int]] = ()
@@ -110,7 +123,8 @@ class ModelConformance(Conformance):
         def get(variant: str) -> Subject:
             if variant not in made:
                 folder = tmp_path_factory.mktemp("checkpoint")
-                made[variant] = Subject(folder, cls().make_checkpoint(folder, **cls.variants[variant]), cls.engine_options)
+                reference = cls().make_checkpoint(folder, **cls.variants[variant])
+                made[variant] = Subject(folder, reference, cls.engine_options, cls.plugins)
             return made[variant]
 
         return get
@@ -133,13 +147,21 @@ class ModelConformance(Conformance):
         num_blocks = sum(spec.max_blocks(self.max_model_len, CHUNK) for spec in specs) + 2
         pool = {"num_kv_blocks": num_blocks, "max_num_seqs": len(self.lengths), "max_num_batched_tokens": CHUNK}
         generated = self.check_parity(subject, **pool)
-        # Where all layers are windowed, sequences give back as many blocks as they take.
-        if not all(isinstance(spec, WindowSpec) for spec in specs):
+        if self.must_preempt(specs):
             assert generated.preemptions > 0, f"{num_blocks} KV blocks were meant to be too few"
 
+    def must_preempt(self, specs: Sequence[KVCacheSpec]) -> bool:
+        """Whether sequences that were admitted run out of blocks in so small a pool, since what is kept of each only grows.
+
+        What does not grow, as a recurrent state, is there on admission, and so few blocks admit few sequences at a time: these then have
+        room to grow. Where all layers are windowed, sequences give back as many blocks as they take.
+        """
+        return all(spec.grows for spec in specs) and any(spec.first_needed(self.max_model_len) == 0 for spec in specs)
+
     def test_parity_of_one_token_at_a_time(self, first: Subject) -> None:
-        # As a user who gives no length has it: the checkpoint's own.
-        unstated = {"max_model_len": None, "num_kv_blocks": None} | dict(self.engine_options)
+        # As a user who gives no length has it: the checkpoint's own, where it has one.
+        has_length = bool(first.loaded.models.get(first.checkpoint.architecture).length_keys)
+        unstated = {"max_model_len": None if has_length else self.max_model_len, "num_kv_blocks": None} | dict(self.engine_options)
         self.check_parity(first, max_num_batched_tokens=1, max_num_seqs=1, **unstated)
 
     def check_parity(self, subject: Subject, **options: Any) -> Generated:
@@ -153,6 +175,44 @@ class ModelConformance(Conformance):
             assert_same_tokens(tokens, reference)
         return generated
 
+    def test_fused_layers_compute_what_their_modules_do(
+        self, subjects: Callable[[str], Subject], variant: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where kernels compute layers in one call, the results are those of the layers' modules."""
+        self.check_fusing(subjects(variant), monkeypatch)
+
+    def check_fusing(self, subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All prompts in one engine, and in another one whose layers are left to their modules."""
+        fused: set[str] = set()
+        fuse = FusibleLayer.fuse
+
+        def fuse_and_watch(layer: FusibleLayer, kernels: Kernels) -> None:
+            fuse(layer, kernels)
+            if (call := layer.fused) is None:
+                return
+
+            def watched(*given: Any) -> tuple[Tensor, Tensor] | None:
+                if (done := call(*given)) is not None:
+                    fused.add(type(layer).__name__)
+                return done
+
+            layer.fused = watched
+
+        prompts = self.prompts(subject)
+        with monkeypatch.context() as patch:
+            patch.setattr(FusibleLayer, "fuse", fuse_and_watch)
+            ours = self.generate(subject, prompts, block_size=FUSED_BLOCK_SIZE)
+            if not fused:
+                return
+            patch.setattr(FusibleLayer, "fuse", lambda layer, kernels: None)
+            theirs = self.generate(subject, prompts, block_size=FUSED_BLOCK_SIZE)
+        what = f"{', '.join(sorted(fused))}: the layer in one call of kernels, by its `parts`, is not what its modules compute"
+        for tokens, others, one, other in zip(ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True):
+            # After the first other token it is another text.
+            same = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens) - 1) + 1
+            worst = (one[:same] - other[:same]).abs().max().item()
+            assert worst <= FUSED_TOLERANCE, f"{what}: logits differ by {worst:.3g}"
+
     def test_pooling_without_a_cache(self, subjects: Callable[[str], Subject], variant: str) -> None:
         """The hidden states that are pooled are those that the reference's logits are made of."""
         subject = subjects(variant)
@@ -165,8 +225,8 @@ class ModelConformance(Conformance):
     def check_pooling(self, subject: Subject) -> None:
         """All prompts in one pooling engine: hidden states of all tokens, and embeddings."""
         prompts = self.prompts(subject)
-        pooled = pool(subject.folder, prompts, max_model_len=self.max_model_len, **self.engine_options)
-        model = load_checkpoint(self.model_class(subject), subject.folder)
+        pooled = pool(subject.folder, prompts, plugins=subject.plugins, max_model_len=self.max_model_len, **self.engine_options)
+        model = load_checkpoint(self.model_class(subject), subject.folder, plugins=subject.loaded)
         for prompt, states, embedding in zip(prompts, *pooled, strict=True):
             with torch.inference_mode():
                 # No token sees what follows it, but a scaling of positions may depend on the length, which is here that of `check_parity`.
@@ -184,7 +244,7 @@ class ModelConformance(Conformance):
         options = (
             {"block_size": BLOCK_SIZE, "max_model_len": self.max_model_len, "num_kv_blocks": 1024} | dict(self.engine_options) | options
         )
-        return generate(subject.folder, prompts, vocab_size=vocab_size, max_tokens=self.max_tokens, **options)
+        return generate(subject.folder, prompts, vocab_size=vocab_size, max_tokens=self.max_tokens, plugins=subject.plugins, **options)
 
     def prompts(self, subject: Subject) -> list[list[int]]:
         """Random token ids, of the lengths in `lengths`."""
@@ -208,7 +268,7 @@ class ModelConformance(Conformance):
         """The model as one rank holds it, without weights."""
         options: dict[str, Any] = {"max_model_len": self.max_model_len, "block_size": BLOCK_SIZE, "tensor_parallel_size": ranks}
         config = VllmConfig.default(**options).with_rank(rank).with_checkpoint(subject.checkpoint)
-        with construction(models=Plugins.load().models):
+        with construction(models=subject.loaded.models):
             return self.model_class(subject)(vllm_config=config)
 
     def test_constructor_takes_two_keywords(self, first: Subject) -> None:
@@ -229,12 +289,15 @@ class ModelConformance(Conformance):
     def test_ranks_and_stages_compute_the_whole(self, first: Subject, ranks: int) -> None:
         """Ranks that each hold a shard, in as many pipeline stages as `pipeline_stages` says, give the logits of one rank."""
         model_class, tokens = self.model_class(first), torch.tensor(self.prompts(first)[0])
-        expected = logits_of([load_checkpoint(model_class, first.folder)], tokens)
+        expected = logits_of([load_checkpoint(model_class, first.folder, plugins=first.loaded)], tokens)
         stages = self.pipeline_stages
 
         def compute(rank: int) -> Tensor:
             options: dict[str, Any] = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
-            parts = [load_checkpoint(model_class, first.folder, rank=stage * ranks + rank, **options) for stage in range(stages)]
+            parts = [
+                load_checkpoint(model_class, first.folder, rank=stage * ranks + rank, plugins=first.loaded, **options)
+                for stage in range(stages)
+            ]
             return logits_of(parts, tokens)
 
         for rank, ours in enumerate(run_ranks(compute, ranks)):

@@ -89,7 +89,8 @@ class MambaMixer(CacheLayer):
         """x [L, channels] -> the same; `window` [channels, kernel - 1] are the inputs before, and become the last."""
         wide = torch.cat([window.to(x.dtype), x.T], dim=-1)
         window.copy_(wide[:, -window.shape[-1] :])
-        return self.activation(F.conv1d(wide[None], self.conv1d.weight, self.conv1d.bias, groups=len(wide))[0].T)
+        bias = None if self.conv1d.bias is None else self.conv1d.bias.to(x.dtype)
+        return self.activation(F.conv1d(wide[None], self.conv1d.weight.to(x.dtype), bias, groups=len(wide))[0].T)
 
     def scan(self, x: Tensor, state: Tensor) -> Tensor:
         """x [L, channels] -> the same; `state` [channels, state size] goes on."""
