@@ -729,7 +729,9 @@ def named_tools(tiny: Asked) -> None:
 @check("openai/chat_completion/test_completion_with_function_calling.py::test_function_tool_use, test_no_args_tool_call")
 def tools(tiny: Asked) -> None:
     """But for its reasoning, and for calls that the model may leave out."""
-    for parameters in (SCHEMA, {"type": "object", "properties": {}, "required": []}):
+    # A call that its tokens do not finish is left out, so that none may go on for ever.
+    none = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
+    for parameters in (SCHEMA, none):
         tools = [{"type": "function", "function": {"name": "profile", "parameters": parameters}}]
         for choice in ("required", {"type": "function", "function": {"name": "profile"}}):
             options = {"tools": tools, "tool_choice": choice, "max_completion_tokens": 300}
