@@ -25,7 +25,7 @@ CONFIGS = {
     "other tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {"300000": ADDED}},
     "named tokens": {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|extra|>", "pad_token": "<|pad|>"},
 }
-FEW = ("no class", "llama", "other tokens")
+FEW = ("llama", "other tokens")
 """Configs that the large vocabularies are loaded with: it takes seconds."""
 PARTS = [
     "Paris",
@@ -101,7 +101,7 @@ def save(vocabulary, tmp_path_factory):
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_ids_are_equal(save, resolved, name):
     folder, chosen = save(name), random.Random(5)
-    texts = ["".join(chosen.choices(PARTS, k=chosen.randrange(1, 12))) for _ in range(60)]
+    texts = ["".join(chosen.choices(PARTS, k=chosen.randrange(1, 12))) for _ in range(40)]
     for title, config in CONFIGS.items():
         if name not in ("anthropic", "tiny") and title not in FEW:
             continue
