@@ -12,7 +12,8 @@ from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = (
-    "{# </think> <tool_call> #}{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}\nA:<think>\n{% endif %}"
+    "{# </think> <tool_call> #}{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}\nA:<think>\n{% endif %}"
 )
 BUDGET = 9
 CHAT = "/v1/chat/completions"

@@ -15,9 +15,12 @@ from toolkit_lm_tiny.facts import DAYS, FACTS, MONTHS, TOPICS, Topic, with_artic
 IM_START, IM_END, BOS, PAD = "<|im_start|>", "<|im_end|>", "<|bos|>", "<|pad|>"
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
+    "{% for tool in tools or [] %}{{ '<|im_start|>system\\nTools:' if loop.first }}"
+    "{{ ' ' + tool.function.name }}{{ '<|im_end|>\\n' if loop.last }}{% endfor %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\\n' + call.function.name + ' ' }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ '<|im_end|>' + '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 

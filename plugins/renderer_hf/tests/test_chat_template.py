@@ -64,7 +64,6 @@ def both(request, tmp_path, tokenizer, make_renderer):
     [
         {},
         {"add_generation_prompt": False},
-        {"tools": [{"type": "function", "function": {"name": "f", "description": "<é>"}}]},
         {"chat_template_kwargs": {"enable_thinking": False}},
     ],
 )
@@ -76,11 +75,27 @@ def test_same_tokens_as_transformers(both, options):
     assert renderer.render_conversation(CHAT, **options).token_ids == expected
 
 
-def test_continues_the_final_message_as_transformers_does(both):
+def test_tools_are_written_as_by_transformers_or_refused(both):
     renderer, reference = both
-    chat = [CHAT[0], {"role": "assistant", "content": "The capital is "}]
+    tools = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
+    if reference.chat_template != TOOLS:
+        with pytest.raises(RequestError, match="does not write the tools of this request"):
+            renderer.render_conversation(CHAT, tools=tools)
+        return
+    expected = reference.apply_chat_template(CHAT, return_dict=False, tools=tools, add_generation_prompt=True)
+    assert renderer.render_conversation(CHAT, tools=tools).token_ids == expected
+
+
+@pytest.mark.parametrize("answer", ["The capital is ", "Paris", "", " "])
+def test_continues_the_final_message_as_transformers_does(both, answer):
+    renderer, reference = both
+    chat = [CHAT[0], {"role": "assistant", "content": answer}]
     expected = reference.apply_chat_template(chat, continue_final_message=True, return_dict=False)
     assert renderer.render_conversation(chat, continue_final_message=True).token_ids == expected
+
+
+EMPTY = [{"role": "user", "content": ""}]
+"""Of which a template need not write anything."""
 
 
 def render(renderer, messages=CHAT, **options) -> str:
@@ -98,13 +113,13 @@ def render(renderer, messages=CHAT, **options) -> str:
     ],
 )
 def test_where_a_template_is_found(make_renderer, byte_level, config, files, options):
-    assert render(make_renderer(byte_level, config, files=files, **options)) == "here"
+    assert render(make_renderer(byte_level, config, files=files, **options), EMPTY) == "here"
 
 
 def test_template_file_as_option(tmp_path, make_renderer, byte_level):
     path = tmp_path / "mine.txt"
     path.write_text("{{ 'from a file' }}")
-    assert render(make_renderer(byte_level, chat_template=str(path))) == "from a file"
+    assert render(make_renderer(byte_level, chat_template=str(path)), EMPTY) == "from a file"
 
 
 def called(arguments, content=None):
@@ -118,8 +133,8 @@ def called(arguments, content=None):
 
 
 CALLS = "{% for m in messages %}{{ m.role ~ ':' + m.content }}{% for c in m.tool_calls %}%s{% endfor %}{% endfor %}"
-MAPPINGS = CALLS.replace("%s", "[{{ c.function.arguments | tojson }}]")
-TEXTS = CALLS.replace("%s", "{{ '[' + c.function.arguments + ']' }}")
+MAPPINGS = CALLS.replace("%s", "[{{ c.function.name }} {{ c.function.arguments | tojson }}]")
+TEXTS = CALLS.replace("%s", "{{ '[' + c.function.name + ' ' + c.function.arguments + ']' }}")
 
 
 @pytest.mark.parametrize("content", [None, "", "absent"])
@@ -127,20 +142,21 @@ TEXTS = CALLS.replace("%s", "{{ '[' + c.function.arguments + ']' }}")
 @pytest.mark.parametrize("template", [MAPPINGS, TEXTS])
 def test_calls_have_the_arguments_that_the_template_takes_and_a_content(make_renderer, byte_level, template, arguments, content):
     renderer = make_renderer(byte_level, {"chat_template": template})
-    expected = f"user:{CHAT[0]['content']}" + 'assistant:[{"a": "é"}]tool:18'
+    expected = f"user:{CHAT[0]['content']}" + 'assistant:[f {"a": "é"}]tool:18'
     assert render(renderer, called(arguments, content)) == expected
 
 
 def test_arguments_that_a_cut_answer_left_stay_a_text(make_renderer, byte_level):
     renderer = make_renderer(byte_level, {"chat_template": MAPPINGS})
-    assert '["{\\"a\\": "]' in render(renderer, called('{"a": '))
-    assert "[{}]" in render(renderer, called(""))
+    assert '[f "{\\"a\\": "]' in render(renderer, called('{"a": '))
+    assert "[f {}]" in render(renderer, called(""))
 
 
 def test_tool_use_template(make_renderer, byte_level):
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    templates = [{"name": "tool_use", "template": "tools {{ tools[0].function.name }}"}, {"name": "default", "template": "plain"}]
     renderer = make_renderer(byte_level, {"chat_template": templates})
-    assert (render(renderer), render(renderer, tools=[{"name": "f"}])) == ("plain", "tools")
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert (render(renderer, EMPTY), render(renderer, EMPTY, tools=tools)) == ("plain", "tools f")
 
 
 def test_parts_become_a_text(make_renderer, byte_level):
@@ -171,7 +187,7 @@ def test_a_template_that_reads_parts_gets_parts(make_renderer, byte_level):
         (CHAT, {"chat_template_kwargs": {"messages": []}}, "cannot set 'messages'"),
         (CHAT, {"chat_templates": "{{ 1 }}"}, "no option 'chat_templates'"),
         (CHAT, {"add_generation_prompt": True, "continue_final_message": True}, "Cannot set both"),
-        ([{"role": "user", "content": ""}], {"continue_final_message": True}, "content to continue"),
+        ([{"role": "user"}], {"continue_final_message": True}, "content to continue"),
     ],
 )
 def test_bad_conversations(make_renderer, byte_level, messages, options, message):

@@ -114,6 +114,11 @@ class Renderer(ABC):
         return True
 
     @property
+    def writes_tools(self) -> bool:
+        """Its prompts tell the model of tools. False: conversations with tools are refused."""
+        return True
+
+    @property
     def chat_template_source(self) -> str:
         """The source of the chat template; where there is none, the marks that answers may have. Answer formats are chosen by it."""
         return ""

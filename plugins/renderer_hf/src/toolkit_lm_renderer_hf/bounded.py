@@ -49,8 +49,12 @@ _WIDE_PERCENT = re.compile(r"%[^%a-zA-Z]*(\d{5}|\*)")
 _WIDE_BRACES = re.compile(r"\{[^{}]*(\d{5}|:[^}]*\{)")
 
 
-def _too_large(what: str) -> RequestError:
-    return RequestError(f"the chat template grew too large: {what}.", "messages")
+class OverBudgetError(RequestError):
+    """A rendering has used up its time, or its characters."""
+
+
+def _too_large(what: str) -> OverBudgetError:
+    return OverBudgetError(f"the chat template grew too large: {what}.", "messages")
 
 
 class _SizedList(list[Any]):
@@ -60,15 +64,12 @@ class _SizedList(list[Any]):
     size: int
 
 
-class SlowTemplateError(RequestError):
-    """A rendering has used up its time."""
-
-
 class Budget:
-    """What is left to one rendering. Its methods raise RequestError where that is too little."""
+    """What is left to one rendering. Its methods raise OverBudgetError where that is too little."""
 
     def __init__(self, max_length: int) -> None:
         """`max_length`: characters of the text that is to come out."""
+        self.max_length = max_length
         self._deadline = time.monotonic() + MOST_SECONDS
         self._most = 4 * max_length
         """Characters of one value."""
@@ -78,7 +79,7 @@ class Budget:
     def tick(self) -> None:
         """Raises when the time is over."""
         if time.monotonic() > self._deadline:
-            raise SlowTemplateError(f"the chat template took too long: more than {MOST_SECONDS:g} seconds.", "messages")
+            raise OverBudgetError(f"the chat template took too long: more than {MOST_SECONDS:g} seconds.", "messages")
 
     def spend(self, value: T) -> T:
         """Counts a value that was made, and returns it."""

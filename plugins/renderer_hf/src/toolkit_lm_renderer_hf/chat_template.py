@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Template, TemplateError, meta, nodes
+from jinja2 import Template, TemplateError, meta
 from jinja2.exceptions import SecurityError, TemplateSyntaxError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.utils import Namespace
 from toolkit_lm.errors import CheckpointError, ConfigError, ContextLengthError, RequestError
 from toolkit_lm.prompts import Conversation
 
-from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, SlowTemplateError, rendering
+from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, OverBudgetError, rendering
+from toolkit_lm_renderer_hf.environment import make_environment
+from toolkit_lm_renderer_hf.forms import Plain, Sort, with_reasoning
 from toolkit_lm_renderer_hf.tokenizer import read_json
-from toolkit_lm_renderer_hf.tool_calls import takes_text, with_calls
+from toolkit_lm_renderer_hf.trials import Trials
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "namespace", "dict"})
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_MOST_TRIED = 10**6
+"""Characters of a rendering without a request."""
 _PROBE = "probe-of-content"
 _PROBE_PART = {"type": "text", "text": _PROBE}
 
@@ -31,44 +30,40 @@ class ChatTemplate:
     """The chat template of a checkpoint, or several by name: "tool_use" is taken where a conversation has tools, else "default".
 
     Raises `error` for one that does not parse: ConfigError where it is the operator's, CheckpointError where it is the checkpoint's.
-    `is_of_request`: one that takes too long to try is refused, so that nobody waits for each trial.
+    What messages and tools must look like for it, it is asked when they come: see `trials`.
     """
 
     def __init__(
-        self,
-        sources: Mapping[str, str],
-        special_tokens: Mapping[str, str],
-        error: Callable[[str], Exception] = CheckpointError,
-        *,
-        is_of_request: bool = False,
+        self, sources: Mapping[str, str], special_tokens: Mapping[str, str], error: Callable[[str], Exception] = CheckpointError
     ) -> None:
-        self._is_of_request = is_of_request
-        environment = _environment()
+        environment = make_environment()
         self.source = "\n".join(sources[name] for name in ("default", "tool_use") if name in sources)
         """Of the templates that conversations are rendered by."""
         self._sources = sources
         self._special_tokens = special_tokens
         self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
-        self._takes_parts = {name: self._probe(name) for name in sources}
-        self._takes_calls_as_text = {
-            name: "tool_calls" in source and takes_text(partial(self._renders, name)) for name, source in sources.items()
-        }
-        self._takes_media: dict[str, bool] = {}
+        self._trials = {name: Trials(partial(self._tried, name), source) for name, source in sources.items()}
+        self._media_tokens: Mapping[str, str] = {}
         self._media_texts: Mapping[str, str] = {}
+        self._takes_media: dict[str, bool] = {}
+
+    @cached_property
+    def writes_tools(self) -> bool:
+        """It tells the model of tools that a conversation has."""
+        name = self._name(True)
+        with rendering(_MOST_TRIED):
+            return name in self._trials and self._trials[name].writes_tools()
 
     @cached_property
     def names(self) -> frozenset[str]:
         """Those that any of the templates reads."""
-        environment = _environment()
+        environment = make_environment()
         trees = [environment.parse(source) for source in self._sources.values()]
         return frozenset(name for tree in trees for name in meta.find_undeclared_variables(tree))
 
     def take_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
         """For conversations with items of media: by modality its placeholder, and what stands for it where a template writes none."""
-        self._media_texts = texts
-        for name in self._templates:
-            parts = [{"type": modality} for modality in tokens]
-            self._takes_media[name] = any(self._writes(name, [part, _PROBE_PART], tokens[part["type"]]) for part in parts)
+        self._media_tokens, self._media_texts = tokens, texts
 
     def render(
         self,
@@ -83,7 +78,7 @@ class ChatTemplate:
         hide: Callable[[str], str] = str,
     ) -> str:
         """The conversation as one text of at most `max_length` characters. `hide` is applied to all texts in it. Raises RequestError."""
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        name = self._name(bool(tools))
         if name not in self._templates:
             raise RequestError(
                 f"the checkpoint has no chat template named {name!r}, only: {', '.join(sorted(self._templates))}.", "messages"
@@ -96,34 +91,53 @@ class ChatTemplate:
         for key in extra:
             if key in _RESERVED:
                 raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
-        form = _Form(self._takes_parts[name], self._takes_media.get(name, False), self._media_texts, hide, self._takes_calls_as_text[name])
-        chat = [form.message(message) for message in messages]
-        if not chat:
-            raise RequestError("the conversation is empty: give at least one message.", "messages")
-        final = _tag_final(chat) if continue_final_message else None
-        names = {
-            "messages": chat,
-            "tools": _plain(tools, "tools", hide),
-            "documents": _plain(documents, "documents", hide),
+        if documents and "documents" not in self.names:
+            raise RequestError("the chat template reads no documents: put their texts into a message.", "documents")
+        given = {
+            "documents": _plain(documents, "documents", hide) or None,
             "add_generation_prompt": add_generation_prompt,
             **extra,
         }
-        text = self._run(name, names, max_length + len(_CONTINUE_TAG))
+        # One budget for the trials and the rendering.
+        with rendering(max_length + len(_CONTINUE_TAG)):
+            trials = self._trials[name]
+            chat, origins = trials.messages(self._chat(name, messages, hide))
+            functions = trials.tools(_plain(tools, "tools", hide))
+            tried = partial(self._tried, name, given=given)
+            trials.check(chat, origins, functions, tried, (given["documents"] is None, add_generation_prompt, extra))
+            final = _tag_final(chat) if continue_final_message else None
+            text = self._run(name, {"messages": chat, "tools": functions, **given})
         return text if final is None else _cut_final(text, final)
 
-    def _run(self, name: str, names: Mapping[str, Any], max_length: int) -> str:
+    def _name(self, has_tools: bool) -> str:
+        return "tool_use" if has_tools and "tool_use" in self._templates else "default"
+
+    def _chat(self, name: str, messages: Conversation, hide: Callable[[str], str]) -> list[Plain]:
+        """The messages as plain data, with items of media as the template takes them. Call it within a budget."""
+        trials = self._trials[name]
+        read = _Reader(self._media_texts, hide)
+        chat = [read.message(message) for message in messages]
+        if not chat:
+            raise RequestError("the conversation is empty: give at least one message.", "messages")
+        if self._media_texts and any(isinstance(message.get("content"), list) for message in chat):
+            takes_parts = trials.form(Sort("user", "text", False)).content == "parts"
+            takes_media = self._writes_media(name)
+            chat = [_with_media(message, self._media_texts, takes_parts=takes_parts, takes_media=takes_media) for message in chat]
+        return chat
+
+    def _run(self, name: str, names: Mapping[str, Any]) -> str:
+        max_length = BoundedEnvironment.budget().max_length
         chunks: list[str] = []
         length = 0
         try:
-            with rendering(max_length):
-                for chunk in self._templates[name].generate({**self._special_tokens, **names}):
-                    chunks.append(chunk)
-                    length += len(chunk)
-                    if length > max_length:
-                        raise ContextLengthError(
-                            f"the conversation makes a text of more than {max_length} characters; longer ones are not tokenized.",
-                            "messages",
-                        )
+            for chunk in self._templates[name].generate({**self._special_tokens, **names}):
+                chunks.append(chunk)
+                length += len(chunk)
+                if length > max_length:
+                    raise ContextLengthError(
+                        f"the conversation makes a text of more than {max_length} characters; longer ones are not tokenized.",
+                        "messages",
+                    )
         except RequestError:
             raise
         except SecurityError as error:
@@ -134,31 +148,31 @@ class ChatTemplate:
             raise RequestError(f"the chat template cannot render this conversation: {type(error).__name__}: {error}", "messages") from error
         return "".join(chunks)
 
-    def _probe(self, name: str) -> bool:
-        """True where the template writes a text only when `content` is a list of parts."""
+    def _writes_media(self, name: str) -> bool:
+        """True where the template writes the placeholder of an item that stands beside a text in a list of parts."""
+        if name not in self._takes_media:
+            self._takes_media[name] = any(self._writes(name, modality, token) for modality, token in self._media_tokens.items())
+        return self._takes_media[name]
 
-        return not self._writes(name, _PROBE) and self._writes(name, [_PROBE_PART])
+    def _writes(self, name: str, modality: str, token: str) -> bool:
+        text = self._tried(name, [{"role": "user", "content": [{"type": modality}, _PROBE_PART]}], None)
+        return text is not None and _PROBE in text and token in text
 
-    def _renders(self, name: str, messages: list[dict[str, Any]]) -> bool:
-        names = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
-        return self._tried(name, names) is not None
-
-    def _writes(self, name: str, content: Any, mark: str = "") -> bool:
-        """Whether the template writes the text of a user's content, and a mark."""
-        names = {"messages": [{"role": "user", "content": content}], "tools": None, "documents": None, "add_generation_prompt": True}
-        text = self._tried(name, names)
-        return text is not None and _PROBE in text and mark in text
-
-    def _tried(self, name: str, names: Mapping[str, Any]) -> str | None:
-        """What the template makes of it; None where it refuses."""
+    def _tried(
+        self,
+        name: str,
+        messages: list[Plain],
+        tools: list[Any] | None,
+        given: Mapping[str, Any] | None = None,
+    ) -> str | None:
+        """What the template makes of it; None where it refuses. Call it within a budget, of which it raises the errors."""
+        names = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True, **(given or {})}
         try:
-            return self._run(name, names, 10**6)
-        except SlowTemplateError:
-            if self._is_of_request:
-                raise
+            return self._run(name, names)
+        except (ContextLengthError, OverBudgetError):
+            raise
         except RequestError:
-            pass
-        return None
+            return None
 
 
 def find_chat_template(
@@ -215,43 +229,32 @@ def _read_option(option: str) -> str:
         raise ConfigError(f"chat_template {option!r} is neither a Jinja template nor a file that can be read: {error}") from error
 
 
-class _Form(NamedTuple):
-    """The form of messages that a template takes."""
+class _Reader(NamedTuple):
+    """Reads messages of clients as plain data."""
 
-    takes_parts: bool
-    """Contents are lists of parts."""
-    takes_media: bool
-    """Contents are texts, or lists of parts where they are given as such; and it writes the placeholders of media."""
     media_texts: Mapping[str, str]
-    """What stands for an item in a text. None of any modality: there are no items."""
+    """By modality, what stands for an item in a text. None of any modality: there are no items."""
     hide: Callable[[str], str]
-    takes_calls_as_text: bool
-    """Arguments of tool calls are the text of JSON."""
 
-    def message(self, message: Any) -> dict[str, Any]:
-        """`message` as plain data. Keys without a value are left out, as in transformers."""
+    def message(self, message: Any) -> Plain:
+        """`message` as plain data. Keys without a value are left out, and reasoning has its names, as in transformers."""
         if not isinstance(message, Mapping):
             raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
-        if message.get("tool_calls"):
-            message = with_calls(message, as_text=self.takes_calls_as_text)
-        plain = {key: value for key, value in _plain(message, "messages", self.hide).items() if value is not None}
+        read = _plain(message, "messages", self.hide)
+        plain = dict(with_reasoning({key: value for key, value in read.items() if value is not None}))
         if not isinstance(plain.get("role"), str):
             raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")
         content = plain.get("content")
         if isinstance(content, list):
-            parts = [self._part(part) for part in content]
-            plain["content"] = parts if self.takes_parts or self.takes_media else "\n".join(map(self._text, parts))
-        elif isinstance(content, str):
-            plain["content"] = [{"type": "text", "text": content}] if self.takes_parts else content
-        elif content is not None:
+            plain["content"] = [self._part(part) for part in content]
+        elif content is not None and not isinstance(content, str):
             raise RequestError(f"a message's content must be a text or a list of parts, not a {type(content).__name__}.", "messages")
         return plain
 
     def _part(self, part: Any) -> dict[str, str]:
         kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
         if isinstance(part, dict) and isinstance(kind, str) and kind in self.media_texts:
-            # One that writes parts, and nothing for media, has the placeholder from here.
-            return {"type": kind} if self.takes_media or not self.takes_parts else {"type": "text", "text": self.media_texts[kind]}
+            return {"type": kind}
         if kind != "text":
             known = f"text and {', '.join(self.media_texts)}" if self.media_texts else "text only"
             raise RequestError(f"this model takes {known}, not content of type {kind!r:.100}.", "messages")
@@ -259,8 +262,14 @@ class _Form(NamedTuple):
             raise RequestError("a content part of type 'text' must have a 'text'.", "messages")
         return {"type": "text", "text": str(part["text"])}
 
-    def _text(self, part: Mapping[str, str]) -> str:
-        return part["text"] if part["type"] == "text" else self.media_texts[part["type"]]
+
+def _with_media(message: Plain, texts: Mapping[str, str], *, takes_parts: bool, takes_media: bool) -> Plain:
+    """A message whose items the template will write: as parts, as texts among parts, or as lines of one text."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or takes_media or all(part["type"] == "text" for part in parts):
+        return message
+    made = [{"type": "text", "text": texts.get(part["type"], part.get("text", ""))} for part in parts]
+    return {**message, "content": made if takes_parts else "\n".join(part["text"] for part in made)}
 
 
 def _plain(value: Any, param: str, hide: Callable[[str], str]) -> Any:
@@ -278,13 +287,13 @@ def _plain(value: Any, param: str, hide: Callable[[str], str]) -> Any:
 
 def _tag_final(chat: list[dict[str, Any]]) -> str:
     content = chat[-1].get("content")
-    if not content:
+    if content is None or content == []:
         raise RequestError("continue_final_message needs a final message with content to continue.", "continue_final_message")
     if isinstance(content, str):
         chat[-1]["content"] = content + _CONTINUE_TAG
         return content
     final: str | None = content[-1].get("text")
-    if not final:
+    if final is None:
         raise RequestError("continue_final_message needs a final message that ends with a text to continue.", "continue_final_message")
     content[-1]["text"] = final + _CONTINUE_TAG
     return final
@@ -298,79 +307,3 @@ def _cut_final(text: str, final: str) -> str:
         )
     # A template that trims messages has eaten the tag's space, and would have eaten the message's own.
     return text[:at] if text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG else text[:at].rstrip()
-
-
-class _Generation(Extension):
-    """{% generation %} marks the assistant's own text for training; here it writes its body."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-
-class _Dict:
-    """`dict` for templates, without the type's other methods."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args, **kwargs)
-
-
-class _Namespace(Namespace):
-    """`namespace` for templates, without underscore names."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        # Positional only, as in Jinja, so that a template can say namespace(self=...).
-        values = dict(*args[1:], **kwargs)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(args[0], values)
-
-    def __repr__(self) -> str:
-        # Namespaces in namespaces would have a text of any length.
-        return "<Namespace>"
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold the underscore name {name!r}.")
-
-
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    environment.add_filter("tojson", _tojson)
-    functions: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
-    environment.globals.update(functions)
-    return environment
-
-
-def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
-    # Jinja's own filter escapes HTML characters, which prompts must not have.
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    if indent is None and separators is None:
-        return encoder.encode(x)
-    # Indentation can be far longer than what is indented: it is counted piece by piece.
-    return "".join(BoundedEnvironment.budget().meter(encoder.iterencode(x)))
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    if len(format) > 100:
-        raise TemplateError("a format of a time has at most 100 characters.")
-    return datetime.now().strftime(format)

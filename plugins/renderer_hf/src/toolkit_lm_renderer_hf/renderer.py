@@ -99,7 +99,7 @@ class HfRenderer(Renderer):
 
     def _compile_requested(self, source: str) -> ChatTemplate:
         error = partial(RequestError, param="chat_template")
-        template = ChatTemplate({"default": source}, self._special_tokens, error, is_of_request=True)
+        template = ChatTemplate({"default": source}, self._special_tokens, error)
         if self._multimodal is not None:
             template.take_media(self._multimodal.tokens, self._multimodal.texts)
         return template
@@ -133,6 +133,10 @@ class HfRenderer(Renderer):
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None
+
+    @property
+    def writes_tools(self) -> bool:
+        return self._chat_template is not None and self._chat_template.writes_tools
 
     @property
     def chat_template_source(self) -> str:

@@ -207,6 +207,10 @@ class RemoteRenderer(Renderer):
         return self._local.vocabulary_texts(token_ids)
 
     @property
+    def writes_tools(self) -> bool:
+        return self._local.writes_tools
+
+    @property
     def chat_template_source(self) -> str:
         return self._local.chat_template_source
 

@@ -20,7 +20,7 @@ from toolkit_lm_server.logprobs import chat_logprobs, prompt_logprobs, settle_lo
 from toolkit_lm_server.options import ServerOptions
 from toolkit_lm_server.protocol import ChatBody, check_generates, check_model, check_priority
 from toolkit_lm_server.route import request_context
-from toolkit_lm_server.tools import tool_use
+from toolkit_lm_server.tools import ToolUse, tool_use
 from toolkit_lm_server.unknown_fields import UNKNOWN, is_plain
 
 if TYPE_CHECKING:
@@ -74,10 +74,15 @@ class Chat:
         body = validated(self.body, fields)
         check_model(self._engine, body.model)
         use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
-        options = body.render_options() | ({"tools": use.tools} if use.tools else {})
+        options = body.render_options() | self._told(use)
         with cast(BudgetedLLM, self._engine).hold_rendering([(body.messages, options)], {"context": context}):
             rendered = await self._engine.renderer.render_conversation_async(body.messages, **options)
         return len(rendered.token_ids)
+
+    def _told(self, use: ToolUse) -> dict[str, Any]:
+        """The option that has the prompt tell of tools. An answer that must call one is bound to them without that, too."""
+        is_told = use.tools and (not use.required or self._engine.renderer.writes_tools)
+        return {"tools": use.tools} if is_told else {}
 
     def _tell_unread(self, body: ChatBody, names: Mapping[str, str]) -> None:
         """Tells of what the chat template is given, and does not read. Raises RequestError for what is no name."""
@@ -113,7 +118,7 @@ class Chat:
             plan = self._parts.plan(body, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls))
             params = plan.applied(params)
         check_priority(self._engine, options)
-        rendering = body.render_options() | ({"tools": plan.use.tools} if plan.use.tools else {})
+        rendering = body.render_options() | self._told(plan.use)
         outputs = self._engine.chat_many(conversations, params, options=options, **rendering)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(outputs.aclose)
