@@ -124,7 +124,7 @@ def test_blocks_are_messages():
             "role": "assistant",
             "content": "I look.",
             "reasoning_content": "hm",
-            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at":1}'}}],
+            "tool_calls": [{"id": "t1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}],
         },
         {"role": "tool", "tool_call_id": "t1", "content": "a cat"},
         {"role": "user", "content": "and?"},

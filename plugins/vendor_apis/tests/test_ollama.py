@@ -91,7 +91,7 @@ async def test_models(serve):
         assert [one["context_length"] for one in (await client.get("/api/ps")).json()["models"]] == [256, 256]
         assert (await client.get("/api/version")).json()["version"]
         card = (await client.post("/api/show", json={"model": "tiny:latest"})).json()
-        assert (card["capabilities"], card["model_info"]["llama.context_length"]) == (["completion"], 256)
+        assert (card["capabilities"], card["model_info"]["llama.context_length"]) == (["completion", "tools"], 256)
         assert (await client.post("/api/show", json={"model": "other"})).status_code == 404
 
 
@@ -122,7 +122,7 @@ def test_messages_are_those_of_a_chat():
     user, assistant, *results = fields["messages"]
     assert user["content"][1] == {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,/9j/4AAQSkZJRg=="}}
     assert assistant["reasoning_content"] == "hm"
-    assert [call["function"] for call in assistant["tool_calls"]] == [{"name": name, "arguments": '{"x":1}'} for name in ("f", "g")]
+    assert [call["function"] for call in assistant["tool_calls"]] == [{"name": name, "arguments": '{"x": 1}'} for name in ("f", "g")]
     assert [one["tool_call_id"] for one in results] == [call["id"] for call in reversed(assistant["tool_calls"])]
     assert (fields["repetition_penalty"], fields["stop"]) == (1.5, ["x"])
     assert not {"max_tokens", "top_k", "num_gpu"} & set(fields)

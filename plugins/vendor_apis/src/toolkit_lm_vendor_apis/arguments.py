@@ -7,5 +7,5 @@ from typing import Any
 
 
 def dumps(arguments: Any) -> str:
-    """Their JSON. Halves of characters stay in it: the renderer refuses them, as in any text."""
-    return json.dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    """Their JSON, as chat templates write it. Halves of characters stay in it: the renderer refuses them, as in any text."""
+    return json.dumps(arguments, ensure_ascii=False)

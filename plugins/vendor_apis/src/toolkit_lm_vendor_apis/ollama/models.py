@@ -70,7 +70,7 @@ class Models:
         can = {
             "completion": "generate" in tasks,
             "vision": rules is not None and "image" in rules.modalities,
-            "tools": "generate" in tasks and "tools" in self.template,
+            "tools": "generate" in tasks and bool(self.template) and self._engine.renderer.writes_tools,
             "embedding": "embed" in tasks,
         }
         return [name for name, is_so in can.items() if is_so]
