@@ -128,4 +128,13 @@ def _tools(tools: Any, plain: PlainCopy) -> list[Any] | None:
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of mappings, each with 'type' and 'function'.", "tools")
     with refusals("tools"):
-        return [Tool.from_openai(plain.copy(tool, "tools")) for tool in tools] or None
+        return [Tool.from_openai(_with_parameters(plain.copy(tool, "tools"))) for tool in tools] or None
+
+
+def _with_parameters(tool: Any) -> Any:
+    """A tool whose function states its parameters, which OpenAI's clients may leave out: none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    stated = {name: value for name, value in function.items() if value is not None}
+    return {**tool, "function": {"parameters": {"type": "object", "properties": {}}, **stated}}
