@@ -1,7 +1,7 @@
 """What becomes of request fields that a body does not state: those of vLLM, SGLang, llama.cpp, TGI, Ollama, OpenAI and others.
 
-A field that would change the answer is obeyed or refused by name. The checks of bodies, and docs/request_fields.md, come from this table.
-Which fields each of the others has is in `peer_fields`.
+A field that would change the answer is obeyed or refused by name. The checks of bodies, and the documentation's page on request fields,
+come from this table. Which fields each of the others has is in `peer_fields`.
 """
 
 from __future__ import annotations
