@@ -55,7 +55,7 @@ def larger(inner):
     )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(schema=st.recursive(LEAVES, larger, max_leaves=8), x=LEAVES)
 def test_a_dead_end_has_no_document(schema, x):
     if isinstance(schema, dict):

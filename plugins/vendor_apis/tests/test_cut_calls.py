@@ -22,6 +22,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
 NAMES = ("get_weather", "get_time")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in NAMES]
+QUICK = ("hermes", "qwen3_coder")
 CALL_WORDS = {"tool_calls", "tool_use", "function_call"}
 
 
@@ -181,7 +182,7 @@ def values(calls: Calls) -> Calls:
 
 
 @pytest.mark.parametrize("path", DOORS)
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WRITTEN])
 async def test_a_cut_call_is_executable_at_no_door(serve, say, name, path):
     door, written = DOORS[path], WRITTEN[name]
     begins, most = len(written.begin), len(written.oslo) - len(written.end)
