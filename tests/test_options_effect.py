@@ -51,6 +51,7 @@ REFUSED = {
 """Options that an engine that can do nothing with them refuses, with options of which it is one."""
 TOLD = {
     "revision": ({"revision": "main"}, None),
+    "verify_fallback": ({"verify_fallback": False}, {"verify_fallback": False, "model_impl": "transformers"}),
     "generation_config": ({"generation_config": "none", **POOLS}, {"generation_config": "none"}),
     "seed": ({"seed": 1, **POOLS}, {"seed": 1}),
     "block_size": ({"block_size": 8, **POOLS}, {"block_size": 8}),

@@ -84,6 +84,12 @@ def _no_encoder_of_media(config: VllmConfig, plugins: Plugins) -> str | None:
     return None if entry.multimodal else f"the model {entry.key!r} has no encoder of media"
 
 
+def _no_fallback(config: VllmConfig, plugins: Plugins) -> str | None:
+    assert config.checkpoint is not None
+    entry = plugins.models.get(config.checkpoint.architecture)
+    return None if entry.is_fallback else f"the model has a class of its own, {entry.key!r}, and no fallback runs it"
+
+
 def _no_kv_cache(config: VllmConfig, plugins: Plugins) -> str | None:
     return None if config.keeps_kv_cache else "each prompt is computed at once, and no KV cache is kept"
 
@@ -133,6 +139,7 @@ def _nothing_compiled(config: VllmConfig, plugins: Plugins) -> str | None:
 _OF_SERVERS = ("restart_engine", "step_timeout", "max_queued_requests", "max_queued_tokens")
 RULES: dict[str, Reason] = {
     "revision": _no_hub,
+    "verify_fallback": _no_fallback,
     "generation_config": _no_draws,
     "seed": _no_draws,
     "block_size": _no_kv_cache,
