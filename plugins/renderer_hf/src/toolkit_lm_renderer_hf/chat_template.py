@@ -91,6 +91,8 @@ class ChatTemplate:
         for key in extra:
             if key in _RESERVED:
                 raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
+        if tools is not None and not isinstance(tools, list | tuple):
+            raise RequestError(f"tools must be a list of mappings, not a {type(tools).__name__}.", "tools")
         if documents and "documents" not in self.names:
             raise RequestError("the chat template reads no documents: put their texts into a message.", "documents")
         given = {
