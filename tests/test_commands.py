@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -9,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from toolkit_lm import VllmConfig
+from toolkit_lm.plugin import Plugins
+from toolkit_lm_cli.explain import table_of
+from toolkit_lm_cli.explanation import explain
 
 TOOLKIT = Path(sys.executable).with_name("toolkit")
 ROOT = Path(__file__).parents[1]
@@ -118,6 +124,16 @@ def test_a_long_conversation_begins_anew(where, request):
     done = toolkit("chat", *target, "--temperature", "0", stdin="What is 3 plus 4?\n" * 40)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("7") >= 36 and "forgotten" in done.stderr
+
+
+def test_explain_says_that_no_gpu_has_run_what_it_names():
+    found = explain(VllmConfig.make(model="tiny"), Plugins.load())
+    on_gpu = dataclasses.replace(found, config=found.config.replace(device="cuda"))
+    for one, is_told in ((found, False), (on_gpu, True)):
+        console = Console(width=200)
+        with console.capture() as captured:
+            console.print(table_of(one))
+        assert ("no GPU has run this project's backends and kernels yet" in captured.get()) is is_told
 
 
 def test_explain_names_every_choice():

@@ -10,12 +10,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from toolkit_lm.config import VllmConfig
+from toolkit_lm.errors import page
 from toolkit_lm.plugin import Plugins
 
 from toolkit_lm_cli.options import engine_command
 
 if TYPE_CHECKING:
+    from toolkit_lm_cli.explanation import Explanation
     from toolkit_lm_cli.shares import RankShare
+
+
+UNTRIED_ON_GPUS = "no GPU has run this project's backends and kernels yet"
 
 
 @engine_command()
@@ -26,12 +31,19 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     found = explain_model(config, plugins)
     if json_output:
         typer.echo(msgspec.json.format(msgspec.json.encode(found)))
-        return
+    else:
+        Console(markup=False, emoji=False).print(table_of(found))
+
+
+def table_of(found: Explanation) -> Table:
+    """What was found, a row for each choice."""
     resolved = found.config
     table = Table(show_header=False, box=None)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
+    if resolved.device.device.startswith("cuda"):
+        table.add_row("GPU", f"{UNTRIED_ON_GPUS}: {page('gpu.md')}")
     taken, *others = _verdicts(found.architecture, found.models)
     table.add_row("model class", "\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others]))
     table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")
@@ -60,7 +72,7 @@ def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, t
     )
     if found.without_effect:
         table.add_row("no effect", "\n".join(f"{one.option}: {one.reason}" for one in found.without_effect))
-    Console(markup=False, emoji=False).print(table)
+    return table
 
 
 def _shares(ranks: list[RankShare]) -> Iterator[str]:
