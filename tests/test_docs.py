@@ -217,6 +217,26 @@ def test_architecture_names_files_that_exist():
     assert [file for file in files if not ((CORE / file).exists() or (ROOT / file).exists())] == []
 
 
+def test_every_page_is_in_the_index_and_in_the_navigation():
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} - {"index.md"}
+    listed = set(re.findall(r"\(([\w/]+\.md)\)", read(DOCS / "index.md")))
+    # The page of an overview lists the others of its folder.
+    assert listed == {page for page in pages if "/" not in page or page.startswith("tutorials/") or page.endswith("README.md")}
+    navigation = set(re.findall(r": ([\w/]+\.md)$", read(ROOT / "mkdocs.yml"), re.MULTILINE))
+    assert pages - navigation == set()
+    overview = set(re.findall(r"\((\w+\.md)", read(DOCS / "hooks" / "README.md")))
+    assert {f"hooks/{name}" for name in overview} >= {page for page in pages if page.startswith("hooks/toolkit_")}
+
+
+NUMBER = r"\d+|[a-z]*(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|teen|twenty|thirty)(?:-\w+)?"
+
+
+def test_no_page_counts_hooks():
+    """There are more of them each month: hooks/README.md lists them, and a test compares that list with the code."""
+    found = [(page.name, one) for page in PAGES for one in re.findall(rf"\b((?:{NUMBER})\s+hooks)\b", read(page), re.IGNORECASE)]
+    assert found == []
+
+
 def test_the_tables_of_options_are_current():
     spec = importlib.util.spec_from_file_location("generate_options", DOCS / "generate_options.py")
     generator = importlib.util.module_from_spec(spec)
