@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from toolkit_lm.attention import Attention
+from toolkit_lm.attention import Attention, CacheBackend, CacheLayer, FullSpec, PageTensor, current
 from toolkit_lm.model import (
     HFConfig,
     LinearMethod,
@@ -247,6 +247,81 @@ class TestHybrid(ModelConformance):
         plugins = Subject(folder, None, plugins=self.plugins).loaded
         model = load_checkpoint(HybridForCausalLM, folder, plugins=plugins, max_model_len=self.max_model_len)
         return lambda token_ids: logits_of([model], torch.tensor(list(token_ids)))
+
+
+class MeanBackend(CacheBackend):
+    """Pages of what a layer was given, through block tables, as those of latent attention."""
+
+    @classmethod
+    def page_layout(cls, spec):
+        return [PageTensor((spec.block_size, 2 * spec.head_size), spec.dtype)]
+
+    def build(self, batch):
+        return batch
+
+
+class Mean(CacheLayer):
+    """x [T, H] -> the mean of it and of all that came before."""
+
+    backend = MeanBackend
+
+    def __init__(self, size, *, vllm_config, prefix):
+        super().__init__(prefix)
+        self.spec = FullSpec(block_size=vllm_config.cache.block_size, num_kv_heads=1, head_size=size, dtype="float32")
+
+    def kv_cache_spec(self):
+        return self.spec
+
+    def forward(self, x):
+        binding, batch = current(self.prefix)
+        (pages,), size = binding.kv_cache, self.spec.block_size
+        stored = batch.slot_mapping >= 0
+        slots = batch.slot_mapping[stored]
+        pages[slots // size, slots % size] = torch.cat([x, x], -1)[stored]
+        out = torch.zeros_like(x)
+        bounds = batch.query_start.tolist()
+        for row, (start, end, length) in enumerate(zip(bounds, bounds[1:], batch.seq_lens.tolist(), strict=False)):
+            places = torch.arange(length)
+            seen = pages[batch.block_table[row][places // size].long(), places % size, : x.shape[1]]
+            means = seen.cumsum(0) / (places + 1)[:, None]
+            out[start:end] = means[length - end + start :] if length else 0
+        return out
+
+
+class MeanForCausalLM(Model):
+    def __init__(self, *, vllm_config, prefix=""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.embeddings = VocabParallelEmbedding(272, 32, vllm_config=vllm_config, prefix="embeddings")
+        self.mean = Mean(32, vllm_config=vllm_config, prefix="mean")
+        self.lm_head = ParallelLMHead(272, 32, vllm_config=vllm_config, prefix="lm_head")
+
+    def forward(self, input_ids, positions, **inputs):
+        x = self.embeddings(input_ids)
+        return x + self.mean(x)
+
+    def compute_logits(self, hidden_states):
+        return self.lm_head(hidden_states)
+
+
+class TestPagedCacheLayer(ModelConformance):
+    """A layer that is no attention and keeps pages of every token: memory grows, and ranks and stages are compared."""
+
+    plugins = [Registering("MeanForCausalLM", f"{__name__}:MeanForCausalLM")]
+    pipeline_stages = 1
+    tensor_parallel_sizes = (2,)
+
+    def make_checkpoint(self, folder, **variant):
+        sizes = {"vocab_size": 272, "hidden_size": 32, "max_position_embeddings": 128}
+        config = {"architectures": ["MeanForCausalLM"], "eos_token_id": 1, **sizes}
+        generator = torch.Generator().manual_seed(0)
+        embeddings, head = (torch.randn(272, 32, generator=generator) for _ in range(2))
+        write_checkpoint(folder, config, {"embeddings.weight": embeddings, "lm_head.weight": head})
+
+        def reference(token_ids):
+            x = embeddings[list(token_ids)]
+            return (x + x.cumsum(0) / torch.arange(1, len(x) + 1)[:, None]) @ head.T
+
+        return reference
 
 
 def test_the_plugin_is_what_registers_the_model():
