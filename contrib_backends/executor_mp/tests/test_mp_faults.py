@@ -252,7 +252,8 @@ def test_all_die_with_their_front(folder, nothing_is_left, engine_process, delay
     else:
         time.sleep(delay)
     found = psutil.Process(front.pid).children(recursive=True)
-    assert len(found) == 2 + engine_process
+    # While it imports, each has another that watches it.
+    assert len(found) >= 2 + engine_process
     front.kill()
     front.communicate()
     _, alive = psutil.wait_procs(found, 5)
