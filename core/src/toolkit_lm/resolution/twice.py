@@ -42,7 +42,7 @@ class Rule(NamedTuple):
     what: str
     places: str
     wins: str
-    """In words of Markdown, as docs/models.md shows them."""
+    """In words of Markdown, as the page on models shows them."""
     settle: Callable[[dict[str, Any]], Contradiction | None] | None
     """Makes config.json, or its `text_config`, say it once. None: it is settled elsewhere."""
 
@@ -198,4 +198,4 @@ TWICE = (
         "any of these", "config.json and `hf_overrides`", "there is no such option: it is refused, and config.json is to be changed", None
     ),
 )
-"""Every fact that a checkpoint can state in two places. docs/models.md is written from it."""
+"""Every fact that a checkpoint can state in two places. The page on models is written from it."""
