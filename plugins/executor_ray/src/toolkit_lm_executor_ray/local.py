@@ -29,7 +29,7 @@ class LocalCluster:
     def __init__(self) -> None:
         self._mark = secrets.token_hex(16)
         # Where Ray's own are: the paths of its sockets have room for no longer one.
-        self._folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))  # nosec B108 # it is this user's alone
+        self._folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
         """Of its sockets and logs: others may not enter it, whatever Ray makes of the folders in it. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None
 
