@@ -14,7 +14,7 @@ from toolkit_lm.prompts import Conversation
 
 from toolkit_lm_renderer_hf.bounded import MOST_SOURCE, BoundedEnvironment, OverBudgetError, rendering
 from toolkit_lm_renderer_hf.environment import make_environment
-from toolkit_lm_renderer_hf.forms import Plain, Sort, with_reasoning
+from toolkit_lm_renderer_hf.forms import REASONING, Plain, Sort, with_reasoning
 from toolkit_lm_renderer_hf.tokenizer import read_json
 from toolkit_lm_renderer_hf.trials import Trials
 
@@ -22,6 +22,10 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _MOST_TRIED = 10**6
 """Characters of a rendering without a request."""
+_MOST_KNOWN, _LONGEST_KNOWN = 1024, 64
+"""Conversations that are known to be written as they are, and messages of one."""
+_REASONING = frozenset(REASONING)
+_ROLES = frozenset({"system", "user", "assistant"})
 _PROBE = "probe-of-content"
 _PROBE_PART = {"type": "text", "text": _PROBE}
 
@@ -43,6 +47,8 @@ class ChatTemplate:
         self._special_tokens = special_tokens
         self._templates = {name: _compile(environment, source, error) for name, source in sources.items()}
         self._trials = {name: Trials(partial(self._tried, name), source) for name, source in sources.items()}
+        self._as_they_are: set[tuple[str, bool, tuple[str, ...]]] = set()
+        """Templates, and roles of conversations of texts that they were found to write in full as they are."""
         self._media_tokens: Mapping[str, str] = {}
         self._media_texts: Mapping[str, str] = {}
         self._takes_media: dict[str, bool] = {}
@@ -102,11 +108,17 @@ class ChatTemplate:
         }
         # One budget for the trials and the rendering.
         with rendering(max_length + len(_CONTINUE_TAG)):
-            trials = self._trials[name]
-            chat, origins = trials.messages(self._chat(name, messages, hide))
-            functions = trials.tools(_plain(tools, "tools", hide))
-            tried = partial(self._tried, name, given=given)
-            trials.check(chat, origins, functions, tried, (given["documents"] is None, add_generation_prompt, extra))
+            chat = self._chat(name, messages, hide)
+            key = None if tools or documents or extra else _roles(chat)
+            functions = None
+            if key is None or (name, add_generation_prompt, key) not in self._as_they_are:
+                read, trials = chat, self._trials[name]
+                chat, origins = trials.messages(read)
+                functions = trials.tools(_plain(tools, "tools", hide))
+                tried = partial(self._tried, name, given=given)
+                trials.check(chat, origins, functions, tried, (given["documents"] is None, add_generation_prompt, extra))
+                if key is not None and chat == read and functions is None and len(self._as_they_are) < _MOST_KNOWN:
+                    self._as_they_are.add((name, add_generation_prompt, key))
             final = _tag_final(chat) if continue_final_message else None
             text = self._run(name, {"messages": chat, "tools": functions, **given})
         return text if final is None else _cut_final(text, final)
@@ -243,7 +255,9 @@ class _Reader(NamedTuple):
         if not isinstance(message, Mapping):
             raise RequestError(f"a message must be a mapping with 'role' and 'content', not a {type(message).__name__}.", "messages")
         read = _plain(message, "messages", self.hide)
-        plain = dict(with_reasoning({key: value for key, value in read.items() if value is not None}))
+        plain = {key: value for key, value in read.items() if value is not None}
+        if not _REASONING.isdisjoint(plain):
+            plain = dict(with_reasoning(plain))
         if not isinstance(plain.get("role"), str):
             raise RequestError("a message must have a 'role', such as 'user', 'assistant' or 'system'.", "messages")
         content = plain.get("content")
@@ -263,6 +277,13 @@ class _Reader(NamedTuple):
         if not isinstance(part.get("text"), str):
             raise RequestError("a content part of type 'text' must have a 'text'.", "messages")
         return {"type": "text", "text": str(part["text"])}
+
+
+def _roles(chat: list[Plain]) -> tuple[str, ...] | None:
+    """Those of a conversation of texts that is not long; None: it is another one."""
+    if len(chat) > _LONGEST_KNOWN or any(len(one) != 2 or one["role"] not in _ROLES or not one.get("content") for one in chat):
+        return None
+    return tuple(one["role"] for one in chat) if all(type(one["content"]) is str for one in chat) else None
 
 
 def _with_media(message: Plain, texts: Mapping[str, str], *, takes_parts: bool, takes_media: bool) -> Plain:
