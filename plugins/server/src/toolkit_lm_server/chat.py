@@ -100,6 +100,9 @@ class Chat:
             inside = name in (body.chat_template_kwargs or ()) and name != "documents"
             field = f"chat_template_kwargs.{name}" if inside else name if name in ("documents", "reasoning_effort") else "reasoning_effort"
             unknown.drop(names.get(field, field), "the model's chat template does not read it.")
+            if name == "documents":
+                # The renderer would refuse them.
+                body.documents = None
 
     async def begin(self, body: ChatBody, context: dict[str, str], names: Mapping[str, str] = MappingProxyType({})) -> ChatAnswer:
         """Asks the engine. `context`: what plugins that watch it are told. `names`: as of `ask`.
