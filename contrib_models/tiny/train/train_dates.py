@@ -117,7 +117,8 @@ def main() -> int:
     model = make_model(tokenizer)
     train(model, tokenizer, arguments.minutes, arguments.seed)
     ids = {key: getattr(model.config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")}
-    model.generation_config = GenerationConfig(**ids)
+    # Answers begin with it in training, after the start token.
+    model.generation_config = GenerationConfig(**ids, forced_bos_token_id=model.config.bos_token_id)
     model.to(torch.bfloat16).save_pretrained(arguments.out)
     tokenizer.save_pretrained(arguments.out)
     share = judge(arguments.out, 2000)
