@@ -213,9 +213,8 @@ class Bodies:
         self._held = 0
 
     def cost(self, body: bytes) -> int:
-        """Bytes of memory that a body takes while it is worked on. JSON of too many values is refused before it is parsed."""
-        is_json = body[:64].lstrip()[:1] in (b"{", b"[")
-        return len(body) * _COPIES + (min(_most_values(body), self.max_values) * _VALUE if is_json else 0)
+        """Bytes of memory that a body takes while it is worked on, as if it were JSON: no more values than `max_values` are parsed."""
+        return len(body) * _COPIES + min(_most_values(body), self.max_values) * _VALUE
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
