@@ -416,3 +416,24 @@ def test_log_probabilities_of_named_tokens(client):
     for own, told, known in zip(named["tokens"], named["top_logprobs"], every, strict=True):
         assert set(told) == {own, *texts}
         assert all(told[text] == pytest.approx(known[text], abs=1e-4) for text in set(told) & set(known))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Once upon", " a", "\N{GRINNING FACE} it"])
+def test_offsets_are_of_the_text_whatever_tokens_are_called(client, prompt, stream):
+    ask = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "logprobs": 1, "echo": True, "stream": stream}
+
+    def told(**fields) -> tuple[str, list[str], list[int]]:
+        reply = client.post("/v1/completions", json={**ask, **fields})
+        parts = [json.loads(line.removeprefix("data: ")) for line in reply.text.splitlines() if "{" in line]
+        choices = [choice for part in parts for choice in part["choices"]]
+        tables = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+        lists = ([one for table in tables for one in table[name]] for name in ("tokens", "text_offset"))
+        return "".join(choice["text"] for choice in choices), *lists
+
+    text, tokens, offsets = told()
+    named = told(return_tokens_as_token_ids=True)
+    assert named[0] == text and all(one.startswith("token_id:") for one in named[1])
+    assert named[2] == offsets
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert token.startswith("bytes:") or text[offset:].startswith(token), (token, offset)

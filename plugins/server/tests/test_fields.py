@@ -7,7 +7,7 @@ import json
 import pytest
 from toolkit_lm.outputs import Logprob
 from toolkit_lm_server.app import create_app
-from toolkit_lm_server.logprobs import chat_logprobs, completion_logprobs
+from toolkit_lm_server.logprobs import chat_logprobs, completion_logprobs, echo_logprobs
 from toolkit_lm_server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
@@ -135,5 +135,8 @@ async def test_tokens_of_one_text_and_parts_of_characters_have_names_of_their_ow
     assert made["top_logprobs"][3] == {"x": -4.0, "token_id:5": -5.0, " y": -6.0}
     # The character is one of the text, and comes with its last part.
     assert made["text_offset"] == [7, 7, 7, 8, 9]
+    for name in (texts[1], "token_id:1"):
+        echoed = echo_logprobs([1, 2, 3, 4, 6], [None, *tables[1:]], 5, texts[1], name, token_bytes)
+        assert echoed["text_offset"] == [0, 0, 0, 1, 2]
     whole = chat_logprobs([1, 2, 3], tables[:3], 2, token_bytes)["content"]
     assert bytes(byte for one in whole for byte in one["bytes"]).decode() == "\N{GRINNING FACE}"

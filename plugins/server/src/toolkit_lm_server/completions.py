@@ -155,10 +155,11 @@ class Completions:
         choice = self._choice(Piece(index, renderer.decode(prompt.prompt_token_ids) if prompt.prompt is None else prompt.prompt), None)
         if body.echoes_logprobs:
             assert prompt.prompt_logprobs is not None and body.logprobs is not None
-            [first] = generation.token_names(renderer, prompt.prompt_token_ids[:1])
+            [first] = renderer.token_texts(prompt.prompt_token_ids[:1])
+            [name] = generation.token_names(renderer, prompt.prompt_token_ids[:1])
             # Only the first where the time was over before the prompt was computed.
             known = prompt.prompt_token_ids[: len(prompt.prompt_logprobs)]
-            choice["logprobs"] = echo_logprobs(known, prompt.prompt_logprobs, body.logprobs, first, renderer.token_bytes)
+            choice["logprobs"] = echo_logprobs(known, prompt.prompt_logprobs, body.logprobs, first, name, renderer.token_bytes)
         return choice
 
     def _choice(self, one: Piece, body: CompletionBody | None, offset: int = 0) -> dict[str, Any]:

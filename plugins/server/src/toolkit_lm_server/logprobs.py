@@ -47,13 +47,15 @@ def completion_logprobs(
     text_offset: int,
     token_bytes: TokenBytes,
     named: Sequence[int] | None = None,
+    begun: bytes = b"",
 ) -> dict[str, Any]:
     """Of plain completions: parallel lists. `text_offset`: characters before the first of these tokens.
 
-    `named`: token ids that are told in the place of the `top` likeliest.
+    `named`: token ids that are told in the place of the `top` likeliest. `begun`: the first bytes of a character that these tokens end.
     """
     made: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+    utf8 = _utf8()
+    utf8.decode(begun)
     for token_id, candidates in zip(token_ids, logprobs, strict=True):
         # The chosen token is in its own table, even where it is not among the likeliest.
         told = {other: one for other, one in candidates.items() if (one.rank <= top if named is None else other in named)}
@@ -79,13 +81,23 @@ def token_name(token_id: int, text: str, token_bytes: TokenBytes) -> str:
 
 
 def echo_logprobs(
-    prompt: Sequence[int], logprobs: Sequence[dict[int, Logprob] | None], top: int, first: str, token_bytes: TokenBytes
+    prompt: Sequence[int],
+    logprobs: Sequence[dict[int, Logprob] | None],
+    top: int,
+    first: str,
+    name: str,
+    token_bytes: TokenBytes,
 ) -> dict[str, Any]:
-    """Of a prompt, in the shape of plain completions: nothing comes before its first token, whose text is `first`."""
+    """Of a prompt, in the shape of plain completions: nothing comes before its first token.
+
+    `first`: that token's text. `name`: what it is called, its text or its id.
+    """
     known = [one for one in logprobs if one is not None]
-    rest = completion_logprobs(prompt[1:], known, top, len(first), token_bytes)
-    name = token_name(prompt[0], first, token_bytes)
-    return joined({"tokens": [name], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}, rest)
+    utf8 = _utf8()
+    length = len(utf8.decode(_bytes(prompt[0], first, token_bytes)))
+    rest = completion_logprobs(prompt[1:], known, top, length, token_bytes, begun=utf8.getstate()[0])
+    told = token_name(prompt[0], name, token_bytes)
+    return joined({"tokens": [told], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}, rest)
 
 
 def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +119,11 @@ def _ranked(one: Logprob) -> dict[str, Any]:
 def _entry(token_id: int, one: Logprob, token_bytes: TokenBytes) -> dict[str, Any]:
     text = _text(one)
     return {"token": text, "logprob": _value(one), "bytes": list(_bytes(token_id, text, token_bytes))}
+
+
+def _utf8() -> codecs.IncrementalDecoder:
+    """A character is one of the text when its last byte comes."""
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def _bytes(token_id: int, text: str, token_bytes: TokenBytes) -> bytes:
