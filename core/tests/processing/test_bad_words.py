@@ -123,6 +123,34 @@ def test_tokens_beyond_the_vocabulary_have_no_text():
     assert 3 in rules.forbidden(np.array([2, 10**6], np.int32)).tolist()
 
 
+class Counted:
+    """Tokens of which it is asked whether they have text."""
+
+    def __init__(self, silent: np.ndarray) -> None:
+        self._silent, self.num_read = silent, 0
+
+    def take(self, token_ids: np.ndarray, **options: str) -> np.ndarray:
+        self.num_read += len(token_ids)
+        return self._silent.take(token_ids, **options)
+
+
+def num_read(rules: ForbiddenTextRules, output: list[int]) -> int:
+    rules._silent = counted = Counted(rules._silent)
+    rules.forbidden(np.array(output, np.int32))
+    rules._silent = counted._silent
+    return counted.num_read
+
+
+def test_a_longer_output_takes_no_more_work():
+    """Of tokens without text, those at the end alone are read."""
+    rules = rules_of(["ab", "aba b"])
+    most = 2 * (len("aba b") - 1)
+    assert num_read(rules, [2]) == 1
+    assert num_read(rules, [4, 2] * 50) == num_read(rules, [4, 2] * 50_000) == most
+    assert num_read(rules, [4, 2] * 50_000 + [1] * 1000) < 5 * 1000
+    assert num_read(rules_of(["a"]), [2] * 1000) == 0
+
+
 def test_the_vocabulary_is_read_once():
     renderer = TableRenderer()
     rules = BadWordRules(renderer, len(VOCABULARY))

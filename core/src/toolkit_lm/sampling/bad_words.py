@@ -38,9 +38,7 @@ class ForbiddenTextRules:
 
     def forbidden(self, output: np.ndarray) -> np.ndarray:
         """The tokens that would complete a text after these output tokens [N]."""
-        # A text has no more tokens than bytes; those without any stand between them.
-        read = output[~self._silent.take(output, mode="clip")]
-        read = read[1 - self._longest :] if self._longest > 1 else read[:0]
+        read = self._last_with_text(output, self._longest - 1)
         starts, ends = (np.searchsorted(self._tokens, read, side).tolist() for side in ("left", "right"))
         active: set[int] = set()
         for start, end in zip(starts, ends, strict=True):
@@ -48,3 +46,15 @@ class ForbiddenTextRules:
             active = {after for state, after in steps if state == 0 or state in active}
         bounds = [np.searchsorted(self._end_states, [state, state + 1]) for state in (0, *active)]
         return np.concatenate([self._ends[start:end, 1] for start, end in bounds]).astype(np.int64)
+
+    def _last_with_text(self, output: np.ndarray, count: int) -> np.ndarray:
+        """So many tokens, or all there are. Of the output no more is read than has them."""
+        # A text has no more tokens than bytes; those without any stand between them.
+        length, found = 2 * count, output[:0]
+        while len(found) < count:
+            tail = output[-length:]
+            found = tail[~self._silent.take(tail, mode="clip")][-count:]
+            if len(tail) == len(output):
+                break
+            length *= 2
+        return found
