@@ -14,7 +14,7 @@ from toolkit_lm.config import CompilationOptions, PoolerConfig, VllmConfig
 from toolkit_lm.errors import RequestError, ToolkitError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.resolution import resolve_configured
-from toolkit_lm.resolution.without_effect import RULES, without_effect
+from toolkit_lm.resolution.without_effect import RULES, without_effect, without_effect_offline
 from toolkit_lm_cli import run
 from toolkit_lm_pooling_adapters.pooler_options import _KINDS
 
@@ -26,7 +26,7 @@ ALWAYS = {
     *("model", "served_model_name", "dtype", "max_model_len", "trust_remote_code", "runner", "convert", "model_impl"),
     *("load_format", "quantization", "enable_prefix_caching", "max_num_seqs", "enable_chunked_prefill", "scheduling_policy"),
     *("engine_process", "step_timeout", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nodes"),
-    *("executor", "device", "kernels", "optimization_level", "attention_backend", "renderer", "tokenizer"),
+    *("start_timeout", "executor", "device", "kernels", "optimization_level", "attention_backend", "renderer", "tokenizer"),
     *("max_queued_requests", "max_queued_tokens", "plugins", "disable_plugins", "plugin_option"),
 }
 """Options that do something whatever the others are, or name something that must be there."""
@@ -66,7 +66,6 @@ TOLD = {
         {"max_num_batched_tokens": 64, "max_num_seqs": 8},
     ),
     "overlap": ({"overlap": True, "drafter": "draft"}, {"overlap": True}),
-    "start_timeout": ({"start_timeout": 5.0}, {"start_timeout": 5.0, "engine_process": True}),
     "restart_engine": ({"restart_engine": 1}, {"restart_engine": 1, "engine_process": True}),
     "node_rank": ({"node_rank": 1}, None),
     "master": ({"master": "127.0.0.1:1"}, None),
@@ -173,6 +172,28 @@ def test_what_has_no_effect_is_told_with_the_reason(name):
     found = told(without)
     assert [option for option in found if option.partition(".")[0] == name], found
     assert within is None or name not in told(within)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_told"),
+    [
+        ({}, True),
+        ({"executor": "in_process"}, True),
+        ({"engine_process": True}, False),
+        ({"executor": "mp"}, False),
+        ({"tensor_parallel_size": 2}, False),
+        ({"pipeline_parallel_size": 2}, False),
+        ({"nodes": 2, "tensor_parallel_size": 2}, False),
+        ({"data_parallel_size": 2}, False),
+    ],
+)
+def test_start_timeout_does_nothing_where_no_other_process_starts(options, is_told):
+    """The server holds requests by it, whatever the engine is: LLM alone tells."""
+    config = VllmConfig.make(model="tiny", start_timeout=5.0, **options)
+    assert ("start_timeout" in [one.option for one in without_effect_offline(config)]) is is_told
+    asked = {"start_timeout": 5.0, "num_kv_blocks": 64, **options}
+    if options.get("nodes", 1) == 1:
+        assert "start_timeout" not in told(asked)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -40,7 +40,12 @@ def without_effect(asked: VllmConfig, resolved: VllmConfig, plugins: Plugins) ->
 def without_effect_offline(config: VllmConfig) -> list[NoEffect]:
     """The options that were given and do nothing for `LLM`, whose one caller waits for its requests."""
     reason = "it is for AsyncLLM and the server, which serve many callers"
-    return [NoEffect(name, reason) for name in _OF_SERVERS if _is_given(config, name)]
+    found = [NoEffect(name, reason) for name in _OF_SERVERS if _is_given(config, name)]
+    parallel = config.parallel
+    is_alone = max(parallel.num_ranks, parallel.nodes, parallel.data_parallel_size) == 1 and parallel.executor in ("auto", "in_process")
+    if is_alone and not config.engine.engine_process and _is_given(config, "start_timeout"):
+        found.append(NoEffect("start_timeout", "the engine starts in this process, and waits for no other (engine_process)"))
+    return found
 
 
 def _is_given(config: VllmConfig, name: str) -> bool:
@@ -150,7 +155,6 @@ RULES: dict[str, Reason] = {
     "swap_memory": _no_swap,
     "preemption_mode": _no_draws,
     "overlap": _no_overlap,
-    "start_timeout": _no_process,
     "restart_engine": _no_process,
     "node_rank": _one_node,
     "master": _one_node,
