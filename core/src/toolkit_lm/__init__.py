@@ -3,6 +3,7 @@
 The public names are resolved when they are used: importing this package imports no torch and looks for no plugin.
 """
 
+import sys
 from importlib import metadata
 
 import lazy_loader
@@ -18,9 +19,11 @@ def __getattr__(name: str) -> object:
     except AttributeError:
         for found in metadata.entry_points(group="toolkit_lm.names", name=name):
             return found.load()
-        if not name.startswith("_") and (way := _way_to_get(name)):
-            raise ImportError(f"cannot import {name!r} from 'toolkit_lm'. {way}") from None
-        raise
+        if name.startswith("_") or not (way := _way_to_get(name)):
+            raise
+        # Of an AttributeError, `from toolkit_lm import ...` would show its own message in place of this one.
+        imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise (ImportError if imports else AttributeError)(f"cannot import {name!r} from 'toolkit_lm'. {way}") from None
 
 
 def _way_to_get(name: str) -> str:
