@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import time
 
 import jsonschema
@@ -137,3 +138,70 @@ def test_it_takes_no_time_for_large_schemas():
     for schema, _ in itertools.product((chain, wide, doubled), range(2)):
         dead_end(schema)
     assert time.process_time() - begun < 10
+
+
+BIG = 10**400
+NAMED = [f"n{i}" for i in range(2000)]
+WIDE = {
+    "equal values": {"enum": [1] * 5000, "allOf": [{}] * 1500},
+    "values that none admits": {"enum": [*range(5000)], "type": "string", "allOf": [{"minimum": i} for i in range(1500)]},
+    "lists that share nothing": {"allOf": [{"enum": [*range(place, 9000, 2)]} for place in (0, 1)]},
+    "many lists": {"allOf": [{"enum": [*range(100)]} for _ in range(500)]},
+    "values of values": {"allOf": [{"enum": [[i] * 50 for i in range(900)]} for _ in range(40)]},
+    "required properties": {"type": "object", "required": NAMED, "allOf": [{} for _ in range(2000)]},
+    "items": {"type": "array", "minItems": 3000, "prefixItems": [True] * 3000, "allOf": [{} for _ in range(2000)]},
+    "types": {"allOf": [{"type": ["string"] * 3000} for _ in range(60)]},
+    "constants for schemas": {"allOf": [True] * 50_000},
+}
+"""Short schemas, of which each part is to be held against each entry of a list."""
+DISTANT = {"type": "object", "required": NAMED, "properties": {name: {"allOf": [{"$ref": "#/$defs/x"}, {}]} for name in NAMED}}
+
+
+def steps(call) -> int:
+    """The lines of the module that a call runs, and the loops within them."""
+    count = 0
+
+    def traced(frame, event, _):
+        nonlocal count
+        count += event in ("line", "opcode")
+        return traced if "finishing" in frame.f_code.co_filename else None
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("name", [*WIDE, *(f"{name}, from many places" for name in WIDE)])
+def test_work_is_bounded_however_wide_a_schema_is(name):
+    wide, _, distant = name.partition(", ")
+    schema = {**DISTANT, "$defs": {"x": WIDE[wide]}} if distant else WIDE[wide]
+    assert steps(lambda: dead_end(schema)) < 600_000
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_dead"),
+    [
+        *(({"type": "integer", name: BIG}, False) for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")),
+        *(({name: BIG}, False) for name in ("minLength", "minItems", "maxItems", "minProperties", "maxLength")),
+        ({"type": "string", "minLength": BIG, "maxLength": 3}, True),
+        ({"type": "integer", "minimum": BIG, "maximum": 1.5}, True),
+        ({"const": BIG, "maximum": 2.5}, True),
+        ({"enum": [BIG, "x"], "minLength": BIG, "minimum": 1.5}, False),
+        ({"type": "array", "minItems": BIG, "items": False}, True),
+        ({"type": "object", "minProperties": BIG, "additionalProperties": False}, True),
+    ],
+)
+def test_a_number_may_be_larger_than_any_float(schema, is_dead):
+    assert (dead_end(schema) is not None) == is_dead
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_dead"),
+    [(1, 1.0, False), (1, True, True), ([1], [True], True), ({"a": 1}, {"a": 1.0}, False), ([], {}, True), (None, False, True)],
+)
+def test_lists_share_the_values_that_are_equal(one, other, is_dead):
+    assert (dead_end({"allOf": [{"enum": ["x", one]}, {"enum": ["y", other]}]}) is not None) == is_dead

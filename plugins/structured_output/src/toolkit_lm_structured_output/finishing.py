@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _MOST_PARTS = 20_000
-"""Parts that are looked at. What is larger is left to the compiler."""
+"""Parts that are looked at, and entries of their lists. What is larger is left to the compiler."""
+_LISTS = ("type", "enum", "required", "allOf")
+"""Keywords whose lists are read whole each time that their part is looked at."""
 _ENDLESS = "each document of it has another one in it, without an end"
+
+
+_LENGTHS: dict[type[Sized], tuple[str, str]] = {
+    str: ("minLength", "maxLength"),
+    list: ("minItems", "maxItems"),
+    dict: ("minProperties", "maxProperties"),
+}
 
 
 class DeadEnd(NamedTuple):
@@ -50,6 +60,10 @@ class _Search:
         self._finite: set[tuple[int, ...]] = set()
         """Parts that are known to have a document, by the ids of the schemas that hold together."""
         self._tried: dict[tuple[int, ...], DeadEnd | None] = {}
+        self._targets: dict[str, _Part | None] = {}
+        """By reference."""
+        self._listed: dict[int, dict[Any, Any]] = {}
+        """By the id of a list of values, its values by what makes them equal."""
         self._num_left = _MOST_PARTS
 
     def run(self) -> DeadEnd | None:
@@ -60,11 +74,15 @@ class _Search:
             if found is None or len(self._finite) == before:
                 return found
 
-    def _all(self, parts: Sequence[_Part]) -> DeadEnd | None:
-        """Of a document that follows several schemas at once."""
-        self._num_left -= 1
+    def _charge(self, count: int) -> None:
+        """Counts what is to be looked at, before it is."""
+        self._num_left -= count
         if self._num_left < 0:
             raise _TooLargeError
+
+    def _all(self, parts: Sequence[_Part]) -> DeadEnd | None:
+        """Of a document that follows several schemas at once."""
+        self._charge(1)
         flat = list(self._flat(parts))
         key = tuple(id(part.schema) for part in flat)
         if key in self._finite:
@@ -82,12 +100,12 @@ class _Search:
         left, seen = list(reversed(parts)), set[int]()
         while left:
             part = left.pop()
+            self._charge(1)
             if id(part.schema) in seen:
                 continue
             seen.add(id(part.schema))
-            self._num_left -= 1
-            if self._num_left < 0:
-                raise _TooLargeError
+            if isinstance(part.schema, Mapping):
+                self._charge(sum(len(_listed(part.schema.get(name))) for name in _LISTS))
             yield part
             if isinstance(part.schema, Mapping):
                 left += [_Part(one, f"{part.where}/allOf/{place}") for place, one in enumerate(_listed(part.schema.get("allOf")))]
@@ -97,6 +115,11 @@ class _Search:
     def _target(self, reference: Any) -> _Part | None:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return None
+        if reference not in self._targets:
+            self._targets[reference] = self._followed(reference)
+        return self._targets[reference]
+
+    def _followed(self, reference: str) -> _Part | None:
         found: Any = self._root
         for step in reference.split("/")[1:]:
             if not isinstance(found, Mapping):
@@ -114,12 +137,10 @@ class _Search:
                 if (found := self._none_of(part, name)) is not None:
                     return found
         where = flat[0].where if flat else "#"
-        if (listed := _values(flat)) is not None:
+        if (listed := self._values(flat)) is not None:
             if not listed:
                 return DeadEnd(where, "no value is in all lists of values")
-            # The values have ends: what rules all of them out is the reason.
-            reasons = [_not_admitted(value, flat) for value in listed]
-            return None if None in reasons else DeadEnd(where, reasons[0] or "")
+            return self._none_admitted(listed, flat, where)
         kinds = _types(flat)
         if not kinds:
             return DeadEnd(where, "no type is allowed")
@@ -129,6 +150,31 @@ class _Search:
             if found is None:
                 return None
         return found
+
+    def _values(self, flat: Sequence[_Part]) -> list[Any] | None:
+        """The values that all lists have, each once; None: there is no list."""
+        lists = [{_key(schema["const"]): schema["const"]} for schema, _ in flat if "const" in schema]
+        for schema, _ in flat:
+            if isinstance(listed := schema.get("enum"), list):
+                if id(listed) not in self._listed:
+                    self._listed[id(listed)] = {_key(value): value for value in listed}
+                lists.append(self._listed[id(listed)])
+        if not lists:
+            return None
+        lists.sort(key=len)
+        self._charge(len(lists[0]) * len(lists))
+        return [value for key, value in lists[0].items() if all(key in others for others in lists)]
+
+    def _none_admitted(self, listed: Sequence[Any], flat: Sequence[_Part], where: str) -> DeadEnd | None:
+        """Why none of some values is allowed, as far as it is plain. They have ends: what rules all of them out is the reason."""
+        limits, reason = _Limits(flat), None
+        for value in listed:
+            self._charge(1)
+            found = limits.excluded(value)
+            if found is None:
+                return None
+            reason = reason or found
+        return DeadEnd(where, reason or "")
 
     def _none_of(self, part: _Part, name: str) -> DeadEnd | None:
         """Why no alternative can be finished."""
@@ -163,6 +209,7 @@ class _Search:
         longest = max((len(prefix) for _, prefix in prefixes), default=0)
         # One item after the prefix is as good as any other.
         for place in range(int(min(least or 0, longest + 1))):
+            self._charge(len(flat))
             parts = []
             for part, prefix in prefixes:
                 if place < len(prefix):
@@ -179,6 +226,7 @@ class _Search:
         if most is not None and len(required) > most:
             return DeadEnd(where, f"{len(required)} properties are required, and at most {most} are allowed")
         for name in required:
+            self._charge(len(flat))
             parts = []
             for schema, place in flat:
                 properties = _mapping(schema.get("properties"))
@@ -212,36 +260,47 @@ def _types(flat: Sequence[_Part]) -> list[str]:
     return [kind for kind in _TYPES if kind in kinds]
 
 
-def _values(flat: Sequence[_Part]) -> list[Any] | None:
-    """The values that all lists have; None: there is no list."""
-    lists = [[schema["const"]] for schema, _ in flat if "const" in schema]
-    lists += [schema["enum"] for schema, _ in flat if isinstance(schema.get("enum"), list)]
-    if not lists:
+class _Limits:
+    """What schemas that hold together allow of a value that they list."""
+
+    def __init__(self, flat: Sequence[_Part]) -> None:
+        self._kinds = frozenset(_types(flat))
+        self._low, self._high, _, _ = _bounds(flat)
+        self._lengths = {kind: (_limit(flat, least, max), _limit(flat, most, min)) for kind, (least, most) in _LENGTHS.items()}
+
+    def excluded(self, value: Any) -> str | None:
+        """Why a value is not allowed, as far as it is plain."""
+        if self._kinds.isdisjoint(types_of(value)):
+            return f"no listed value is of an allowed type: {_told(value)} is not"
+        if isinstance(value, bool):
+            return None
+        if isinstance(value, int | float) and _is_outside(value, self._low, self._high):
+            return f"no listed value is within the bounds: {_told(value)} is not"
+        for kind, (least, most) in self._lengths.items():
+            if isinstance(value, kind) and _is_outside(len(value), least, most):
+                return f"no listed value is as long as it may be: {_told(value)} is not"
         return None
-    return [value for value in lists[0] if all(any(_is_equal(value, one) for one in others) for others in lists[1:])]
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
+def _is_outside(value: Any, least: Any, most: Any) -> bool:
+    return (least is not None and value < least) or (most is not None and value > most)
 
 
-def _not_admitted(value: Any, flat: Sequence[_Part]) -> str | None:
-    """Why a value is not allowed, as far as it is plain."""
-    if not set(types_of(value)) & set(_types(flat)):
-        return f"no listed value is of an allowed type: {value!r:.50} is not"
-    sizes = {str: ("minLength", "maxLength"), list: ("minItems", "maxItems"), dict: ("minProperties", "maxProperties")}
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, int | float):
-        low, high, least, most = value, value, *_bounds(flat)[:2]
-        if (least is not None and high < least) or (most is not None and low > most):
-            return f"no listed value is within the bounds: {value!r:.50} is not"
-    for kind, (least_name, most_name) in sizes.items():
-        if isinstance(value, kind):
-            least, most = _limit(flat, least_name, max), _limit(flat, most_name, min)
-            if (least is not None and len(value) < least) or (most is not None and len(value) > most):
-                return f"no listed value is as long as it may be: {value!r:.50} is not"
-    return None
+def _told(value: Any) -> str:
+    return reprlib.repr(value)[:50]
+
+
+def _key(value: Any) -> Any:
+    """Equal for JSON values that are equal, 1 and 1.0 for one, and for no others."""
+    match value:
+        case bool():
+            return ("boolean", value)
+        case list():
+            return ("array", *map(_key, value))
+        case dict():
+            return ("object", frozenset((name, _key(one)) for name, one in value.items()))
+        case _:
+            return value
 
 
 def types_of(value: Any) -> tuple[str, ...]:
@@ -313,7 +372,8 @@ def _no_number(flat: Sequence[_Part], *, whole: bool) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # No float is as large as an integer may be.
+    return (isinstance(value, int) and not isinstance(value, bool)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_step(value: Any) -> bool:
