@@ -116,8 +116,10 @@ class ChatTemplate:
                 chat, origins = trials.messages(read)
                 functions = trials.tools(_plain(tools, "tools", hide))
                 tried = partial(self._tried, name, given=given)
-                trials.check(chat, origins, functions, tried, (given["documents"] is None, add_generation_prompt, extra))
-                if key is not None and chat == read and functions is None and len(self._as_they_are) < _MOST_KNOWN:
+                options = (given["documents"] is None, add_generation_prompt, extra)
+                is_whole = trials.check(chat, origins, functions, tried, options)
+                is_plain = is_whole and chat == read and functions is None
+                if is_plain and key is not None and len(self._as_they_are) < _MOST_KNOWN:
                     self._as_they_are.add((name, add_generation_prompt, key))
             final = _tag_final(chat) if continue_final_message else None
             text = self._run(name, {"messages": chat, "tools": functions, **given})
@@ -280,10 +282,15 @@ class _Reader(NamedTuple):
 
 
 def _roles(chat: list[Plain]) -> tuple[str, ...] | None:
-    """Those of a conversation of texts that is not long; None: it is another one."""
-    if len(chat) > _LONGEST_KNOWN or any(len(one) != 2 or one["role"] not in _ROLES or not one.get("content") for one in chat):
+    """Those of a conversation of texts that is not long; None: it is another one. A blank content is no text: it gets no mark."""
+    if len(chat) > _LONGEST_KNOWN or not all(_is_text(one) for one in chat):
         return None
-    return tuple(one["role"] for one in chat) if all(type(one["content"]) is str for one in chat) else None
+    return tuple(one["role"] for one in chat)
+
+
+def _is_text(message: Plain) -> bool:
+    content = message.get("content")
+    return len(message) == 2 and message["role"] in _ROLES and type(content) is str and bool(content.strip())
 
 
 def _with_media(message: Plain, texts: Mapping[str, str], *, takes_parts: bool, takes_media: bool) -> Plain:

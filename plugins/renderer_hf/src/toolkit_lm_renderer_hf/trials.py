@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from toolkit_lm.errors import RequestError
 
@@ -31,16 +32,22 @@ Chosen = TypeVar("Chosen", Form, ToolForm)
 _ID = "abcdefghi"
 """Of a call: some templates refuse others than nine letters."""
 _FILLER = "a text of no interest"
-_MARK = re.compile("qz([0-9]+)qz")
+_SECRET = f"qz{secrets.token_hex(4)}q"
+"""Begins each mark: a client that knew it could write marks itself, and have a template pass for one that writes all."""
+_MARK = re.compile(f"{_SECRET}([0-9]+)qz")
 _WHOLE_TOOL = ToolSort("given", "given", has_required=True)
 _SHAPES = 256
 """Shapes of conversations that are remembered."""
 _LONGEST_SHAPE = 4096
 """Characters of one that is."""
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+"""Whose forms are remembered. A role may be any text of a client's."""
+_TOOL_SORTS = 256
+"""Sets of sorts of tools whose form is remembered."""
 
 
 def _mark(number: int) -> str:
-    return f"qz{number}qz"
+    return f"{_SECRET}{number}qz"
 
 
 def _marks(text: str) -> set[int]:
@@ -72,7 +79,7 @@ def _faults(texts: Sequence[str | None], marks: set[int]) -> Faults:
 def _num_raw(text: str) -> int:
     close = re.sub(r"\s", "", text.casefold())
     parts = sum(close.count(f"{quote}type{quote}:{quote}text{quote}") for quote in "'\"")
-    return parts + len(re.findall(r"""'qz[0-9]+qz':|\\"qz[0-9]+qz\\":""", close))
+    return parts + len(re.findall(rf"""'{_MARK.pattern}':|\\"{_MARK.pattern}\\":""", close))
 
 
 def _best(forms: Sequence[Chosen], faults: Callable[[Chosen], Faults]) -> Chosen:
@@ -90,8 +97,8 @@ def _best(forms: Sequence[Chosen], faults: Callable[[Chosen], Faults]) -> Chosen
 class Trials:
     """Finds the forms of messages and tools that one template writes in full. Several threads may share it.
 
-    A form is found when the first message of its sort comes, and is remembered. `tried` must be called within a budget
-    of time: see `bounded.rendering`.
+    A form is found when the first message of its sort comes, and is remembered where the role is a usual one.
+    `tried` must be called within a budget of time: see `bounded.rendering`.
     """
 
     def __init__(self, tried: Tried, source: str) -> None:
@@ -106,8 +113,11 @@ class Trials:
         """The messages, each in the form of its sort, and of which of `messages` each is."""
         made: list[Plain] = []
         origins: list[int] = []
+        forms: dict[Sort, Form] = {}
         for index, message in enumerate(with_names(messages)):
-            ours = written(message, self.form(sort_of(message)))
+            if (sort := sort_of(message)) not in forms:
+                forms[sort] = self.form(sort)
+            ours = written(message, forms[sort])
             made += ours
             origins += [index] * len(ours)
         return made, origins
@@ -117,9 +127,12 @@ class Trials:
         if not tools:
             return None if self._usual_tools else self._usual_tools
         sorts = frozenset(sort for tool in tools if (sort := tool_sort_of(tool)) is not None)
-        if sorts not in self._tool_forms:
-            self._tool_forms[sorts] = self._find_tool_form(sorts)
-        return [written_tool(tool, self._tool_forms[sorts]) for tool in tools]
+        if (form := self._tool_forms.get(sorts)) is None:
+            form = self._find_tool_form(sorts)
+            if len(self._tool_forms) >= _TOOL_SORTS:
+                self._tool_forms.clear()
+            self._tool_forms[sorts] = form
+        return [written_tool(tool, form) for tool in tools]
 
     def writes_tools(self) -> bool:
         """Whether the name of a tool is written."""
@@ -129,24 +142,33 @@ class Trials:
 
     def form(self, sort: Sort) -> Form:
         """The first form that is written in full, else the one of which most is written."""
-        if sort not in self._forms:
-            self._forms[sort] = self._find_form(sort)
-        return self._forms[sort]
+        if (form := self._forms.get(sort)) is None:
+            form = self._find_form(sort)
+            if sort.role in _ROLES:
+                self._forms[sort] = form
+        return form
 
-    def check(self, messages: list[Plain], origins: Sequence[int], tools: list[Any] | None, tried: Tried, options: Any) -> None:
+    def check(self, messages: list[Plain], origins: Sequence[int], tools: list[Any] | None, tried: Tried, options: Any) -> bool:
         """Raises RequestError for what the template leaves out without a word: contents, tool calls, tools.
 
-        `messages`, `origins`, `tools`: in their forms. `tried` renders with the `options` of the request.
+        `messages`, `origins`, `tools`: in their forms. `tried` renders with the `options` of the request. False: the template
+        refuses marks in the place of texts, so that nothing is known.
         """
-        shape = (*map(_shape, messages), bool(tools), repr(options))
+        shape = (tuple(map(_shape, messages)), _shape_of_tools(tools), repr(options))
         if shape in self._whole:
-            return
-        if (found := _left_out(messages, origins, tools, tried)) is not None:
-            raise RequestError(*found)
+            return True
+        marked = _Marked()
+        conversation = [marked.message(message, index) for message, index in zip(messages, origins, strict=True)]
+        text = tried(conversation, [marked.tool(tool) for tool in tools] if tools else tools)
+        if text is None:
+            return False
+        if missing := set(range(len(marked.places))) - _marks(text):
+            raise _left_out(*marked.places[min(missing)])
         if len(self._whole) >= _SHAPES:
             self._whole.clear()
         if len(repr(shape)) < _LONGEST_SHAPE:
             self._whole.add(shape)
+        return True
 
     def _find_form(self, sort: Sort) -> Form:
         candidates = list(forms_of(sort, self._source))
@@ -257,17 +279,41 @@ def _tool_sample(sort: ToolSort, first: int) -> tuple[Plain, set[int]]:
 
 
 def _shape(message: Plain) -> Hashable:
-    """What decides how a message is written, but for its texts."""
+    """What decides how a message is written, but for its texts. Of two with one shape, the same places get marks."""
     calls, content = message.get("tool_calls"), message.get("content")
     if isinstance(content, str):
         content = bool(content.strip())
     elif isinstance(content, list):
         content = tuple((part["type"], bool(part.get("text", "").strip())) for part in content)
-    if isinstance(calls, list):
-        calls = tuple((isinstance(call, dict), type(_function(call).get("arguments")).__name__) for call in calls)
-    else:
-        calls = type(calls).__name__
-    return message["role"], tuple(message), content, calls
+    calls = tuple(map(_shape_of_call, calls)) if isinstance(calls, list) else type(calls).__name__
+    keys = tuple((key, bool(value.strip() if isinstance(value, str) else value)) for key, value in message.items())
+    return message["role"], keys, content, calls
+
+
+def _shape_of_call(call: Any) -> Hashable:
+    function = _function(call)
+    return isinstance(call, dict), isinstance(function.get("name"), str), _arguments_of(function)
+
+
+def _shape_of_tools(tools: list[Any] | None) -> Hashable:
+    """Whether there is one or several, and of which sorts."""
+    functions = [_function(tool) for tool in tools or ()]
+    sorts = frozenset((isinstance(one.get("name"), str), tool_sort_of({"function": one})) for one in functions)
+    return min(len(functions), 2), sorts
+
+
+def _arguments_of(function: Plain) -> Literal["none", "mapping", "JSON", "text"]:
+    """What a call has for arguments. `none`: nothing that must be written."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, dict) and arguments:
+        return "mapping"
+    if not isinstance(arguments, str) or not arguments.strip(" {}\n"):
+        return "none"
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return "text"
+    return "JSON"
 
 
 def _function(call: Any) -> Plain:
@@ -307,16 +353,15 @@ class _Marked:
         return self._named(tool, "the tools of this request", "tools")
 
     def _call(self, call: Any, told: str) -> Any:
-        arguments = _function(call).get("arguments")
-        if isinstance(arguments, dict) and arguments:
-            arguments = {self.mark(told): self.mark(told)}
-        elif isinstance(arguments, str) and arguments.strip(" {}\n"):
-            name = self.mark(told)
-            try:
-                json.loads(arguments)
-                arguments = json.dumps({name: self.mark(told)})
-            except (ValueError, RecursionError):
-                arguments = name
+        function = _function(call)
+        arguments = function.get("arguments")
+        match _arguments_of(function):
+            case "mapping":
+                arguments = {self.mark(told): self.mark(told)}
+            case "JSON":
+                arguments = json.dumps({self.mark(told): self.mark(told)})
+            case "text":
+                arguments = self.mark(told)
         return self._named(call, told, "messages", arguments=arguments)
 
     def _named(self, one: Any, told: str, param: str, **more: Any) -> Any:
@@ -327,16 +372,9 @@ class _Marked:
         return {**one, "function": made} if "function" in one else made
 
 
-def _left_out(messages: list[Plain], origins: Sequence[int], tools: list[Any] | None, tried: Tried) -> tuple[str, str] | None:
-    """A message of error and its field for the first thing that a template does not write; None: it writes all, or refuses them."""
-    marked = _Marked()
-    conversation = [marked.message(message, index) for message, index in zip(messages, origins, strict=True)]
-    text = tried(conversation, [marked.tool(tool) for tool in tools] if tools else tools)
-    missing = set[int]() if text is None else set(range(len(marked.places))) - _marks(text)
-    if not missing:
-        return None
-    told, param = marked.places[min(missing)]
-    return (
+def _left_out(told: str, param: str) -> RequestError:
+    """The error for what a template does not write."""
+    return RequestError(
         f"the chat template does not write {told}: the model would never read that. "
         "Leave it out, or have another template used (--chat-template).",
         param,
