@@ -192,6 +192,15 @@ class TestStart:
         with LLM(**SMALL, engine_process=True):
             assert taken == []
 
+    def test_where_the_front_ignores_what_becomes_of_children(self):
+        """As `trap '' CHLD` of a shell has it: what a process ignores, those that it starts ignore."""
+        code = (
+            "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\nfrom toolkit_lm import LLM\n"
+            f"with LLM(**{SMALL!r}, engine_process=True): print('ready')"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+        assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+
     def test_llm_gives_the_same_with_and_without(self):
         results = []
         for process in (True, False):

@@ -7,6 +7,7 @@ import select
 import shutil
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 
 
 def guard(lifeline: int, folder: str) -> Callable[[], None]:
@@ -23,7 +24,9 @@ def guard(lifeline: int, folder: str) -> Callable[[], None]:
 
         def end() -> None:
             os.close(held)
-            os.waitpid(child, 0)
+            # Where the parent ignores SIGCHLD, which outlives exec, the kernel keeps no word of a child.
+            with suppress(ChildProcessError):
+                os.waitpid(child, 0)
 
         return end
     try:
