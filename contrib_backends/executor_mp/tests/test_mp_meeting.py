@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+import zmq
+from toolkit_lm.config import VllmConfig
 from toolkit_lm_executor_mp import groups, socket_group
 from toolkit_lm_executor_mp.groups import SignedStore
-from toolkit_lm_executor_mp.network import shut, unshut
+from toolkit_lm_executor_mp.network import Master, shut, unshut
+from toolkit_lm_executor_mp.nodes import Nodes
 from toolkit_lm_executor_mp.socket_group import LostRankError, meet_by, meet_in
 
 
@@ -46,7 +50,7 @@ class TestStore:
             SignedStore(plain, b"l" * 32).get("a")
 
     def test_gloo_meets_by_it_and_nobody_connects_afterwards(self):
-        plain, found = dist.HashStore(), set()
+        plain = dist.HashStore()
         before = groups._listeners()
         num_files = len(os.listdir("/proc/self/fd"))
 
@@ -67,14 +71,10 @@ class TestStore:
         assert both(lambda rank: made[rank][0].all_reduce(torch.ones(2)).tolist()) == [[2.0] * 2] * 2
         for group, _ in made:
             group.close()
-        assert len(os.listdir("/proc/self/fd")) <= num_files + 8
+        assert len(os.listdir("/proc/self/fd")) == num_files
 
     def test_gloo_does_not_meet_by_values_of_a_stranger(self):
         plain = dist.HashStore()
-
-        class Forged(dist.HashStore):
-            pass
-
         stranger = SignedStore(plain, b"s" * 32)
 
         def work(rank):
@@ -124,6 +124,59 @@ class TestSockets:
         assert all(stranger.recv(1) == b"" for stranger in strangers)
         for one in (*strangers, *groups_made):
             one.close()
+
+    @pytest.mark.parametrize("said", [b"", b"\1"])
+    def test_who_goes_before_it_has_said_its_rank_is_lost(self, said):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(1) as threads, socket.socket(socket.AF_UNIX) as gone:
+            first = threads.submit(meet_by, store, 0, 2)
+            gone.connect(store.get("near 0"))
+            gone.sendall(said)
+            gone.close()
+            with pytest.raises(LostRankError, match="a rank has gone before it said which one it is"):
+                first.result(20)
+
+    @pytest.mark.parametrize("user", [0, 1000, 2**31, 2**32 - 2])
+    def test_users_of_any_number(self, monkeypatch, user):
+        class Peer:
+            def getsockopt(self, level, option, size):
+                return struct.pack("=iII", 1, user, user)[:size]
+
+        monkeypatch.setattr(os, "geteuid", lambda: user)
+        assert socket_group._is_ours(Peer())
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+        assert not socket_group._is_ours(Peer())
+
+
+@pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="Linux alone can")
+class TestMeetings:
+    """Of nodes. Ranks may be connected anew before an earlier try is over."""
+
+    @pytest.fixture
+    def nodes(self):
+        config = VllmConfig.make(model="tiny", nodes=2, tensor_parallel_size=2)
+        with zmq.Context() as context:
+            made = Nodes(context, config, Master("127.0.0.1", 0), b"k" * 32, [0])
+            yield made
+            made.close("")
+
+    @staticmethod
+    def is_open(nodes):
+        try:
+            socket.create_connection(nodes._store_listener.getsockname(), 0.2).close()
+        except TimeoutError:
+            return False
+        return True
+
+    def test_the_store_is_open_until_the_last_has_ended(self, nodes):
+        seen = [self.is_open(nodes)]
+        for act in (lambda: nodes.meeting(""), lambda: nodes.meeting(""), nodes.end_meeting, nodes.end_meeting) * 2:
+            act()
+            seen.append(self.is_open(nodes))
+        assert seen == [False, *[True, True, True, False] * 2]
+
+    def test_each_has_a_key_of_its_own(self, nodes):
+        assert nodes.meeting("").key != nodes.meeting("").key
 
 
 @pytest.mark.skipif(not hasattr(socket, "SO_PEERCRED"), reason="Linux alone can")

@@ -140,7 +140,8 @@ class Link:
         def met(_: Future[Any]) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             if self._nodes is not None:
-                self._nodes.end_meeting()
+                with self._lock:
+                    self._nodes.end_meeting()
 
         call.future.add_done_callback(met)
         return call

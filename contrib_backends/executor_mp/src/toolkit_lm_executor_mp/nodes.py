@@ -94,6 +94,8 @@ class Nodes:
         self._refusals = self.door.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
         self._plans: dict[int, zmq.Socket[bytes]] = {}
         self._store_listener: socket.socket | None = None
+        self._num_meetings = 0
+        """That have not ended: ranks may be connected anew before an earlier try is over."""
         self._connected: set[int] = set()
         """Nodes that have been sent a command."""
         try:
@@ -140,14 +142,20 @@ class Nodes:
         return store, ours
 
     def meeting(self, folder: str) -> wire.Connect:
-        """The command that has the ranks meet in the store, which is open until `end_meeting`. It holds a key for what they put there."""
+        """The command that has the ranks meet in the store. It holds a key for what they put there.
+
+        The store is open until each meeting was ended by `end_meeting`.
+        """
         assert self._store_listener is not None, "the nodes are not closed"
-        unshut(self._store_listener)
+        if not self._num_meetings:
+            unshut(self._store_listener)
+        self._num_meetings += 1
         return wire.Connect(folder, self._store_listener.getsockname()[1], secrets.token_bytes(wire.KEY_BYTES))
 
     def end_meeting(self) -> None:
-        """Nobody else may come to the store: the ranks are connected, or will not be."""
-        if self._store_listener is not None:
+        """The ranks of one are connected, or will not be. After the last one, nobody else may come to the store."""
+        self._num_meetings -= 1
+        if not self._num_meetings and self._store_listener is not None:
             shut(self._store_listener)
 
     @property

@@ -24,6 +24,8 @@ TIMEOUT = 600.0
 """Seconds that a rank waits for another one in a collective. A pipeline stage waits as long as the stage before computes."""
 _RANK = struct.Struct("<i")
 """What who connects says first: its place in the group."""
+_CREDENTIALS = struct.Struct("iII")
+"""Linux's process, user and group at the other end. The numbers of users go up to 2**32 - 2."""
 _LENGTH = struct.Struct("<q")
 """Bytes of a message's header, before it."""
 _LOOK = 0.005
@@ -280,7 +282,11 @@ def _meet(listener: socket.socket, rank: int, size: int, address: Callable[[int]
             listener.settimeout(max(0.0, end - time.monotonic()))
             peer = listener.accept()[0]
             peer.settimeout(max(0.0, end - time.monotonic()))
-            other = _RANK.unpack(peer.recv(_RANK.size, socket.MSG_WAITALL))[0] if _is_ours(peer) else -1
+            try:
+                other = _rank_of(peer) if _is_ours(peer) else -1
+            except BaseException:
+                peer.close()
+                raise
             if not rank < other < size or other in found:
                 peer.close()
                 continue
@@ -290,6 +296,15 @@ def _meet(listener: socket.socket, rank: int, size: int, address: Callable[[int]
             peer.close()
         raise
     return found
+
+
+def _rank_of(peer: socket.socket) -> int:
+    """What it says first."""
+    said = peer.recv(_RANK.size, socket.MSG_WAITALL)
+    if len(said) < _RANK.size:
+        raise LostRankError("a rank has gone before it said which one it is")
+    number: int = _RANK.unpack(said)[0]
+    return number
 
 
 def _reach(address: str | bytes, rank: int, end: float) -> socket.socket:
@@ -317,5 +332,5 @@ def _is_ours(peer: socket.socket) -> bool:
     """Whether the process at the other end is this user's. Without a word of the kernel's, the folder alone keeps others away."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
-    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return bool(user == os.geteuid())
