@@ -29,8 +29,8 @@ class _Connection:
             if not self._num_engines:
                 if ray.is_initialized():
                     return False
-                self._local = LocalCluster() if address == "local" else None
                 try:
+                    self._local = LocalCluster() if address == "local" else None
                     _connect(address, self._local)
                 except BaseException:
                     self._end()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 
 import psutil
 
 VARIABLE = "EXECUTOR_RAY_CLUSTER"
 """Which cluster a process is of."""
+_RAYLET = "RAY_RAYLET_PID"
+"""What Ray's raylet sets in the environment of those that it starts."""
 _GRACE = 1.0
 """Seconds that its processes get to end by themselves."""
 _MOST = 4.0
@@ -35,10 +39,41 @@ def main() -> None:
     shutil.rmtree(sys.argv[2], ignore_errors=True)
 
 
-def end(mark: str, known: Sequence[psutil.Process]) -> None:
-    """Ends those that are known, and all of this user whose environment has the mark: it is lost where a process calls itself a name."""
+def is_rays(process: psutil.Process) -> bool:
+    """Whether Ray runs it: its program is of Ray's package, Ray has given it its name, or a raylet has started it."""
+    try:
+        words = process.cmdline()[:3]
+        if any(word.startswith(_package()) for word in words) or (words and words[0].startswith("ray::")):
+            return True
+        # This process may be of another cluster's.
+        return process.environ().get(_RAYLET) not in (None, os.environ.get(_RAYLET))
+    except (psutil.Error, OSError):
+        return False
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """What it and those have started that it has started. None where it has ended."""
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _package() -> str:
+    """Ray's folder, with a slash. Nothing of it is imported."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None and spec.origin is not None, "the plugin needs it"
+    return os.path.join(os.path.dirname(spec.origin), "")
+
+
+def end(mark: str, known: Iterable[psutil.Process]) -> None:
+    """Ends those that are known, and all of the cluster that have its mark: it is lost where a process calls itself a name.
+
+    What the engine's host has started while the cluster started has the mark too, and is none of Ray's.
+    """
     start = time.monotonic()
-    while (left := [*_marked(mark), *filter(_lives, known)]) and time.monotonic() < start + _MOST:
+    left = set(known)
+    while (left := {one for one in left | _marked(mark) if _lives(one)}) and time.monotonic() < start + _MOST:
         if time.monotonic() >= start + _GRACE:
             for process in left:
                 with suppress(psutil.Error):
@@ -46,13 +81,14 @@ def end(mark: str, known: Sequence[psutil.Process]) -> None:
         time.sleep(_LOOK)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
+def _marked(mark: str) -> set[psutil.Process]:
+    """Ray's that have the mark, and their descendants."""
+    found: set[psutil.Process] = set()
     for process in psutil.process_iter():
         # Others' environments cannot be read.
         with suppress(psutil.Error, OSError):
-            if process.environ().get(VARIABLE) == mark and _lives(process):
-                found.append(process)
+            if process.environ().get(VARIABLE) == mark and is_rays(process):
+                found |= {process, *descendants(process)}
     return found
 
 

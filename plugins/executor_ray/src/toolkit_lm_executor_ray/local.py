@@ -17,7 +17,7 @@ import ray
 from ray._private import ray_constants
 from toolkit_lm.errors import EngineDeadError
 
-from toolkit_lm_executor_ray.guard import VARIABLE
+from toolkit_lm_executor_ray.guard import VARIABLE, descendants, is_rays
 
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """What has Ray's processes listen on the loopback interface alone, on any system: Ray has no other way, and means firewalls of desktops."""
@@ -27,9 +27,10 @@ class LocalCluster:
     """Its processes have a variable in their environment, by which those that Ray leaves behind are found, and ended."""
 
     def __init__(self) -> None:
+        """Raises EngineDeadError where its folder cannot be made."""
         self._mark = secrets.token_hex(16)
         # Where Ray's own are: the paths of its sockets have room for no longer one.
-        self._folder = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp"))
+        self._folder = _make_folder(os.environ.get("RAY_TMPDIR") or "/tmp")
         """Of its sockets and logs: others may not enter it, whatever Ray makes of the folders in it. The guard removes it."""
         self._guard: subprocess.Popen[bytes] | None = None
 
@@ -59,8 +60,8 @@ class LocalCluster:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What is started within it ends with this process, whatever ends that."""
-        others = set(psutil.Process().children(recursive=True))
+        """What Ray starts within it ends with this process, whatever ends that. Other threads may start what is none of Ray's."""
+        others = set(psutil.Process().children())
         code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from toolkit_lm_executor_ray.guard import main; main()"
         # Without a shell, and without a word of a client's.
         self._guard = subprocess.Popen(  # nosec B603
@@ -71,8 +72,9 @@ class LocalCluster:
         )
         yield
         assert self._guard.stdin is not None, "it was asked for"
-        started = set(psutil.Process().children(recursive=True)) - others - {psutil.Process(self._guard.pid)}
-        self._guard.stdin.write("".join(f"{one.pid}\n" for one in started).encode())
+        started = [one for one in psutil.Process().children() if one not in others and is_rays(one)]
+        family = {one for process in started for one in [process, *descendants(process)]}
+        self._guard.stdin.write("".join(f"{one.pid}\n" for one in family).encode())
         self._guard.stdin.flush()
 
     def end(self) -> None:
@@ -82,6 +84,16 @@ class LocalCluster:
         if guard is not None and guard.stdin is not None:
             guard.stdin.close()
             guard.wait()
+
+
+def _make_folder(parent: str) -> str:
+    try:
+        os.makedirs(parent, exist_ok=True)
+        return tempfile.mkdtemp(prefix="ray-", dir=parent)
+    except OSError as error:
+        raise EngineDeadError(
+            f"the folder of the local Ray cluster cannot be made in {parent!r}: {error.strerror}. Set RAY_TMPDIR to another."
+        ) from error
 
 
 def _reload() -> None:
