@@ -5,7 +5,10 @@ from __future__ import annotations
 import httpx
 import pytest
 from toolkit_lm import LLM, AsyncLLM, SamplingParams, VllmConfig
+from toolkit_lm.errors import RequestError
 from toolkit_lm.plugin import Plugins
+from toolkit_lm_renderer_remote.renderer import RemoteRenderer
+from toolkit_lm_renderer_remote.servers import RenderServers
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.metrics import Metrics
 from toolkit_lm_server.options import ServerOptions
@@ -130,3 +133,58 @@ def test_llm_chat_makes_the_same(folder):
     llm = LLM(model=str(folder), load_format="dummy", dtype="float32", device="cpu")
     [output] = llm.chat(CHAT["messages"], SamplingParams(max_tokens=1), tools=CHAT["tools"])
     assert llm.engine.renderer.decode(output.prompt_token_ids) == PROMPT
+
+
+DOCUMENTS = {"documents": [{"text": "of autumn"}]}
+UNREAD = "documents: the chat template does not read them, only: messages, tools. Put their texts into a message."
+NOT_OURS = {
+    "/v2/chat": "documents are not supported: put their texts into a message.",
+    "/v1/responses": "documents is not supported by this server: ask /v1/chat/completions.",
+}
+"""Doors that take documents for no template."""
+
+
+@pytest.mark.parametrize("options", [{}, {"strict_fields": True}])
+async def test_documents_that_the_template_does_not_read_are_refused_at_each_door(engine, options):
+    app = create_app(engine, ServerOptions(**options))
+    described = app.openapi()
+    paths = [path for path in DOORS if "documents" in _fields(described, described["paths"][path])]
+    assert {"/v1/chat/completions", "/v1/responses", "/tokenize", "/v2/chat"} <= set(paths)
+    async with client_of(app) as client:
+        for path in paths:
+            given = {"input": "?"} if path == "/v1/responses" else {"messages": [[USER]] if path.endswith("batch") else [USER]}
+            for more in [{}] if path == "/tokenize" or path.endswith("batch") else [{}, {"stream": True}]:
+                body = {"model": "model", **given, **more, **DOCUMENTS}
+                reply = await client.post(path, json=body)
+                told = reply.json().get("error", reply.json())
+                assert (reply.status_code, told["message"]) == (400, NOT_OURS.get(path, UNREAD)), path
+                assert "x-ignored-fields" not in reply.headers
+                assert path in NOT_OURS or told["param"] == "documents"
+
+
+class ServedHere(httpx.ASGITransport):
+    """For clients of both kinds, of which only the one that is awaited asks."""
+
+    def close(self):
+        pass
+
+
+async def test_documents_that_the_template_does_not_read_are_refused_by_a_renderer_and_through_it(folder):
+    config = VllmConfig.make(model=str(folder), load_format="dummy")
+    made = Rendering(config, Plugins.load(config.plugins))
+    app = create_render_app(made, ServerOptions(), metrics=Metrics(), readiness=Readiness(made))
+    async with client_of(app) as client:
+        reply = await client.post("/v1/chat/completions/render", json={"messages": [USER], **DOCUMENTS})
+    assert (reply.status_code, reply.json()["error"]["message"], reply.json()["error"]["param"]) == (400, UNREAD, "documents")
+    remote = RemoteRenderer(made.config.replace(renderer_url=["http://here"]))
+    remote._servers = RenderServers(["http://here"], transport=ServedHere(app))
+    with pytest.raises(RequestError) as failure:
+        await remote.render_conversation_async([USER], **DOCUMENTS)
+    assert (str(failure.value), failure.value.param) == (UNREAD, "documents")
+
+
+def test_documents_that_the_template_does_not_read_are_refused_by_llm_chat(folder):
+    llm = LLM(model=str(folder), load_format="dummy", dtype="float32", device="cpu")
+    with pytest.raises(RequestError) as failure:
+        llm.chat([USER], SamplingParams(max_tokens=1), documents=DOCUMENTS["documents"])
+    assert (str(failure.value), failure.value.param) == (UNREAD, "documents")

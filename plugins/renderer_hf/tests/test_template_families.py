@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from template_families import FAMILIES
-from template_forms import FORMS, USER, around
+from template_forms import FORMS, TOOLS, USER, around
 from template_reference import SPECIAL, render, whole
 from toolkit_lm.errors import RequestError
 from toolkit_lm_renderer_hf.chat_template import ChatTemplate
@@ -59,8 +59,22 @@ def test_what_would_be_left_out_is_named(family, form, told, param):
 def test_documents_that_a_template_does_not_read_are_refused():
     documents = [{"title": "a", "text": "of autumn"}]
     assert "of autumn" in ours("granite", [USER], documents=documents)
-    with pytest.raises(RequestError, match="reads no documents"):
+    said = r"^documents: the chat template does not read them, only: add_generation_prompt, messages\. Put their texts into a message\.$"
+    with pytest.raises(RequestError, match=said) as failure:
         ours("chatml", [USER], documents=documents)
+    assert failure.value.param == "documents"
+
+
+@pytest.mark.parametrize("reader", ["default", "tool_use"])
+def test_documents_that_only_another_template_of_the_checkpoint_reads_are_refused(reader):
+    template = ChatTemplate({"default": FAMILIES["qwen 3"], "tool_use": FAMILIES["qwen 3"]} | {reader: FAMILIES["granite"]}, SPECIAL)
+    for name, tools in (("default", None), ("tool_use", [TOOLS["a tool"]])):
+        options = {"max_length": 2**20, "tools": tools, "documents": [{"title": "a", "text": "of autumn"}]}
+        if name == reader:
+            assert "of autumn" in template.render([USER], **options)
+        else:
+            with pytest.raises(RequestError, match="does not read them"):
+                template.render([USER], **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -134,7 +134,6 @@ async def test_a_budget_that_cannot_be_held_to_is_told(serve, path, field, budge
         ),
         ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("/v1/chat/completions", {"reasoning_effort": "none"}, None),
-        ("/v1/chat/completions", {"documents": [{"text": "x"}]}, "documents"),
         ("/v1/chat/completions", {}, None),
         ("/api/chat", {"think": True, "stream": False}, "think"),
         ("/api/chat", {"think": False, "stream": False}, None),

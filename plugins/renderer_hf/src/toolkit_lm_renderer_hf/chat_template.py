@@ -63,9 +63,14 @@ class ChatTemplate:
     @cached_property
     def names(self) -> frozenset[str]:
         """Those that any of the templates reads."""
+        return frozenset().union(*self._names_of.values())
+
+    @cached_property
+    def _names_of(self) -> dict[str, frozenset[str]]:
+        """By template, the names that it reads of what it is given, or of what is there anyway."""
         environment = make_environment()
-        trees = [environment.parse(source) for source in self._sources.values()]
-        return frozenset(name for tree in trees for name in meta.find_undeclared_variables(tree))
+        trees = {name: environment.parse(source) for name, source in self._sources.items()}
+        return {name: frozenset(meta.find_undeclared_variables(tree)) for name, tree in trees.items()}
 
     def take_media(self, tokens: Mapping[str, str], texts: Mapping[str, str]) -> None:
         """For conversations with items of media: by modality its placeholder, and what stands for it where a template writes none."""
@@ -99,8 +104,11 @@ class ChatTemplate:
                 raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
         if tools is not None and not isinstance(tools, list | tuple):
             raise RequestError(f"tools must be a list of mappings, not a {type(tools).__name__}.", "tools")
-        if documents and "documents" not in self.names:
-            raise RequestError("the chat template reads no documents: put their texts into a message.", "documents")
+        if documents and "documents" not in (read := self._names_of[name]):
+            known = ", ".join(sorted(read - {*self._special_tokens, *make_environment().globals}))
+            raise RequestError(
+                f"documents: the chat template does not read them, only: {known:.300}. Put their texts into a message.", "documents"
+            )
         given = {
             "documents": _plain(documents, "documents", hide) or None,
             "add_generation_prompt": add_generation_prompt,

@@ -85,24 +85,24 @@ class Chat:
         return {"tools": use.tools} if is_told else {}
 
     def _tell_unread(self, body: ChatBody, names: Mapping[str, str]) -> None:
-        """Tells of what the chat template is given, and does not read. Raises RequestError for what is no name."""
+        """Tells of switches that the chat template is given, and does not read. Raises RequestError for what is no name.
+
+        Documents that it does not read the renderer refuses: an answer without them would be another one.
+        """
         given = body.template_kwargs() or {}
-        if (unknown := UNKNOWN.get(None)) is None or body.chat_template is not None or not (given or body.documents):
+        if (unknown := UNKNOWN.get(None)) is None or body.chat_template is not None or not given:
             return
         if (read := self._engine.renderer.template_names) is None:
             return
-        for name, value in {**given, **({"documents": True} if body.documents else {})}.items():
+        for name, value in given.items():
             # What is so anyway need not be turned on or off.
             if name in read or (name in _SWITCHES and value == (self._parts.reasoning is not None)):
                 continue
             if not is_plain(name):
                 raise RequestError(f"chat_template_kwargs: the chat template reads no {printable(name)!r}.", "chat_template_kwargs")
-            inside = name in (body.chat_template_kwargs or ()) and name != "documents"
-            field = f"chat_template_kwargs.{name}" if inside else name if name in ("documents", "reasoning_effort") else "reasoning_effort"
+            is_inside = name in (body.chat_template_kwargs or ())
+            field = f"chat_template_kwargs.{name}" if is_inside else "reasoning_effort"
             unknown.drop(names.get(field, field), "the model's chat template does not read it.")
-            if name == "documents":
-                # The renderer would refuse them.
-                body.documents = None
 
     async def begin(self, body: ChatBody, context: dict[str, str], names: Mapping[str, str] = MappingProxyType({})) -> ChatAnswer:
         """Asks the engine. `context`: what plugins that watch it are told. `names`: as of `ask`.
