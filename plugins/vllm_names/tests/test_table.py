@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,9 @@ from toolkit_lm.config import CompilationOptions, VllmConfig, options_of
 from toolkit_lm.errors import ConfigError
 from toolkit_lm.plugin import Plugins
 from toolkit_lm_server.options import ServerOptions
-from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, translate
+from toolkit_lm_vllm_names.flags import flags_of, translate_flags
+from toolkit_lm_vllm_names.migrate import migrate
+from toolkit_lm_vllm_names.table import SHORT_FLAGS, TABLE, compilation_options, translate
 
 DOCS = Path(__file__).parents[3] / "docs"
 OURS = {o.name for o in VllmConfig.options()} | {o.name for o in options_of(ServerOptions)}
@@ -93,7 +98,7 @@ TRANSLATED = [
     ({"cudagraph_capture_sizes": [1, 2]}, {"compilation_config": '{"cudagraph_capture_sizes": [1, 2]}'}),
     (
         {"cudagraph_capture_sizes": "[1, 2]", "compilation_config": {"cudagraph_mode": "FULL"}},
-        {"compilation_config": '{"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "full"}'},
+        {"compilation_config": '{"cudagraph_mode": "full", "cudagraph_capture_sizes": [1, 2]}'},
     ),
     ({"distributed_executor_backend": "ray"}, {"executor": "ray"}),
     ({"distributed_executor_backend": "mp"}, {}),
@@ -122,6 +127,66 @@ REFUSED = [
     ({"max_cudagraph_capture_size": 64}, "list the sizes"),
     ({"distributed_executor_backend": "external_launcher"}, "use mp, uni or ray"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"use_cudagraph": True, "full_cuda_graph": True}, {"compilation_config": '{"cudagraph_mode": "full"}'}),
+        ({"use_cudagraph": False, "full_cuda_graph": True}, {"compilation_config": '{"cudagraph_mode": "full"}'}),
+        ({"use_cudagraph": True, "full_cuda_graph": False}, {"compilation_config": '{"cudagraph_mode": "piecewise"}'}),
+        (
+            {"use_cudagraph": True, "full_cuda_graph": True, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            {"compilation_config": '{"cudagraph_mode": "full_decode_only"}'},
+        ),
+        ({"mode": 3, "level": 1}, {"optimization_level": 2}),
+        ({"mode": 0, "level": 3}, {"optimization_level": 0}),
+        ({"use_inductor": False, "backend": "inductor"}, {"compilation_config": '{"backend": "inductor"}'}),
+        (
+            {"level": 3, "use_inductor": False, "use_cudagraph": True, "full_cuda_graph": True},
+            {"optimization_level": 2, "compilation_config": '{"backend": "eager", "cudagraph_mode": "full"}'},
+        ),
+    ],
+)
+def test_keys_of_compilation_config_count_in_a_stated_order(keys, expected):
+    """Whichever order they are given in, together, or flag by flag."""
+    for pairs in itertools.permutations(keys.items()):
+        assert translate({"compilation_config": dict(pairs)}) == expected
+        assert compilation_options([("compilation_config", {key: value}) for key, value in pairs]) == expected
+
+
+def test_values_of_one_key_count_together():
+    given = [("compilation_config", {"inductor_compile_config": {name: 1}}) for name in ("a", "b")]
+    assert compilation_options(given) == {"compilation_config": '{"inductor_compile_config": {"a": 1, "b": 1}}'}
+    both = {"use_cudagraph": True, "compilation_config": {"full_cuda_graph": True}}
+    assert translate(both) == translate(dict(reversed(both.items()))) == {"compilation_config": '{"cudagraph_mode": "full"}'}
+
+
+@pytest.mark.parametrize(
+    ("options", "has_effect"),
+    [
+        ({}, False),
+        ({"optimization_level": 0}, False),
+        ({"compilation_config": {"mode": 0}}, False),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, False),
+        ({"optimization_level": 2}, True),
+        ({"compilation_config": 3}, True),
+        ({"compilation_config": {"level": 3}}, True),
+    ],
+)
+def test_enforce_eager_is_said_to_do_nothing_only_where_it_does_nothing(options, has_effect, caplog):
+    for given in ({"enforce_eager": True, **options}, {**options, "enforce_eager": True}):
+        caplog.clear()
+        without, made = translate(options), translate(given)
+        assert (made != without) is has_effect
+        assert ("enforce_eager has no effect" in caplog.text) is not has_effect
+        caplog.clear()
+        words = [f"--{name.replace('_', '-')}={json.dumps(value)}" for name, value in given.items() if name != "enforce_eager"]
+        words.append("--enforce-eager")
+        assert translate_flags(words, []) == flags_of(made)
+        assert ("enforce_eager has no effect" in caplog.text) is not has_effect
+        needless = migrate(shlex.join(["vllm", "serve", "tiny", *words])).needless
+        assert any(row.startswith("--enforce-eager") for row in needless) is not has_effect
 
 
 def test_each_row_names_options_that_exist():

@@ -34,6 +34,9 @@ class Exact(TorchFunctionMode):
             # An attribute is read: of those that are tensors, views of weights, functions take them as they take weights.
             found = func(*args, **kwargs)
             return found if isinstance(found, Tensor) else _raised(found)
+        if func is Tensor.__getitem__:
+            # The weights of one expert are taken as they are: in float32 the stack of all would be much larger than what is used of it.
+            return func(*args, **kwargs)
         args, kwargs = tree_map(_raised, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -57,6 +57,8 @@ class TransformersForCausalLM(FallbackModel):
         self._project: Callable[..., Any] = without_decoder(model).__call__
         self._whole: Callable[..., Any] = model.__call__
         self._attend_by: Callable[[str], None] = model.set_attn_implementation
+        self._mix_by: Callable[[str], None] = model.set_experts_implementation
+        self._mixes_by: str = model.config._experts_implementation
         self._convert = Conversion(model)
 
     @classmethod
@@ -105,7 +107,7 @@ class TransformersForCausalLM(FallbackModel):
         return logits[0]
 
     def plain(self, token_ids: Tensor, *, exact: bool = False) -> Tensor:
-        in_float32 = Exact() if exact else nullcontext()
+        in_float32 = self._in_float32() if exact else nullcontext()
         with deadline(_SECONDS, f"compute {len(token_ids)} tokens"), self._attention_of_transformers(), in_float32:
             if type(self).compute_logits is not TransformersForCausalLM.compute_logits:
                 # A pooling adapter has taken the head away.
@@ -113,6 +115,16 @@ class TransformersForCausalLM(FallbackModel):
                 return hidden_states[0]
             logits: Tensor = self._whole(input_ids=token_ids[None], use_cache=False).logits
             return logits[0]
+
+    @contextmanager
+    def _in_float32(self) -> Iterator[None]:
+        """Experts are computed one by one: all of a layer in float32 may take more memory than there is."""
+        self._mix_by("eager")
+        try:
+            with Exact():
+                yield
+        finally:
+            self._mix_by(self._mixes_by)
 
     @contextmanager
     def _attention_of_transformers(self) -> Iterator[None]:

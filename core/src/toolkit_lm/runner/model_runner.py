@@ -82,9 +82,11 @@ class ModelRunner:
         self._buffers: StepBuffers
         self._batch: PersistentBatch
         self._certain: dict[int, list[int]] = {}
+        """By seq_id, the tokens that must follow those that the last step has drawn."""
         self._num_compiled = 0
         """Graphs that torch.compile has made in this process. It is to be the same when the warm-up is over."""
-        """By seq_id, the tokens that must follow those that the last step has drawn."""
+        self.is_proven = False
+        """The start has shown that a fallback computes what its model does, or has given that up."""
 
     def load(self) -> None:
         """Makes the model, loads its weights, and chooses each layer's backend."""

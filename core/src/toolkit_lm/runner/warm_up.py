@@ -26,14 +26,16 @@ _KEPT_BYTES = 2**25 - 2**16
 def warm_up(runner: ModelRunner) -> None:
     """A prompt of two tokens, and where text is generated a decode, of a made-up sequence that is then forgotten.
 
-    They leave garbage in the first blocks. All ranks of an engine run it at the same time. Raises CheckpointError where logits, or what is
-    pooled, are not finite: so the first request would find out.
+    A fallback's first warm-up proves it; later ones, after a step that failed, do not. The steps leave garbage in the first blocks.
+    All ranks of an engine run it at the same time. Raises CheckpointError where logits, or what is pooled, are not finite: so the first
+    request would find out.
     """
     if runner.device.type == "cpu":
         # Once glibc has seen an allocation of this size freed, it keeps the memory of activations instead of asking for its pages anew.
         torch.empty(_KEPT_BYTES, dtype=torch.uint8)
-    if isinstance(runner.model, FallbackModel) and runner.config.model.verify_fallback:
+    if isinstance(runner.model, FallbackModel) and runner.config.model.verify_fallback and not runner.is_proven:
         result = prove(runner)
+        runner.is_proven = True
     else:
         result = _compute_tokens(runner, 2)
     if result.errors:

@@ -16,7 +16,9 @@ SAME = (
     *("cudagraph_mode", "cudagraph_capture_sizes", "compile_ranges", "cudagraph_query_len"),
 )
 """Keys that mean the same here; the last two are ours alone."""
-_MAPPED = ("mode", "level", "full_cuda_graph", "use_cudagraph", "use_inductor")
+_LEVEL_KEYS = ("level", "mode")
+_OLDER_KEYS = ("use_inductor", "use_cudagraph", "full_cuda_graph")
+"""Where two keys say the same thing, the one that comes later here counts, in whichever order they are given."""
 NO_EFFECT = {
     "custom_ops": "the option kernels says what computes norms and activations",
     "pass_config": "the kernels fuse what they have one call for",
@@ -46,28 +48,35 @@ REFUSED = {
 
 
 def compilation_config(value: Any) -> dict[str, Any]:
-    """A mode alone, or a mapping. A mode is an optimization level."""
-    value = parsed(value)
-    if not isinstance(value, Mapping):
-        return {"optimization_level": _level(value)}
-    given = {key: one for key, one in value.items() if one is not None}
+    """A mode alone, or a mapping. A mode is an optimization level. Keys of today count before older ones."""
+    given = {key: one for key, one in mapping(value).items() if one is not None}
     kept = {key: given[key] for key in SAME if key in given}
     if not kept.get("backend", "inductor"):
         del kept["backend"]
     if "cudagraph_mode" in kept:
         kept["cudagraph_mode"] = str(getattr(kept["cudagraph_mode"], "name", kept["cudagraph_mode"])).lower()
-    made: dict[str, Any] = {}
-    for key in given.keys() - kept.keys() - {"backend"}:
-        if key in ("mode", "level"):
-            made["optimization_level"] = _level(given[key])
-        elif key in _MAPPED:
-            kept = {**_mapped(key, given[key]), **kept}
-        elif key in REFUSED and not asks_nothing(given[key]):
-            raise ValueError(f"{key!r}: {REFUSED[key]}.")
-        elif key not in (*REFUSED, *NO_EFFECT):
-            known = (*SAME, *_MAPPED, *NO_EFFECT, *REFUSED)
+    known = (*SAME, *_LEVEL_KEYS, *_OLDER_KEYS, *NO_EFFECT, *REFUSED)
+    for key in given:
+        if key not in known:
             raise ValueError(f"it has no key {key!r}. Known: {', '.join(known)}.")
+        if key in REFUSED and not asks_nothing(given[key]):
+            raise ValueError(f"{key!r}: {REFUSED[key]}.")
+    made: dict[str, Any] = {}
+    for key in _LEVEL_KEYS:
+        if key in given:
+            made["optimization_level"] = _level(given[key])
+    older: dict[str, Any] = {}
+    for key in _OLDER_KEYS:
+        if key in given:
+            older |= _mapped(key, given[key])
+    kept = {**older, **kept}
     return {**made, "compilation_config": json.dumps(kept)} if kept else made
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """A value as a mapping: a mode alone is one of its keys."""
+    value = parsed(value)
+    return value if isinstance(value, Mapping) else {"mode": value}
 
 
 def without_effect(value: Any) -> list[str]:
@@ -109,10 +118,10 @@ def use_cudagraph(value: Any) -> dict[str, Any]:
     return {"compilation_config": json.dumps(_mapped("use_cudagraph", value))}
 
 
-def merged(made: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that come one after another; what several say of compilation counts together."""
-    both = {**made, **more}
-    name = "compilation_config"
-    if name in made and name in more:
-        both[name] = json.dumps({**json.loads(made[name]), **json.loads(more[name])})
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """What two values say together, to any depth. Of a key that both have, the latter counts."""
+    both = {**one, **other}
+    for key in one.keys() & other.keys():
+        if isinstance(one[key], Mapping) and isinstance(other[key], Mapping):
+            both[key] = merged(one[key], other[key])
     return both

@@ -72,5 +72,5 @@ def _type(ours: Option | None) -> Any:
 
 
 def _help(row: Name) -> str:
-    text = {"same": "As here.", "renamed": f"Here: {row.ours}.", "free": "Changes nothing.", "refused": "Not supported."}[row.kind]
+    text = {"same": "As here.", "renamed": f"Here: {row.ours}.", "free": "Not needed:", "refused": "Not supported."}[row.kind]
     return f"{text} {row.note}".strip().replace("%", "%%")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from toolkit_lm_vllm_names.table import COMPILATION, SHORT_FLAGS, TABLE, Name, compilation_options, tell_of_no_effect
+from toolkit_lm_vllm_names.table import COMPILATION, SHORT_FLAGS, TABLE, Name, compilation_options, tell_of_compilation, tell_of_no_effect
 from toolkit_lm_vllm_names.values import parsed
 
 _LISTS = (
@@ -63,25 +63,26 @@ def translate_flags(words: Sequence[str], known: Collection[str]) -> list[str]:
     ConfigError for what cannot be had.
     """
     made: list[str] = []
-    about_compilation: list[Flag] = []
+    about_compilation: list[tuple[str, Any]] = []
     rest = list(words)
     while rest:
         flag = None if rest[0] == "--" else read_flag(rest)
         if rest[0] == "--":
             break
         is_own = flag is not None and rest[0].partition("=")[0] in known
-        if flag is not None and not is_own:
-            tell_of_no_effect(flag.row, flag.value)
         if flag is not None and flag.row.name in COMPILATION:
-            about_compilation.append(flag)
+            about_compilation.append((flag.row.name, flag.value))
             del rest[: len(flag.words)]
             continue
+        if flag is not None and not is_own:
+            tell_of_no_effect(flag.row, flag.value)
         if flag is None or (is_own and (flag.row.kind != "same" or flag.row.convert is None or flag.row.name in _LISTS)):
             made.append(rest.pop(0))
             continue
         made += flags_of(flag.row.translate(flag.value))
         del rest[: len(flag.words)]
-    return [*made, *flags_of(compilation_options([(flag.row.name, flag.value) for flag in about_compilation])), *rest]
+    tell_of_compilation(about_compilation)
+    return [*made, *flags_of(compilation_options(about_compilation)), *rest]
 
 
 def flags_of(options: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import typer
 from toolkit_lm.errors import ConfigError, nearest
 
 from toolkit_lm_vllm_names.flags import flags_of, read_flag
-from toolkit_lm_vllm_names.table import COMPILATION, TABLE, compilation_options
+from toolkit_lm_vllm_names.table import COMPILATION, TABLE, compilation_options, lowers_level
 
 _MODULE = "vllm.entrypoints.openai.api_server"
 
@@ -33,7 +33,8 @@ def migrate(line: str) -> Migration:
     words = _after_command(words)
     options: dict[str, Any] = {}
     about_compilation: list[tuple[str, Any]] = []
-    left_out, needless, models, kept = [], [], [], []
+    needless: list[tuple[str, str]] = []
+    left_out, models, kept = [], [], []
     while words:
         word = words[0]
         flag = read_flag(words)
@@ -55,19 +56,22 @@ def migrate(line: str) -> Migration:
             left_out.append(f"{written}: {error}")
             continue
         if flag.row.kind == "free":
-            needless.append(f"{written}: {flag.row.note}")
+            needless.append((flag.row.name, f"{written}: {flag.row.note}"))
         elif ignored := flag.row.without_effect(flag.value):
-            needless += [f"{written}: {one}" for one in ignored]
+            needless += [(flag.row.name, f"{written}: {one}") for one in ignored]
         elif not made:
-            needless.append(f"{written}: it is the default")
+            needless.append((flag.row.name, f"{written}: it is the default"))
         if flag.row.name in COMPILATION:
             about_compilation.append((flag.row.name, flag.value))
         else:
             options |= made
     options |= compilation_options(about_compilation)
+    if lowers_level(about_compilation):
+        needless = [(name, told) for name, told in needless if name != "enforce_eager"]
     model = options.pop("model", None) or (models.pop(0) if models else None)
     left_out += [f"{word}: there is one model already." for word in models]
-    return Migration(shlex.join(["toolkit", "serve", *([model] if model else []), *kept, *flags_of(options)]), left_out, needless)
+    written = shlex.join(["toolkit", "serve", *([model] if model else []), *kept, *flags_of(options)])
+    return Migration(written, left_out, [told for _, told in needless])
 
 
 def migrate_vllm(

@@ -5,8 +5,9 @@ Aliases, hints in errors, `toolkit migrate-vllm` and the page "Coming from vLLM"
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 from toolkit_lm.errors import ConfigError
@@ -88,6 +89,7 @@ _ONE_DEVICE = "no model is spread by this kind of parallelism. Use tensor_parall
 _MASTER = "both are one option: master, HOST:PORT of node 0."
 _NO_ADAPTERS = "adapters (LoRA) are not loaded. Merge them into the checkpoint."
 _NO_GRAPHS = "nothing is compiled unless optimization_level asks for it, and no graph is captured unless compilation_config does"
+_EAGER = "nothing is compiled unless optimization_level or a mode asks for it; beside these it makes the level 0"
 _NO_OFFLOAD = "weights and caches stay on their device."
 _NO_TRANSFER = "an engine neither sends nor fetches KV caches or weights."
 _OWN_LAYOUT = "there is one layout of weights and caches, and the results are the same"
@@ -144,7 +146,8 @@ _ENGINE: list[Name] = [
     *_renamed("pooler_config", "pooling_type, ...", values.pooler_config, "its fields are options of their own"),
     *_renamed("override_pooler_config", "pooling_type, ...", values.pooler_config, "as pooler_config"),
     *_renamed("allowed_media_domains", "allowed_media_hosts"),
-    *_free(_NO_GRAPHS, "enforce_eager", "enable_flashinfer_autotune", is_switch=True),
+    *_free(_EAGER, "enforce_eager", is_switch=True),
+    *_free(_NO_GRAPHS, "enable_flashinfer_autotune", is_switch=True),
     *_renamed("cudagraph_capture_sizes", "compilation_config", compilation.capture_sizes, "its key of this name"),
     *_renamed("cuda_graph_sizes", "compilation_config", compilation.capture_sizes, "its key cudagraph_capture_sizes"),
     *_renamed("use_cudagraph", "compilation_config", compilation.use_cudagraph, "its cudagraph_mode, piecewise or none", is_switch=True),
@@ -330,27 +333,57 @@ def tell_of_no_effect(row: Name, value: Any) -> None:
         logger.warning("vLLM's %s.", sentence)
 
 
+def tell_of_compilation(given: Sequence[tuple[str, Any]]) -> None:
+    """Logs what of options of `COMPILATION` changes nothing here, beside each other."""
+    lowers = lowers_level(given)
+    for name, value in given:
+        if name != "enforce_eager" or not lowers:
+            tell_of_no_effect(TABLE[name], value)
+
+
 def translate(options: dict[str, Any]) -> dict[str, Any]:
     """Options in our names; those that vLLM does not have are left as they are, and win. Raises ConfigError."""
+    about_compilation = [(name, value) for name, value in options.items() if name in COMPILATION]
     made: dict[str, Any] = {}
     for name, value in options.items():
-        if name in TABLE:
-            tell_of_no_effect(TABLE[name], value)
         if name in TABLE and name not in COMPILATION:
+            tell_of_no_effect(TABLE[name], value)
             made |= TABLE[name].translate(value)
-    made |= compilation_options([(name, value) for name, value in options.items() if name in COMPILATION])
+    tell_of_compilation(about_compilation)
+    made |= compilation_options(about_compilation)
     return made | {name: value for name, value in options.items() if name not in TABLE}
 
 
-def compilation_options(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def compilation_options(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """What options of `COMPILATION` say together: a level that is given wins over a mode, and enforce_eager over both."""
-    given = list(given)
-    made: dict[str, Any] = {}
-    for name, value in sorted(given, key=lambda one: one[0] == "optimization_level"):
-        made = compilation.merged(made, TABLE[name].translate(value))
-    if "optimization_level" in made and any(name == "enforce_eager" and not values.asks_nothing(value) for name, value in given):
+    made = _asked_of_compilation(given)
+    if lowers_level(given):
         made["optimization_level"] = 0
     return made
+
+
+def lowers_level(given: Sequence[tuple[str, Any]]) -> bool:
+    """Whether enforce_eager is among options of `COMPILATION` of which others ask for code to be compiled."""
+    is_eager = any(name == "enforce_eager" and not values.asks_nothing(value) for name, value in given)
+    return is_eager and not values.asks_nothing(_asked_of_compilation(given).get("optimization_level"))
+
+
+def _asked_of_compilation(given: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """What all but enforce_eager say. Their keys are read as those of one compilation_config."""
+    keys: dict[str, Any] = {}
+    level: dict[str, Any] = {}
+    for name, value in given:
+        if value is None or name == "enforce_eager":
+            continue
+        if name == "optimization_level":
+            level = TABLE[name].translate(value)
+        elif name == "compilation_config":
+            keys = compilation.merged(keys, compilation.mapping(value))
+        elif name == "use_cudagraph":
+            keys[name] = value
+        else:
+            keys |= json.loads(TABLE[name].translate(value).get("compilation_config", "{}"))
+    return TABLE["compilation_config"].translate(keys) | level
 
 
 def names(rows: Iterable[Name], *, of_server: bool) -> list[Name]:
