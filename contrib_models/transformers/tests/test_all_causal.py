@@ -1,7 +1,6 @@
 """Every causal language model class of the installed transformers: its tokens are transformers', or it is refused with a reason."""
 
 import json
-import time
 
 import pytest
 from fallback_harness import check_parity, generate
@@ -9,7 +8,6 @@ from tiny_causal import ALL, NOT_BUILT, save, tiny_config
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_transformers.model import TransformersForCausalLM
 
-MOST_SECONDS = 60.0
 SHORT = (
     "roberta",
     "camembert",
@@ -32,7 +30,6 @@ def test_it_gives_the_tokens_of_transformers_or_is_refused(model_type, tmp_path)
         with pytest.raises(Exception, match=NOT_BUILT[model_type]):
             save(model_type, tmp_path)
         return
-    begun = time.monotonic()
     hf_config = json.loads(tiny_config(model_type).to_json_string()) | {"architectures": [ALL[model_type]]}
     refusal = TransformersForCausalLM.refuses(VllmConfig.default(hf_config))
     if refusal is None:
@@ -43,7 +40,6 @@ def test_it_gives_the_tokens_of_transformers_or_is_refused(model_type, tmp_path)
         check_parity(model, generate(tmp_path, model_impl="transformers", num_kv_blocks=200, preempts=False))
     else:
         assert refusal.strip()
-    assert time.monotonic() - begun < MOST_SECONDS
 
 
 def test_what_cannot_be_built_is_of_transformers():
