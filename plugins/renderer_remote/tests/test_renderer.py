@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import cached_property
 
 import httpx
 import pytest
 from toolkit_lm import VllmConfig
 from toolkit_lm.errors import ConfigError, RequestError
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.renderer import MultiModalRules, Replacement
+from toolkit_lm.renderer import MultiModalRules, Renderer, Replacement
 from toolkit_lm.renderer.feature_lookup import HeldFeature
 from toolkit_lm.resolution.resolution import resolve_configured
 from toolkit_lm_renderer_remote.errors import BadAnswerError
@@ -214,3 +215,30 @@ def test_its_options_are_checked(config):
     for options in ({"max_answer_size": "0.5"}, {"timeout": -1.0}):
         with pytest.raises(ConfigError):
             RemoteRenderer(config.replace(plugin_option={"renderer_remote": options}))
+
+
+PROPERTIES = sorted(
+    name for name, one in vars(Renderer).items() if isinstance(one, property | cached_property) and not name.startswith("_")
+)
+STATED = {"has_chat_template": True}
+"""Properties that do not depend on the checkpoint's tokenizer here."""
+
+
+class Local:
+    """A renderer in this process, whose properties are told from each other."""
+
+    def __getattr__(self, name):
+        return f"the local {name}"
+
+
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_each_property_of_the_contract_is_forwarded_or_stated(config, name):
+    """The contract's default would be a guess."""
+    renderer = RemoteRenderer(config)
+    renderer._local = Local()
+    assert name in vars(RemoteRenderer), f"RemoteRenderer must forward or state {name}"
+    assert getattr(renderer, name) == STATED.get(name, f"the local {name}")
+
+
+def test_the_names_that_the_template_reads_are_known(config):
+    assert "messages" in RemoteRenderer(config).template_names

@@ -104,8 +104,8 @@ class ChatTemplate:
                 raise RequestError(f"chat_template_kwargs cannot set {key!r}.", "chat_template_kwargs")
         if tools is not None and not isinstance(tools, list | tuple):
             raise RequestError(f"tools must be a list of mappings, not a {type(tools).__name__}.", "tools")
-        if documents and "documents" not in (read := self._names_of[name]):
-            known = ", ".join(sorted(read - {*self._special_tokens, *make_environment().globals}))
+        if documents and "documents" not in (names := self._names_of[name]):
+            known = ", ".join(sorted(names - {*self._special_tokens, *make_environment().globals}))
             raise RequestError(
                 f"documents: the chat template does not read them, only: {known:.300}. Put their texts into a message.", "documents"
             )

@@ -207,6 +207,15 @@ class RemoteRenderer(Renderer):
         return self._local.vocabulary_texts(token_ids)
 
     @property
+    def has_chat_template(self) -> bool:
+        """True: that of the render servers counts, and they say where there is none."""
+        return True
+
+    @property
+    def template_names(self) -> frozenset[str] | None:
+        return self._local.template_names
+
+    @property
     def writes_tools(self) -> bool:
         return self._local.writes_tools
 
