@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.peer_fields import PEER_FIELDS
 from toolkit_lm_server.protocol import Body
-from toolkit_lm_server.request_fields import COMMON, Verdict
+from toolkit_lm_server.request_fields import COMMON, Verdict, renamed
 from toolkit_lm_server.unknown_fields import UNKNOWN, UnknownFields
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -163,17 +164,53 @@ def test_ignored_fields_are_told():
         assert list(found.names) == [name]
 
 
-VALUES = {"repetition_penalty": 1.5, "include_stop_str_in_output": True, "use_activation": False, "normalize": False}
+VALUES = {
+    "repetition_penalty": (1.5, 1.25),
+    "include_stop_str_in_output": (True, False),
+    "use_activation": (False, True),
+    "normalize": (False, True),
+}
+"""Two of each kind; others have whole numbers."""
 
 
 def test_other_names_are_obeyed():
     for route, name, row in rows("renamed"):
-        if name in BODIES[route].model_fields or row.note not in BODIES[route].model_fields:
-            continue
-        value = VALUES.get(row.note, 3)
-        assert loaded(route, **{name: value}) == loaded(route, **{row.note: value}) != loaded(route), (route, name)
-        with pytest.raises(ValidationError, match=f"another name of {row.note}"):
-            loaded(route, **{name: value, row.note: value})
+        assert row.note in BODIES[route].model_fields, (route, name)
+        value, _ = VALUES.get(row.note, (3, 4))
+        assert loaded(route, **{name: value}) != loaded(route), (route, name)
+        if name not in BODIES[route].model_fields:
+            assert loaded(route, **{name: value}) == loaded(route, **{row.note: value}), (route, name)
+
+
+def test_a_field_has_one_value_under_all_of_its_names():
+    for route in JSON:
+        names: dict[str, list[str]] = {}
+        for _, name, row in (one for one in rows("renamed") if one[0] == route):
+            names.setdefault(row.note, [row.note]).append(name)
+        for ours, alike in names.items():
+            value, other = VALUES.get(ours, (3, 4))
+            for first, second in permutations(alike, 2):
+                loaded(route, **{first: value, second: value})
+                loaded(route, **{first: value, second: None})
+                with pytest.raises(ValidationError) as error:
+                    loaded(route, **{first: value, second: other})
+                told = error.value.errors()[0]
+                assert told["type"] == "two_names" and {told["ctx"]["param"], told["ctx"]["other"]} == {first, second}, (route, told)
+
+
+def test_another_name_is_of_a_field_that_the_body_has():
+    with pytest.raises(TypeError, match="'mine' is another name of 'yours'"):
+        type("WrongBody", (Body,), {"verdicts": renamed(mine="yours"), "__module__": __name__})
+
+
+@pytest.mark.parametrize("route", ["/rerank", "/score", "/classify", "/v2/embed"])
+def test_a_name_of_what_a_route_does_not_have_is_refused(route):
+    for name in ("normalize", "normalized", *(["use_activation", "activation", "softmax"] if route == "/v2/embed" else [])):
+        loaded(route, **{name: None})
+        for value in (True, False):
+            with pytest.raises(ValidationError) as error:
+                loaded(route, **{name: value})
+            assert error.value.errors()[0]["ctx"]["param"] == name
 
 
 def test_what_is_inside_of_objects():
@@ -399,6 +436,7 @@ def test_an_answer_is_as_its_fields_ask(client, fields, is_right):
         ({"response_format": {"type": "json_schema", "json_schema": {"scheme": {}}}}, "response_format"),
         ({"grammar": 'root ::= "a"', "json_schema": SCHEMA}, "json_schema"),
         ({"n_predict": 3, "max_tokens": 4}, "n_predict"),
+        ({"repeat_penalty": 1.5, "repetition_penalty": 1.25}, "repeat_penalty"),
         ({"mirostat": 1}, "mirostat"),
     ],
 )

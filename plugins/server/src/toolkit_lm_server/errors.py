@@ -146,7 +146,7 @@ def _of_validation(problems: Sequence[Mapping[str, Any]]) -> ApiError:
     """Of pydantic's complaints, of which there is one for each member of a union, those of several places."""
     first, places = problems[0], {_place(problem["loc"]): problem for problem in reversed(problems)}
     error = _of_problem(first)
-    if first["type"] not in ("json_invalid", "unknown", "unsupported") and len(first["loc"]) > 1:
+    if first["type"] not in ("json_invalid", "unknown", "unsupported", "two_names") and len(first["loc"]) > 1:
         told = ", ".join(_in_full(place, problem) for place, problem in list(reversed(places.items()))[:_PROBLEMS])
         message, count = error.body["error"]["message"], len(places)
         rest = f", and {count - _PROBLEMS} more errors" if count > _PROBLEMS else ""
@@ -203,6 +203,8 @@ def _of_problem(problem: Mapping[str, Any]) -> ApiError:
             return missing(field)
         case "unsupported":
             return ApiError(400, problem["msg"], param=problem["ctx"]["param"], code="unsupported_parameter")
+        case "two_names":
+            return ApiError(400, problem["msg"], param=problem["ctx"]["param"])
         case _ if field is None:
             return ApiError(400, "The body must be a JSON object, sent with the header 'content-type: application/json'.")
         case _:

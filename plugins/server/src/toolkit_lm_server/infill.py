@@ -50,7 +50,6 @@ class InfillBody(SamplingBody):
     """What follows the prefix already."""
     n_predict: int | None = None
     """As max_tokens; -1: as many as fit."""
-    repeat_penalty: float | None = None
 
     def completion(self, kind: type[CompletionBody], max_model_len: int) -> CompletionBody:
         """The same, as OpenAI has it. Raises ValidationError, RequestError."""
@@ -63,8 +62,7 @@ class InfillBody(SamplingBody):
         before = "".join(f"{_SNIPPET}{one.text}" for one in self.input_extra)
         most = _MOST if self.n_predict is None else max_model_len if self.n_predict < 0 else max(self.n_predict, 1)
         given = {"prompt": before + self.input_prefix + self.prompt, "suffix": self.input_suffix}
-        penalty = {} if self.repeat_penalty is None else {"repetition_penalty": self.repeat_penalty}
-        made: CompletionBody = kind.model_validate({"max_tokens": most, **penalty, **fields, **given})
+        made: CompletionBody = kind.model_validate({"max_tokens": most, **fields, **given})
         return made
 
 

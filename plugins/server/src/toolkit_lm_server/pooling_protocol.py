@@ -14,7 +14,7 @@ from toolkit_lm.prompts import Prompt, TokensPrompt
 
 from toolkit_lm_server.errors import missing
 from toolkit_lm_server.protocol import EngineBody, Items, RenderBody, examples
-from toolkit_lm_server.request_fields import POOLING, refused
+from toolkit_lm_server.request_fields import ACTIVATION, POOLING, refused, renamed
 
 EncodingFormat = Literal["float", "base64"]
 BytesFormat = Literal["bytes", "bytes_only"]
@@ -68,7 +68,12 @@ class InputBody(PoolingBody, RenderBody):
 class EmbeddingBody(InputBody):
     """POST /v1/embeddings."""
 
-    verdicts = {**POOLING, **refused("vectors are what this route gives", "task", "embed")}
+    verdicts = {
+        **POOLING,
+        **refused("vectors are what this route gives", "task", "embed"),
+        # vLLM activates vectors so, too.
+        **renamed(normalized="normalize", **dict.fromkeys(("use_activation", "activation", "softmax"), "normalize")),
+    }
     model_config = examples({"input": "Once upon a time"}, {"messages": [{"role": "user", "content": "hi"}]})
 
     encoding_format: EncodingFormat | BytesFormat = "float"
@@ -78,19 +83,15 @@ class EmbeddingBody(InputBody):
     """Byte order of numbers in base64 and in bytes. native: little."""
     dimensions: int | None = None
     normalize: bool | None = None
-    use_activation: bool | None = None
-    """vLLM's name of `normalize`."""
 
     def params(self) -> PoolingParams:
-        return PoolingParams(
-            task="embed", dimensions=self.dimensions, normalize=self.use_activation if self.normalize is None else self.normalize
-        )
+        return PoolingParams(task="embed", dimensions=self.dimensions, normalize=self.normalize)
 
 
 class ClassifyBody(InputBody):
     """POST /classify."""
 
-    verdicts = {**POOLING, **refused("classes are what this route gives", "task", "classify")}
+    verdicts = {**POOLING, **ACTIVATION, **refused("classes are what this route gives", "task", "classify")}
     model_config = examples({"input": "Once upon a time"})
 
     use_activation: bool | None = None
@@ -102,6 +103,7 @@ class ClassifyBody(InputBody):
 class AnyPoolingBody(EmbeddingBody):
     """POST /pooling."""
 
+    verdicts = {**POOLING, **ACTIVATION, **renamed(normalized="normalize")}
     model_config = examples({"input": "Once upon a time", "task": "embed"})
 
     task: Annotated[Any, WithJsonSchema({"enum": [None, *POOLING_TASKS]})] = None
@@ -117,6 +119,7 @@ class AnyPoolingBody(EmbeddingBody):
 class ScoreBody(PoolingBody):
     """POST /score. The names of each side mean the same."""
 
+    verdicts = {**POOLING, **ACTIVATION}
     model_config = examples({"queries": "capital of France", "documents": ["Paris", "Rome"]})
 
     queries: Texts | None = None
@@ -144,6 +147,7 @@ class ScoreBody(PoolingBody):
 class RerankBody(PoolingBody):
     """POST /rerank, as Jina and vLLM have it."""
 
+    verdicts = {**POOLING, **ACTIVATION}
     model_config = examples({"query": "capital of France", "documents": ["Paris", "Rome"]})
 
     query: str

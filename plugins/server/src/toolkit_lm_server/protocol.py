@@ -26,7 +26,7 @@ from toolkit_lm.plugin import LogitsProcessorRegistry
 from toolkit_lm.prompts import ExplicitEncoderDecoderPrompt, Prompt, SingletonPrompt, TokensPrompt
 
 from toolkit_lm_server.errors import ApiError, printable
-from toolkit_lm_server.request_fields import COMMON, SAMPLING, STREAM_OPTIONS, TOKENS, Verdicts, described_others
+from toolkit_lm_server.request_fields import CHAT, COMMON, SAMPLING, STREAM_OPTIONS, TOKENS, Verdicts, described_others
 from toolkit_lm_server.unknown_fields import kept_fields
 
 if TYPE_CHECKING:
@@ -73,6 +73,13 @@ class Body(BaseModel):
         schema = handler.resolve_ref_schema(handler(core_schema))
         schema["properties"] = {**described_others(cls.verdicts), **schema["properties"]}
         return schema
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Raises TypeError for another name of a field that the body does not have."""
+        for name, one in cls.verdicts.items():
+            if one.becomes == "renamed" and one.note not in cls.model_fields:
+                raise TypeError(f"{cls.__name__}: {name!r} is another name of {one.note!r}, which is no field of this body.")
 
     @model_validator(mode="before")
     @classmethod
@@ -164,7 +171,7 @@ _FIELDS = _fields(SAMPLING_PARAMS)
 class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS)):  # type: ignore[misc]
     """What chat and plain completions share: the sampling parameters."""
 
-    verdicts = SAMPLING
+    verdicts: ClassVar[Verdicts] = SAMPLING
     dropped = frozenset({"reasoning_effort", "response_format", "suffix"})
 
     plugin_fields: ClassVar[tuple[str, ...]] = ()
@@ -189,11 +196,9 @@ class SamplingBody(create_model("SamplingFields", __base__=EngineBody, **_FIELDS
     """llama.cpp's name of max_tokens. -1: as many as fit."""
 
     def most_tokens(self, default: int | None) -> int | None:
-        """Output tokens, at most; None: as many as fit. `default`: where the body says nothing. Raises RequestError."""
+        """Output tokens, at most; None: as many as fit. `default`: where the body says nothing."""
         if self.n_predict is None:
             return default if self.max_tokens is None else self.max_tokens
-        if self.max_tokens is not None:
-            raise RequestError("n_predict is another name of max_tokens: give one of them.", "n_predict")
         return None if self.n_predict < 0 else self.n_predict
 
     def sampling_params(self, **more: Any) -> SamplingParams:
@@ -300,6 +305,8 @@ class ChatBody(SamplingBody, RenderBody):
         {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 8},
         {"messages": [{"role": "user", "content": "What is the capital of Italy?"}], "logprobs": True, "top_logprobs": 2, "stream": True},
     )
+
+    verdicts = CHAT
 
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None

@@ -13,7 +13,7 @@ from toolkit_lm.params import SAMPLING_PARAMS
 
 Becomes = Literal["refused", "idle", "told", "renamed"]
 """refused: unless its value changes nothing. idle: it has no effect on any answer. told: the header and the log say that it is ignored,
-because clients cannot leave it out. renamed: obeyed under another name."""
+because clients cannot leave it out. renamed: obeyed under another name, or, where a body states both, of the same meaning."""
 
 
 class Verdict(NamedTuple):
@@ -31,15 +31,15 @@ class Verdict(NamedTuple):
 
     def is_neutral(self, value: Any, given: Mapping[str, Any] | None = None) -> bool:
         """Whether a value changes nothing. `given`: the body that it is in."""
-        if value is None or any(_same(value, one) for one in self.neutral):
+        if value is None or any(same(value, one) for one in self.neutral):
             return True
         if self.qualifies and given is not None and not any(given.get(name) for name in self.qualifies):
             return True
         return asks_nothing(value) and not (value is False and (self.false_asks or True in self.neutral))
 
 
-def _same(value: Any, other: Any) -> bool:
-    """1 is 1.0, and no true."""
+def same(value: Any, other: Any) -> bool:
+    """Whether two values are one: 1 is 1.0, and no true."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
@@ -210,8 +210,11 @@ INFILL: Verdicts = {
     ),
 }
 
+CHAT: Verdicts = {**SAMPLING, **renamed(max_completion_tokens="max_tokens")}
+
 RESPONSES: Verdicts = {
     **SAMPLING,
+    **renamed(max_output_tokens="max_tokens"),
     **refused(
         "there is no such thing here",
         "access_programs background_options context_management image moderation",
@@ -230,7 +233,8 @@ STREAM_OPTIONS: Verdicts = idle("nothing is obfuscated", "include_obfuscation")
 
 POOLING: Verdicts = {
     **COMMON,
-    **renamed(activation="use_activation", softmax="use_activation", normalized="normalize"),
+    **refused("/v1/embeddings and /pooling have it", "normalize normalized", false_asks=True),
+    **refused("/classify, /score, /rerank and /pooling have it", "use_activation activation softmax", false_asks=True),
     **refused("use the prompt of the checkpoint: prompt_name", "instruct"),
     **refused("vectors are of length 1, or as the model makes them: normalize", "embd_normalize", 2),
     **refused("each input is read by itself", "late_chunking"),
@@ -244,6 +248,8 @@ POOLING: Verdicts = {
     **refused("embeddings are of all dimensions here", "dimensions output_dimension"),
 }
 """Of bodies for pooling models."""
+ACTIVATION: Verdicts = renamed(activation="use_activation", softmax="use_activation")
+"""Of those with an activation."""
 
 TOKENS: Verdicts = {
     **COMMON,

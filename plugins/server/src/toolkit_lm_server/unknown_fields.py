@@ -14,7 +14,7 @@ from toolkit_lm.errors import nearest
 from toolkit_lm.params import shipped_with
 
 from toolkit_lm_server.errors import printable
-from toolkit_lm_server.request_fields import Verdicts, asks_nothing
+from toolkit_lm_server.request_fields import Verdicts, asks_nothing, same
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -88,8 +88,10 @@ def kept_fields(
     """Of an object's fields those that are read, under our names. `stated`: the names that are. `inside`: where the object stands.
 
     `dropped`: those of the stated ones that are left out where their value changes nothing.
-    Raises PydanticCustomError for a field that would change the answer, and for an unknown one where fields are strict.
+    Raises PydanticCustomError for a field that would change the answer, for two names of one field with different values, and for an
+    unknown one where fields are strict.
     """
+    _check_names(given, verdicts, inside)
     kept: dict[str, Any] = {}
     for name, value in given.items():
         verdict = verdicts.get(name)
@@ -100,14 +102,24 @@ def kept_fields(
         elif verdict is None:
             _unknown(name, value, stated, inside)
         elif verdict.becomes == "renamed" and value is not None:
-            if given.get(verdict.note) is not None:
-                raise unsupported(f"{inside}{name}", f"it is another name of {verdict.note}, which is given too")
             kept[verdict.note] = value
         elif verdict.becomes == "refused" and not verdict.is_neutral(value, given):
             raise unsupported(f"{inside}{name}", verdict.note)
         elif verdict.becomes == "told" and not verdict.is_neutral(value, given):
             UNKNOWN.get(STRICT).drop(f"{inside}{name}", verdict.note)
     return kept
+
+
+def _check_names(given: Mapping[str, Any], verdicts: Verdicts, inside: str) -> None:
+    """Each field comes under one name, or has one value: whichever were taken, the other would be left out in silence."""
+    firsts: dict[str, str] = {}
+    for name, value in given.items():
+        ours = verdict.note if (verdict := verdicts.get(name)) is not None and verdict.becomes == "renamed" else name
+        if value is None or (first := firsts.setdefault(ours, name)) == name or same(value, given[first]):
+            continue
+        alias, other = (name, first) if name != ours else (first, name)
+        told = {"param": f"{inside}{alias}", "other": f"{inside}{other}"}
+        raise PydanticCustomError("two_names", "{param} means the same as {other}, which has another value: give one of them.", told)
 
 
 def _unknown(name: str, value: Any, stated: Collection[str], inside: str) -> None:
