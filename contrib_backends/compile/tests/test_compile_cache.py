@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import toolkit_lm_decoder
 import torch
 from compile_harness import PLUGINS, compiled
 from toolkit_lm.errors import ConfigError
-from toolkit_lm_compile import compiler as compiler_module, key as key_module
+from toolkit_lm_compile import compiler as compiler_module, key as key_module, store
 from toolkit_lm_compile.key import ingredients, key_of
 from toolkit_lm_compile.options import options_of
 from toolkit_lm_compile.store import MANIFEST, Entry, FileRecord, Manifest, open_root
@@ -368,7 +369,7 @@ def test_the_folder_is_its_users_alone(tmp_path):
     [
         (4321, 0, 0o700, "its owner, user 4321,"),
         (4321, 0, 0o1777, "its owner, user 4321,"),
-        (0, 4321, 0o770, "its group"),
+        (0, 4321, 0o770, "its group (4321)"),
         (0, 4321, 0o1770, None),
         (0, 4321, 0o757, "everybody"),
         (0, 0, 0o755, None),
@@ -386,6 +387,49 @@ def test_whoever_else_may_rename_a_parent_is_named(tmp_path, monkeypatch, owner,
     else:
         with pytest.raises(ConfigError, match=rf"lies in '.*parent', where {re.escape(who)} may put another"):
             open_root(parent / "within" / "root")
+
+
+@pytest.mark.parametrize(
+    ("group", "user", "is_trusted"),
+    [
+        # As `umask 002` leaves ~/.cache: the user's private group, whatever group the service runs with.
+        (1000, "alice", True),
+        # The same group after somebody was put into it.
+        (1001, "carol", False),
+        # The group of the process, which many are in.
+        (44, "alice", False),
+        # The login group of many, whom no list names.
+        (100, "alice", False),
+        # Of a container: an fsGroup that the process has, beside runAsGroup, and another.
+        (2000, None, True),
+        (3000, None, True),
+        (2001, None, False),
+        (0, None, True),
+    ],
+)
+def test_groups_that_are_the_users_own(tmp_path, monkeypatch, group, user, is_trusted):
+    """A parent that its group may write is fine where nobody else is in the group."""
+    groups = {0: "root", 44: "video", 100: "users", 1000: "alice", 1001: "carol"}
+    members = {44: ["alice", "bob"], 1001: ["dave"]}
+
+    def of(number):
+        return grp.struct_group((groups[number], "x", number, members.get(number, [])))
+
+    monkeypatch.setattr(store.grp, "getgrgid", of)
+    monkeypatch.setattr(store, "_user_name", lambda number: user or f"user {number}")
+    monkeypatch.setattr(os, "getgid", lambda: 3000 if user is None else 44)
+    monkeypatch.setattr(os, "getgroups", lambda: [2000] if user is None else [44, 100])
+    parent = tmp_path / "parent"
+    parent.mkdir()
+    status = os.stat_result((stat.S_IFDIR | 0o2775, 0, 0, 0, 0, group, 0, 0, 0, 0))
+    found = Path.stat
+    monkeypatch.setattr(Path, "stat", lambda self, **options: status if self == parent else found(self, **options))
+    if is_trusted:
+        open_root(parent / "root")
+    else:
+        name = groups.get(group, group)
+        with pytest.raises(ConfigError, match=rf"where its group \({name}\) may put another.*`chmod g-w .*parent` takes"):
+            open_root(parent / "root")
 
 
 def test_the_folder_cannot_be_replaced_by_others(tmp_path):

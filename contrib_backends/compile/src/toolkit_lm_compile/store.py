@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import grp
 import hashlib
 import logging
 import os
 import pwd
+import shlex
 import shutil
 import stat
 import tempfile
@@ -105,9 +107,10 @@ def open_root(root: Path) -> Path:
             )
     for folder in root.resolve().parents:
         if (who := _who_may_replace(folder.stat())) is not None:
+            way_out = f"`chmod g-w {shlex.quote(str(folder))}` takes that from the group. " if who.startswith("its group") else ""
             raise ConfigError(
                 f"the compile cache {str(root)!r} lies in {str(folder)!r}, where {who} may put another in its place, and what it holds "
-                f"is run as code. {_WAYS_OUT}"
+                f"is run as code. {way_out}{_WAYS_OUT}"
             )
     return root
 
@@ -121,8 +124,25 @@ def _who_may_replace(status: os.stat_result) -> str | None:
         return None
     if status.st_mode & stat.S_IWOTH:
         return "everybody"
-    is_shared = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getgid())
-    return "its group" if is_shared else None
+    is_shared = status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid)
+    return f"its group ({_group_name(status.st_gid)})" if is_shared else None
+
+
+def _is_own_group(group: int) -> bool:
+    """Whether nobody but this user, and the system's administrator, is in a group.
+
+    That of the process says nothing of it: a service may run with one that many are in, such as video.
+    """
+    if group == 0:
+        return True
+    user = _user_name(os.getuid())
+    try:
+        name, _, _, members = grp.getgrgid(group)
+    except KeyError:
+        # The machine knows nobody who is in it: who has started this process has given it the group, as Kubernetes its fsGroup.
+        return group in (os.getgid(), *os.getgroups())
+    # Who has it as the group of the login is not listed: its name tells the private group of a user.
+    return name == user and set(members) <= {user}
 
 
 def _is_outside(user: int) -> bool:
@@ -140,6 +160,13 @@ def _user_name(number: int) -> str:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
+
+
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)
 
 
 def _parents_within(root: Path) -> Iterator[Path]:
