@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from toolkit_lm.config import PluginsConfig, VllmConfig
 from toolkit_lm.errors import CheckpointError
+from toolkit_lm.model import HFConfig
 from toolkit_lm.plugin import Plugins
 from toolkit_lm.resolution.checkpoint import read_checkpoint
 from toolkit_lm.resolution.twice import TWICE, check_end_tokens, check_files, settled
@@ -109,6 +111,44 @@ def test_it_is_as_transformers_has_it():
     assert transformers.LlamaConfig.from_dict(json.loads(json.dumps(both))).rope_parameters["rope_theta"] == 9.0
     assert settled(both)["rope_parameters"]["rope_theta"] == settled(both)["rope_theta"] == 9.0
     assert str(transformers.LlamaConfig.from_dict({"torch_dtype": "float16", "dtype": "bfloat16"}).dtype) == "torch.bfloat16"
+
+
+OF_KINDS = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "is_told"),
+    [
+        ({"rope_type": "linear", "factor": 8.0}, False),
+        ({"type": "linear", "factor": 8.0}, False),
+        ({"type": "linear", "factor": 4.0}, True),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 7.0}, True),
+        (YARN, True),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("Gemma3TextConfig", "toolkit_lm_decoder.gemma3"),
+        ("ModernBertConfig", "toolkit_lm_encoder.modernbert"),
+        ("LlamaConfig", "toolkit_lm_rotary"),
+    ],
+)
+def test_beside_parameters_of_kinds_of_layers_the_models_do_as_transformers(name, module, scaling, is_told, caplog):
+    transformers, model = pytest.importorskip("transformers"), importlib.import_module(module)
+    given = {"rope_scaling": scaling, "rope_parameters": OF_KINDS, "max_position_embeddings": 64}
+    given |= {"num_attention_heads": 2, "hidden_size": 32, "head_dim": 16}
+    with caplog.at_level(logging.WARNING, "toolkit_lm"):
+        config = HFConfig(settled(json.loads(json.dumps(given))))
+    theirs = getattr(transformers, name).from_dict(json.loads(json.dumps(given))).rope_parameters
+    for kind in OF_KINDS:
+        # A model whose layers are all alike takes the scaling for all of them.
+        ours = model.RopeParameters.read(config, 16) if name == "LlamaConfig" else model.rope_parameters(config, kind)
+        expected = theirs.get(kind, theirs)
+        assert ours.rope_type == expected["rope_type"]
+        assert ours.theta == expected["rope_theta"]
+        assert ours.values.get("factor", float) == expected.get("factor")
+    assert bool([text for text in caplog.messages if "counts for the layers that the model scales" in text]) is is_told
 
 
 def test_another_quantization_in_a_file_beside_is_told(tmp_path, caplog):

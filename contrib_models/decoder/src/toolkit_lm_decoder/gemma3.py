@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from toolkit_lm.attention import Attention
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.model import HFConfig, Rotation
@@ -23,6 +26,18 @@ class Gemma3Attention(Gemma2Attention, Qwen3Attention):
         return (layer + 1) % config.get("sliding_window_pattern", int, 6) != 0
 
 
+def rope_parameters(config: HFConfig, kind: str) -> RopeParameters:
+    """Of the layers of one kind. `rope_scaling` is of the layers that see everything: it is laid over what is stated of these."""
+    nothing: dict[str, Any] = {}
+    given = config.get("rope_parameters", dict, nothing).get(kind)
+    # How checkpoints stated it before transformers 5.
+    key, default = ("rope_theta", 1e6) if kind == "full_attention" else ("rope_local_base_freq", 1e4)
+    values = {"rope_theta": config.get(key, float, default), **(given if isinstance(given, Mapping) else nothing)}
+    if kind == "full_attention":
+        values |= config.get("rope_scaling", dict, nothing)
+    return RopeParameters.read(HFConfig({**config.values, "rope_parameters": values, "rope_scaling": None}), head_size_of(config))
+
+
 class Gemma3Model(Gemma2Model):
     def __init__(self, parts: type[LlamaParts], *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(parts, vllm_config=vllm_config, prefix=prefix)
@@ -34,14 +49,7 @@ class Gemma3Model(Gemma2Model):
         return self._rotary_of(config, "full_attention")
 
     def _rotary_of(self, config: HFConfig, kind: str) -> RotaryEmbedding:
-        nothing: dict[str, float] = {}
-        # How checkpoints stated it before transformers 5. Only the layers that see everything were scaled.
-        older = {
-            "full_attention": {"rope_theta": config.get("rope_theta", float, 1e6), **config.get("rope_scaling", dict, nothing)},
-            "sliding_attention": {"rope_theta": config.get("rope_local_base_freq", float, 1e4)},
-        }
-        config = HFConfig({**config.values, "rope_parameters": config.get("rope_parameters", dict) or older})
-        return RotaryEmbedding(RopeParameters.read(config, head_size_of(config), layer_type=kind), vllm_config=self.vllm_config)
+        return RotaryEmbedding(rope_parameters(config, kind), vllm_config=self.vllm_config)
 
     def rotations(self, positions: Tensor) -> list[Rotation]:
         everywhere, nearby = self.rotary(positions), self.local_rotary(positions)

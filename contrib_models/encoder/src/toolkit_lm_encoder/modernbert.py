@@ -55,11 +55,10 @@ def rope_parameters(config: HFConfig, kind: str) -> RopeParameters:
     nothing: dict[str, Any] = {}
     given = config.get("rope_parameters", dict, nothing).get(kind)
     key, default = THETAS[kind]
-    values = {"rope_theta": config.get(key, float, default), **config.get("rope_scaling", dict, nothing)}
-    if isinstance(given, Mapping):
-        values |= given
+    values = {"rope_theta": config.get(key, float, default), **(given if isinstance(given, Mapping) else nothing)}
+    values |= config.get("rope_scaling", dict, nothing)
     head_size = config.require("hidden_size", int) // config.require("num_attention_heads", int)
-    return RopeParameters.read(HFConfig({**config.values, "rope_parameters": values}), head_size)
+    return RopeParameters.read(HFConfig({**config.values, "rope_parameters": values, "rope_scaling": None}), head_size)
 
 
 class ModernBertEmbeddings(nn.Module):

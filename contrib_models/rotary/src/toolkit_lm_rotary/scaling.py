@@ -32,12 +32,12 @@ class RopeParameters:
 
     @classmethod
     def read(cls, config: HFConfig, head_size: int, *, layer_type: str | None = None) -> RopeParameters:
-        """Reads config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+        """Reads config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`, which goes first where there are both.
 
         `layer_type` picks one where layers differ. Raises UnsupportedError for an unknown rope_type, CheckpointError for a missing value.
         """
         nothing: dict[str, Any] = {}
-        given = config.get("rope_parameters", dict, nothing) or config.get("rope_scaling", dict, nothing)
+        given = config.get("rope_scaling", dict, nothing) or config.get("rope_parameters", dict, nothing)
         if layer_type is not None and isinstance(given.get(layer_type), Mapping):
             given = given[layer_type]
         rope_type = str(given.get("rope_type") or given.get("type") or "default")

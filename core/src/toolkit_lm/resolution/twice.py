@@ -97,6 +97,13 @@ def _rope(values: dict[str, Any]) -> Contradiction | None:
     older, newer = values.get("rope_scaling"), values.get("rope_parameters")
     if not (isinstance(older, dict) and older and isinstance(newer, dict) and newer):
         return None
+    if kinds := [one for one in newer.values() if isinstance(one, dict)]:
+        # Which kinds of layers the older one is of, the model's class knows.
+        stated = _full(older, {}).items()
+        if any(stated <= _full(one, {}).items() for one in kinds):
+            return None
+        said = f"rope_parameters {reprlib.repr(newer)}"
+        return Contradiction(f"rope_scaling {reprlib.repr(older)}", said, "the former counts for the layers that the model scales")
     values["rope_parameters"] = older
     del values["rope_scaling"]
     if _full(older, values) == _full(newer, values):
@@ -182,7 +189,9 @@ TWICE = (
         None,
     ),
     Rule("the model's class", "`architectures` and `model_type`", "`model_type`, where a class is registered for it; told", None),
-    Rule("rotary angles", "`rope_scaling` and `rope_parameters`", "`rope_scaling`, told", _rope),
+    Rule(
+        "rotary angles", "`rope_scaling` and `rope_parameters`", "`rope_scaling`, told; of the kinds of layers that the model scales", _rope
+    ),
     Rule("rotary angles", "`type` and `rope_type`", "`rope_type`, told", _rope_type),
     Rule(
         "rotary angles", "`rope_theta` or `partial_rotary_factor` beside `rope_parameters`, and in it", "what is in it, told", _beside_rope
