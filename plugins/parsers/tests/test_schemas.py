@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 import time
 
 import jsonschema
 import pytest
 from test_parsers import PARSERS
+from toolkit_lm.errors import RequestError
 from toolkit_lm_parsers.schemas import Schemas
 
 NULL = {"type": "null"}
@@ -139,3 +141,91 @@ def test_a_part_stands_alone():
     validator = jsonschema.Draft202012Validator(alone)
     assert [validator.is_valid(value) for value in ([[], [[]]], {"$ref": "#/x"}, [1], "x")] == [True, True, False, False]
     assert Schemas(root).alone({"type": "null"}) == {"type": "null"}
+
+
+def many(one, count=300, **beside):
+    """A schema of which many properties refer to the same."""
+    return {"type": "object", "properties": {f"p{i}": one for i in range(count)}, **beside}
+
+
+def obj(name, count=5):
+    return {"type": "object", "properties": {f"p{i}": {"$ref": f"#/$defs/{name}"} for i in range(count)}}
+
+
+NAMES = [f"n{i}" for i in range(1000)]
+TO_X = {"$ref": "#/$defs/x"}
+WIDE = {
+    "references to small ones": many(TO_X, **{"$defs": {"x": {"type": "array", "items": {"type": "string"}}}}),
+    "references to the root": many({"type": "array", "items": {"$ref": "#"}}),
+    "references to a large one": many(TO_X, **{"$defs": {"x": {"type": "array", "items": {"properties": dict.fromkeys(NAMES, True)}}}}),
+    "references to each other": {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "array", "items": {"$ref": f"#/properties/p{(i + 1) % 300}"}} for i in range(300)},
+    },
+    "anchors": many({"$ref": "#end"}, **{"$defs": {name: {"type": "integer", "$anchor": name} for name in [*NAMES, "end"]}}),
+    "listed texts": many(TO_X, **{"$defs": {"x": {"enum": NAMES}}}),
+    "listed numbers": many(TO_X, **{"$defs": {"x": {"type": "integer", "enum": [*range(1000)]}}}),
+    "long texts": many(TO_X, **{"$defs": {"x": {"enum": ["x" * 50_000]}}}),
+    "long descriptions": many(TO_X, **{"$defs": {"x": {"type": "integer", "description": "x" * 50_000}}}),
+    "alternatives": many(TO_X, **{"$defs": {"x": {"anyOf": [{"type": "string"} for _ in range(1000)]}}}),
+    "required properties": {"type": "object", "properties": {name: {"type": "integer"} for name in NAMES}, "required": NAMES},
+    "required in objects": many(TO_X, **{"$defs": {"x": {"type": "object", "required": NAMES, "properties": dict.fromkeys(NAMES, True)}}}),
+    "objects in objects": {**obj("a"), "$defs": {"a": obj("b"), "b": obj("c"), "c": obj("d"), "d": obj("e"), "e": {"type": "string"}}},
+    "a circle of alternatives": many({"anyOf": [{"$ref": "#/properties/p0"}] * 3}, 1),
+}
+"""Short schemas, of which what is made could be long."""
+SHAPES = [name for name in PARSERS if PARSERS.make(name, "").structure([{"function": {"name": "f"}}], parallel=False) is not None]
+
+
+def test_what_is_made_of_wide_schemas_is_bounded():
+    """Each format, each schema, for several functions: its size and its work are, or it is refused."""
+    assert {"qwen3_coder", "gemma", "hermes", "mistral"} <= {*SHAPES}
+    for name, wide in itertools.product(SHAPES, WIDE):
+        tools = [{"function": {"name": f"f{i}", "parameters": WIDE[wide]}} for i in range(4)]
+        given = len(json.dumps(tools))
+        made: list[object] = []
+
+        def make(name=name, tools=tools, made=made):
+            try:
+                made.append(PARSERS.make(name, "").structure(tools, parallel=True))
+            except RequestError as error:
+                assert error.param == "tools" and "fewer tools" in str(error)
+                made.append(None)
+
+        assert calls(make) < 8_000_000 + 40 * given, (name, wide)
+        assert len(json.dumps(made[0])) < 3_000_000 + 6 * given, (name, wide)
+
+
+def calls(call) -> int:
+    """The functions, those in C too, that a call calls."""
+    found = 0
+
+    def counted(frame, event, _):
+        nonlocal found
+        found += event.endswith("call")
+
+    sys.setprofile(counted)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_what_refers_to_too_much_is_refused_and_what_is_shared_is_one():
+    small, large = WIDE["references to small ones"], WIDE["long descriptions"]
+    with pytest.raises(RequestError, match="fewer tools"):
+        PARSERS.make("qwen3_coder", "").structure([{"function": {"name": "f", "parameters": large}}], parallel=False)
+    schemas = Schemas(small)
+    one, other = (schemas.alone({"type": "array", "items": TO_X, "title": title}) for title in "ab")
+    [first], [second] = one["$defs"].values(), other["$defs"].values()
+    assert first is second
+
+
+def test_a_part_has_the_definitions_that_it_reaches_and_no_others():
+    root = {"$defs": {"a": {"items": {"$ref": "#/properties/p"}}, "b": {"type": "null"}}, "properties": {"p": {"$ref": "#k"}, "q": {}}}
+    root["$defs"]["k"] = {"$anchor": "k", "type": "integer"}
+    alone = Schemas(root).alone({"type": "array", "items": {"$ref": "#/$defs/a"}})
+    assert len(alone["$defs"]) == 3
+    validator = jsonschema.Draft202012Validator(alone)
+    assert [validator.is_valid(value) for value in ([[1]], [["x"]], ["x"])] == [True, False, True]

@@ -11,7 +11,7 @@ from toolkit_lm_parsers.gemma_structure import GemmaArguments
 from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
 from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
 from toolkit_lm_parsers.scanning import Reading
-from toolkit_lm_parsers.schemas import Schemas
+from toolkit_lm_parsers.schemas import Copies, Schemas
 from toolkit_lm_parsers.structures import Structure, calls
 
 _CLOSES = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
@@ -160,11 +160,12 @@ class GemmaFormat(AnswerFormat):
             return None
         opening = next((mark for mark in _CLOSES if mark in self.template), next(iter(_CLOSES)))
         quote = _QUOTES[[*_CLOSES].index(opening)]
+        copies = Copies()
         return calls(
             tools,
             lambda name: f"{opening}call:{name}",
             _CLOSES[opening],
             parallel=parallel,
             separator="",
-            content=lambda schema: GemmaArguments(quote, schema, len(tools)).structure(),
+            content=lambda schema: GemmaArguments(quote, schema, len(tools), copies).structure(),
         )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from toolkit_lm_parsers.schemas import Schemas
+from toolkit_lm_parsers.schemas import MOST_COPIED, OF_TEXT, Copies, Schemas
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, choice, json_schema, sequence, tag, text
 
 _MOST_DEPTH = 4
@@ -15,6 +15,10 @@ _FREE_DEPTHS = (4, 3, 2)
 """Levels of what a schema leaves open: the most of which the grammar is small enough."""
 _MOST_FORMATS = 2048
 """Of all functions together. Whatever compiles the grammar takes a bounded number."""
+_MOST_WORK = 16_384
+"""Values and properties that are looked at for one function."""
+_MOST_OPTIONS = 8
+"""Levels, those of alternatives counted too, at which there are alternatives."""
 _MOST_LENGTH = 1000
 """Characters of a text whose length is held to."""
 _MOST_OPTIONAL = 12
@@ -24,6 +28,10 @@ _TYPES = (*_LITERALS, "string", "array", "object")
 _KEY: Structure = {"type": "regex", "pattern": "[A-Za-z_][A-Za-z0-9_]{0,63}"}
 
 
+class _TooLargeError(Exception):
+    pass
+
+
 class GemmaArguments:
     """The arguments of one function.
 
@@ -31,24 +39,42 @@ class GemmaArguments:
     limits of numbers, short limits of texts, and whether a list may be empty. What else a schema says is left out.
     """
 
-    def __init__(self, quote: str, schema: Mapping[str, Any], num_functions: int = 1) -> None:
-        """`quote`: the mark around texts. `num_functions`: as many grammars are one."""
+    def __init__(self, quote: str, schema: Mapping[str, Any], num_functions: int = 1, copies: Copies | None = None) -> None:
+        """`quote`: the mark around texts. `num_functions`: as many grammars are one. `copies`: counts all of them."""
         self._quote = quote
         self._most_formats = _MOST_FORMATS // max(num_functions, 1)
         self._free_depth = _FREE_DEPTHS[-1]
+        self._num_left = _MOST_WORK
+        self._open: dict[int, Structure] = {}
+        """By levels, any value."""
+        self._copies = copies or Copies()
         self._schemas = Schemas(schema)
         self._schema = self._schemas.merged(schema)
 
     def structure(self) -> Structure:
-        """With the braces around them."""
+        """With the braces around them. Raises RequestError as Copies does."""
+        found = None
         for depth in _FREE_DEPTHS:
-            self._free_depth = depth
-            found = self._object(self._schema, 0)
-            if _num_formats(found) <= self._most_formats:
+            self._free_depth, self._num_left = depth, _MOST_WORK
+            try:
+                found = self._object(self._schema, 0)
+            except _TooLargeError:
+                continue
+            if _num_formats(found, self._most_formats) <= self._most_formats:
                 break
+        most = MOST_COPIED // OF_TEXT
+        self._copies.charge(OF_TEXT * (most + 1 if found is None else _num_formats(found, most)))
+        assert found is not None, "what is too large is charged with more than there is"
         return found
 
+    def _charge(self, count: int) -> None:
+        """Counts what is to be looked at, before it is."""
+        self._num_left -= count
+        if self._num_left < 0:
+            raise _TooLargeError
+
     def _value(self, schema: Any, depth: int) -> Structure:
+        self._charge(1)
         schema = self._resolved(schema)
         if not isinstance(schema, Mapping):
             return self._free(self._free_depth if depth <= _MOST_DEPTH else 0)
@@ -58,9 +84,12 @@ class GemmaArguments:
         if "const" in schema:
             return self._written(schema["const"])
         if isinstance(values := schema.get("enum"), list) and values:
+            self._charge(len(values))
             return choice(*map(self._written, values))
         for name in ("anyOf", "oneOf"):
             if isinstance(options := schema.get(name), list) and options:
+                if depth > _MOST_OPTIONS:
+                    return self._free(0)
                 return choice(*(self._value(one, depth + 1) for one in options))
         kinds = schema.get("type")
         known = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if kind in _TYPES]
@@ -102,7 +131,8 @@ class GemmaArguments:
         if not properties:
             is_empty = "properties" in schema or (depth == 0 and schema.get("additionalProperties") is False)
             return text("{}") if is_empty else self._free_object(depth)
-        required = [name for name in schema.get("required") or () if name in properties] if isinstance(schema.get("required"), list) else []
+        told = schema.get("required")
+        required = frozenset(name for name in told if isinstance(name, str)) if isinstance(told, list) else frozenset[str]()
         items = [(f"{self._key(name)}:", self._value(one, depth + 1), name in required) for name, one in properties.items()]
         first = [(key, value) for key, value, is_required in items if is_required]
         later = [(key, value) for key, value, is_required in items if not is_required]
@@ -119,7 +149,12 @@ class GemmaArguments:
         return sequence(text("["), _separated(tag("", item, ""), at_least_one=not is_empty), text("]"))
 
     def _free(self, depth: int) -> Structure:
-        """Any value."""
+        """Any value. It is the same each time."""
+        if depth not in self._open:
+            self._open[depth] = self._made_free(depth)
+        return self._open[depth]
+
+    def _made_free(self, depth: int) -> Structure:
         plain = [self._string({}), *(json_schema({"type": kind}) for kind in ("number", "boolean", "null"))]
         if not depth:
             return choice(*plain)
@@ -154,17 +189,29 @@ class GemmaArguments:
         """A schema without references and `allOf`. One that leads nowhere leaves the value open."""
         if not isinstance(schema, Mapping):
             return None
-        return self._schemas.merged(schema) or None if {"$ref", "allOf"} & schema.keys() else schema
+        if not {"$ref", "allOf"} & schema.keys():
+            return schema
+        merged = self._schemas.merged(schema)
+        self._charge(len(_mapping(merged.get("properties"))))
+        return merged or None
 
 
 def _separated(*tags: Structure, at_least_one: bool) -> Structure:
     return {"type": "tags_with_separator", "tags": [*tags], "separator": ",", "at_least_one": at_least_one, "stop_after_first": False}
 
 
-def _num_formats(found: Any) -> int:
-    if isinstance(found, dict):
-        return 1 + sum(_num_formats(found.get(name)) for name in ("elements", "tags", "content"))
-    return sum(map(_num_formats, found)) if isinstance(found, list) else 0
+def _num_formats(found: Structure, most: int) -> int:
+    """How many formats are in a structure, each counted as often as it is written, and for several where its text is long.
+
+    More than `most` are not counted to their end.
+    """
+    left, count = [found], 0
+    while left and count <= most:
+        one = left.pop()
+        count += 1 + sum(len(one.get(name, "")) for name in ("begin", "value", "end")) // OF_TEXT
+        left += [*one.get("elements", ()), *one.get("tags", ())]
+        left += [one["content"]] if isinstance(one.get("content"), dict) else []
+    return count
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

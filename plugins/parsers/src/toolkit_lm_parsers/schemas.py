@@ -4,25 +4,69 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 from urllib.parse import unquote
+
+from toolkit_lm.errors import RequestError
 
 from toolkit_lm_parsers.json_scanner import read_json
 
 _MOST_PARTS = 256
 """Parts of a schema that are looked at for one argument."""
 _NUMBERS = frozenset(("integer", "number"))
+_NAMED = ("properties", "patternProperties", "dependentSchemas")
+"""Keywords whose mappings have schemas by names that are no keywords."""
 _VALUES = ("const", "enum", "default", "examples", "example")
 """Keywords whose values are no schemas."""
-_WHOLE = "__whole"
-"""The definition under which a part has the schema that it is a part of."""
+MOST_COPIED = 2_000_000
+"""Characters, of all tools of a request together, of what is written anew for each parameter."""
+OF_TEXT = 50
+"""Characters that a text of a structure has around it."""
+_MOVED = "__{}"
+"""The name of a definition that a part is given."""
+
+
+class Copies:
+    """Counts what is written anew for each parameter of all tools of a request: it has a copy of all that its schema refers to."""
+
+    def __init__(self) -> None:
+        self.num_left = MOST_COPIED
+
+    def charge(self, count: int) -> None:
+        """Counts characters. Raises RequestError where they are too many."""
+        self.num_left -= count
+        if self.num_left < 0:
+            raise RequestError(
+                f"tools: the schemas of the parameters say too much: written out for each parameter, what they refer to has more than "
+                f"{MOST_COPIED} characters. Refer to smaller schemas, or send fewer tools.",
+                "tools",
+            )
+
+
+class _Moved(NamedTuple):
+    """A part whose references lead to definitions."""
+
+    schema: Any
+    references: tuple[str, ...]
+    """What it refers to, each once."""
+    size: int
+    """Characters of its JSON."""
 
 
 class Schemas:
     """The schema of one function's arguments, to look things up in."""
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, copies: Copies | None = None) -> None:
+        """`copies`: counts what `alone` and `values_of` give, for several schemas; None: for this one."""
         self.root = root
+        self._copies = copies or Copies()
+        self._names: dict[str, str] = {}
+        """By reference, the name of its definition in what stands alone."""
+        self._definitions: dict[str, _Moved] = {}
+        """By reference."""
+        self._types: dict[int, frozenset[str]] = {}
+        """By the id of a list of values, their types."""
 
     def parts(self, schema: Any, *names: str) -> Iterator[Mapping[str, Any]]:
         """A schema, and all that it refers to or is combined of, each once, by these keywords."""
@@ -33,7 +77,7 @@ class Schemas:
                 continue
             seen.add(id(one))
             yield one
-            left += [part for name in reversed(names) for part in reversed(_listed(one.get(name)))]
+            left += [part for name in reversed(names) for part in reversed(_listed(one.get(name))[:_MOST_PARTS])]
             if "$ref" in one:
                 left.append(self.target(one["$ref"]))
 
@@ -44,8 +88,7 @@ class Schemas:
         found = self.root
         pointer = unquote(reference[1:])
         if pointer and not pointer.startswith("/"):
-            named = (one for name in ("$defs", "definitions") for one in _mapping(_mapping(self.root).get(name)).values())
-            return next((one for one in named if _mapping(one).get("$anchor") == pointer), None)
+            return self._anchors.get(pointer)
         for step in pointer.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
             if isinstance(found, list) and step.isascii() and step.isdigit() and int(step) < len(found):
@@ -55,6 +98,13 @@ class Schemas:
             else:
                 return None
         return found
+
+    @cached_property
+    def _anchors(self) -> dict[str, Any]:
+        """Definitions by their $anchor, the first one of each."""
+        both = (_mapping(_mapping(self.root).get(name)).values() for name in ("definitions", "$defs"))
+        named = [one for definitions in both for one in reversed([*definitions])]
+        return {anchor: one for one in named if isinstance(anchor := _mapping(one).get("$anchor"), str)}
 
     def kinds(self, schema: Any) -> frozenset[str] | None:
         """The types that a value may have; "number" comes with "integer". None: any."""
@@ -71,19 +121,41 @@ class Schemas:
         within = (*within, id(schema))
         found = _types(schema.get("type"))
         if (values := _values(schema)) is not None:
-            found = _both(found, frozenset(kind for value in values for kind in _types_of(value)))
+            found = _both(found, self._types_of_all(values))
         if "$ref" in schema:
             found = _both(found, self._kinds(self.target(schema["$ref"]), left, within))
-        for part in _listed(schema.get("allOf")):
+        # One more than may be looked at shows that they are too many.
+        for part in _listed(schema.get("allOf"))[: _MOST_PARTS + 1]:
             found = _both(found, self._kinds(part, left, within))
         for name in ("anyOf", "oneOf"):
-            if options := _listed(schema.get(name)):
+            if options := _listed(schema.get(name))[: _MOST_PARTS + 1]:
                 kinds = [self._kinds(option, left, within) for option in options]
                 if None not in kinds:
                     found = _both(found, frozenset[str]().union(*(kind for kind in kinds if kind is not None)))
         if not found:
             found = frozenset(("object",)) if "properties" in schema else frozenset(("array",)) if "items" in schema else found
         return found | {"null"} if found is not None and schema.get("nullable") is True else found
+
+    def _types_of_all(self, values: Sequence[Any]) -> frozenset[str]:
+        """The types of listed values, which are looked at once."""
+        if len(values) == 1:
+            return _types_of(values[0])
+        if id(values) not in self._types:
+            self._types[id(values)] = frozenset(kind for value in values for kind in _types_of(value))
+        return self._types[id(values)]
+
+    def keywords(self, schema: Any, *names: str) -> dict[str, Any]:
+        """What a schema says by some keywords, through references and `allOf`: of one that several have, the first one's counts."""
+        found: dict[str, Any] = {}
+        for part in self.parts(schema, "allOf"):
+            found = {**{name: part[name] for name in names if name in part}, **found}
+        return found
+
+    def values_of(self, keywords: Mapping[str, Any]) -> Sequence[Any]:
+        """The values that `const` or `enum` lists, to be copied. Empty: they list none. Raises RequestError as Copies does."""
+        found = _values(keywords) or ()
+        self._copies.charge(sum(OF_TEXT + len(str(value)) for value in found))
+        return found
 
     def values(self, schema: Any) -> list[Any]:
         """The values that a schema lists. Empty: it lists none."""
@@ -107,25 +179,67 @@ class Schemas:
         """A schema without references and `allOf`, as one mapping: of a keyword that several have, the first one's counts."""
         merged: dict[str, Any] = {}
         properties: dict[str, Any] = {}
-        required: list[Any] = []
+        required: dict[str, None] = {}
         for part in self.parts(schema, "allOf"):
             properties = {**_mapping(part.get("properties")), **properties}
-            required += [name for name in _listed(part.get("required")) if name not in required]
+            required |= dict.fromkeys(name for name in _listed(part.get("required")) if isinstance(name, str))
             merged = {**part, **merged}
         if "properties" in merged:
             merged["properties"] = properties
         if required:
-            merged["required"] = required
+            merged["required"] = [*required]
         if (kinds := self.kinds(schema)) and "type" in merged:
             merged["type"] = sorted(kinds - ({"integer"} if "number" in kinds else set()))
         return {name: value for name, value in merged.items() if name not in ("$ref", "allOf")}
 
     def alone(self, part: Any) -> Any:
-        """A part as a schema of its own: the references in it lead where they did."""
+        """A part as a schema of its own, with the definitions that it reaches. They are shared with other parts: leave them as they are.
+
+        Raises RequestError as Copies does.
+        """
         if not refers(part) or not isinstance(part, Mapping):
             return part
-        moved: dict[str, Any] = _moved(part, _WHOLE)
-        return {**moved, "$defs": {**_mapping(moved.get("$defs")), _WHOLE: self.definition(_WHOLE)}}
+        moved = self._moved(part)
+        reached = dict.fromkeys(moved.references)
+        left = [*reached]
+        while left:
+            one = self._definition(left.pop())
+            self._copies.charge(one.size)
+            left += [reference for reference in one.references if reference not in reached]
+            reached |= dict.fromkeys(one.references)
+        definitions = {self._names[reference]: self._definition(reference).schema for reference in reached}
+        return {**moved.schema, "$defs": definitions} if definitions else moved.schema
+
+    def _definition(self, reference: str) -> _Moved:
+        if reference not in self._definitions:
+            self._definitions[reference] = self._moved(self.target(reference))
+        return self._definitions[reference]
+
+    def _moved(self, part: Any) -> _Moved:
+        """A part whose references lead to definitions by `_names`. One that leads nowhere stays."""
+        references: dict[str, None] = {}
+
+        def moved(value: Any, *, are_names: bool = False) -> Any:
+            if isinstance(value, list):
+                return [moved(one) for one in value]
+            if not isinstance(value, Mapping):
+                return value
+            if are_names:
+                return {name: moved(one) for name, one in value.items()}
+            # Its own definitions are reached by references.
+            copy = {
+                name: one if name in _VALUES else moved(one, are_names=name in _NAMED)
+                for name, one in value.items()
+                if name not in ("$defs", "definitions")
+            }
+            reference = value.get("$ref")
+            if isinstance(reference, str) and self.target(reference) is not None:
+                references[reference] = None
+                copy["$ref"] = f"#/$defs/{self._names.setdefault(reference, _MOVED.format(len(self._names)))}"
+            return copy
+
+        schema = moved(part)
+        return _Moved(schema, (*references,), len(json.dumps(schema)))
 
     def definition(self, name: str) -> Any:
         """The whole schema, to be the definition of this name in another one."""

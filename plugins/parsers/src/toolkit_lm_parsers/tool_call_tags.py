@@ -10,7 +10,7 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
 from toolkit_lm_parsers.scanning import Reading
-from toolkit_lm_parsers.schemas import Schemas
+from toolkit_lm_parsers.schemas import Copies, Schemas
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, json_schema, sequence, tag, text
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -140,22 +140,27 @@ class QwenCoderFormat(AnswerFormat):
         def begin(name: str) -> str:
             return f"{_OPEN}\n{_FUNCTION}{name}>\n"
 
-        return calls(
-            tools, begin, f"{_END_FUNCTION}\n{_CLOSE}", parallel=parallel, content=_parameters, trigger=None if required else _OPEN
-        )
+        copies = Copies()
+
+        def content(schema: dict[str, Any]) -> Structure:
+            return _parameters(Schemas(schema, copies))
+
+        trigger = None if required else _OPEN
+        return calls(tools, begin, f"{_END_FUNCTION}\n{_CLOSE}", parallel=parallel, content=content, trigger=trigger)
 
 
-def _parameters(schema: dict[str, Any]) -> Structure:
+def _parameters(schemas: Schemas) -> Structure:
     """Those that are required must come, in the order of the schema. A schema that names none takes any."""
-    schemas = Schemas(schema)
-    whole = schemas.merged(schema)
+    whole = schemas.merged(schemas.root)
     if "properties" not in whole:
         return ANY_TEXT
+    told = whole.get("required")
+    required = frozenset(name for name in told if isinstance(name, str)) if isinstance(told, list) else frozenset[str]()
     elements: list[Structure] = []
     for key, one in _mapping(whole["properties"]).items():
         begin, end = f"{_PARAMETER}{key}>\n", f"\n{_END_PARAMETER}\n"
         written = tag(begin, _content(schemas, one), end)
-        elements.append(written if key in _listed(whole.get("required")) else choice(written, text("")))
+        elements.append(written if key in required else choice(written, text("")))
     return sequence(*elements) if elements else text("")
 
 
@@ -164,14 +169,15 @@ def _content(schemas: Schemas, schema: Any) -> Structure:
     kinds = schemas.kinds(schema)
     if not isinstance(schema, Mapping) or kinds is None:
         return ANY_TEXT
-    merged = schemas.merged(schema)
-    listed = schemas.values(merged)
-    if "string" in kinds and listed and not {"anyOf", "oneOf"} & merged.keys():
+    if "string" not in kinds:
+        return json_schema(schemas.alone(schema))
+    told = schemas.keywords(schema, "const", "enum", "anyOf", "oneOf", "pattern")
+    if not {"anyOf", "oneOf"} & told.keys() and (listed := schemas.values_of(told)):
         return choice(*(text(one if isinstance(one, str) else json.dumps(one)) for one in listed))
-    if kinds == {"string"} and isinstance(pattern := merged.get("pattern"), str) and _is_whole(pattern):
+    if kinds == {"string"} and isinstance(pattern := told.get("pattern"), str) and _is_whole(pattern):
         return {"type": "regex", "pattern": pattern[1:-1]}
     # What is no text may be part of any.
-    return ANY_TEXT if "string" in kinds else json_schema(schemas.alone(schema))
+    return ANY_TEXT
 
 
 def _is_whole(pattern: str) -> bool:
@@ -182,8 +188,3 @@ def _is_whole(pattern: str) -> bool:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _listed(value: Any) -> list[Any]:
-    """A list of a schema, that may be none."""
-    return value if isinstance(value, list) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import MappingProxyType
@@ -118,7 +119,9 @@ class Chat:
         plan, params, options = PLAIN, body.params(), body.request_options(context)
         if body.tools or body.tool_choice is not None or self._parts.reasoning is not None:
             await self._parts.prepare()
-            plan = self._parts.plan(body, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls))
+            use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+            # What tools' schemas say is read meanwhile: other requests do not wait for it.
+            plan = await asyncio.to_thread(self._parts.plan, body, use) if use.tools else self._parts.plan(body, use)
             params = plan.applied(params)
         check_priority(self._engine, options)
         rendering = body.render_options() | self._told(plan.use)
