@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import shutil
 import socket
 import struct
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,10 +17,10 @@ import torch.distributed as dist
 import zmq
 from toolkit_lm.config import VllmConfig
 from toolkit_lm_executor_mp import groups, socket_group
-from toolkit_lm_executor_mp.groups import SignedStore
 from toolkit_lm_executor_mp.network import Master, shut, unshut
 from toolkit_lm_executor_mp.nodes import Nodes
 from toolkit_lm_executor_mp.socket_group import LostRankError, meet_by, meet_in
+from toolkit_lm_executor_mp.store import OpenFileStore, SignedStore
 
 
 def both(work, size=2):
@@ -48,6 +51,80 @@ class TestStore:
             SignedStore(plain, b"k" * 32).get("b")
         with pytest.raises(LostRankError, match="'a'"):
             SignedStore(plain, b"l" * 32).get("a")
+
+    def test_ranks_that_count_at_once(self):
+        """No two of them get the same number, and strangers' numbers are an error."""
+        plain = dist.HashStore()
+        counted = both(lambda rank: [SignedStore(plain, b"k" * 32).add("n", 1) for _ in range(50)], 4)
+        assert sorted(number for one in counted for number in one) == list(range(1, 201))
+        assert SignedStore(plain, b"k" * 32).add("n", -3) == 197
+        assert SignedStore(plain, b"k" * 32).get("n") == b"197"
+        plain.set("n", "5")
+        with pytest.raises(LostRankError, match="'n'"):
+            SignedStore(plain, b"k" * 32).add("n", 1)
+
+    def test_what_no_rank_has_put_there_is_not_there(self):
+        plain = dist.HashStore()
+        store = SignedStore(plain, b"k" * 32)
+        plain.set("forged", "x")
+        store.set("a", "x")
+        assert [store.check(keys) for keys in (["a"], ["a", "b"], ["a", "forged"])] == [True, False, False]
+
+    def test_libraries_reach_each_of_its_methods(self):
+        """A store in C++ around it calls them, as process groups do."""
+        store = SignedStore(dist.HashStore(), b"k" * 32)
+        outer = dist.PrefixStore("x", store)
+        outer.set("a", "y")
+        outer.wait(["a"])
+        inner = outer.clone()
+        assert (outer.get("a"), inner.get("a"), outer.add("n", 2), outer.check(["a"]), outer.check(["b"])) == (b"y", b"y", 2, True, False)
+        assert store.get("x/a") == b"y"
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can")
+    @pytest.mark.parametrize("where", ["one machine", "several machines"])
+    def test_nccl_meets_when_the_folder_is_gone_and_nobody_else_holds_the_store(self, tmp_path, monkeypatch, where):
+        """NCCL's process group reads the store at the first collective; what stands for it here does, with the same part in C++."""
+        plain, folder, device = dist.HashStore(), tmp_path / "groups", torch.device("cpu")
+        num_files = len(os.listdir("/proc/self/fd"))
+
+        class Lazy(dist.ProcessGroup):
+            class Options:
+                pass
+
+            def __init__(self, store, rank, size, options):
+                super().__init__(rank, size)
+                self.store, self.options = dist.PrefixStore("nccl", store), options
+
+            def allreduce(self, tensors):
+                self.store.set(f"{self.rank()}", str(tensors[0].item()))
+                tensors[0].fill_(sum(float(self.store.get(f"{rank}")) for rank in range(self.size())))
+                return self
+
+            def wait(self, *timeout):
+                return self.store.check(["0", "1"]) and self.store.clone().check(["1"])
+
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", Lazy, raising=False)
+
+        def work(rank):
+            if where == "one machine":
+                return groups._nccl_here(folder, "stage 0", rank, 2, device)
+            return groups._nccl(SignedStore(dist.PrefixStore("p", plain), b"k" * 32), rank, 2, device)
+
+        made = both(work)
+        gc.collect()
+        shutil.rmtree(folder, ignore_errors=True)
+        assert both(lambda rank: made[rank].all_reduce(torch.ones(1) + rank).tolist()) == [[3.0]] * 2
+        for group in made:
+            group.close()
+        assert len(os.listdir("/proc/self/fd")) == num_files
+
+    @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone can")
+    def test_a_file_that_is_deleted_is_read_on(self, tmp_path):
+        one, other = (OpenFileStore(tmp_path / "store") for _ in range(2))
+        (tmp_path / "store").unlink()
+        one.set("a", b"\0x")
+        assert other.get("a") == b"\0x" and not other.check(["b"])
+        assert os.listdir(tmp_path) == []
 
     def test_gloo_meets_by_it_and_nobody_connects_afterwards(self):
         plain = dist.HashStore()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import os
 import socket
@@ -20,7 +19,8 @@ from toolkit_lm.distributed import Group, parallel_groups
 
 from toolkit_lm_executor_mp.memory import MemoryGroup, share_memory
 from toolkit_lm_executor_mp.network import shut
-from toolkit_lm_executor_mp.socket_group import TIMEOUT, LostRankError, SocketGroup, meet_by, meet_in, together
+from toolkit_lm_executor_mp.socket_group import TIMEOUT, SocketGroup, meet_by, meet_in, together
+from toolkit_lm_executor_mp.store import OpenFileStore, SignedStore
 from toolkit_lm_executor_mp.torch_group import TorchGroup
 
 _dist: Any = torch.distributed
@@ -56,36 +56,6 @@ class MasterStore(NamedTuple):
     """Ranks that connect anew meet under another number."""
     key: bytes
     """Of the attempt: ranks believe what is signed by it. It reaches them by the engine's encrypted connections."""
-
-
-class SignedStore(_dist.Store):  # type: ignore[misc]
-    """A store of values with an HMAC of their keys and of themselves: what others than ranks have put there is an error.
-
-    The store itself takes anybody's keys. Only those methods are here that process groups use.
-    """
-
-    def __init__(self, store: Any, key: bytes) -> None:
-        super().__init__()
-        self._store = store
-        self._key = key
-
-    def set(self, key: str, value: str | bytes) -> None:
-        plain = value.encode() if isinstance(value, str) else bytes(value)
-        self._store.set(key, self._sign(key, plain) + plain)
-
-    def get(self, key: str) -> bytes:
-        signed = bytes(self._store.get(key))
-        digest, plain = signed[: hashlib.sha256().digest_size], signed[hashlib.sha256().digest_size :]
-        if not hmac.compare_digest(digest, self._sign(key, plain)):
-            raise LostRankError(f"the store of the ranks holds a value of {key!r} that no rank of this launch has put there")
-        return plain
-
-    def wait(self, keys: list[str], timeout: timedelta = timedelta(seconds=TIMEOUT)) -> None:
-        self._store.wait(keys, timeout)
-
-    def _sign(self, key: str, value: bytes) -> bytes:
-        # The length ends the key: no other pair has the same bytes.
-        return hmac.digest(self._key, f"{len(key)} {key}".encode() + value, "sha256")
 
 
 def connect(parallel: ParallelConfig, meeting: Path | MasterStore, device: torch.device) -> Groups:
@@ -151,21 +121,22 @@ def _gloo(store: Any, rank: int, size: int, device: torch.device, address: str) 
     for descriptor in _listeners() - others:
         with socket.socket(fileno=os.dup(descriptor)) as listener:
             shut(listener)
-    return TorchGroup(process_group, device)
+    return TorchGroup(process_group, device, store)
 
 
 def _nccl_here(folder: Path, name: str, rank: int, size: int, device: torch.device) -> TorchGroup:
     """The ranks are on one machine: NCCL listens to nobody else, unless the operator says where."""
     folder.mkdir(mode=0o700, exist_ok=True)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    return _nccl(_dist.FileStore(str(folder / name), size), rank, size, device)
+    return _nccl(OpenFileStore(folder / name), rank, size, device)
 
 
 def _nccl(store: Any, rank: int, size: int, device: torch.device) -> TorchGroup:
+    """Its ranks meet by the store when they first exchange something, each pair of a pipeline anew."""
     options = _dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=TIMEOUT)
     with together():
-        return TorchGroup(_dist.ProcessGroupNCCL(store, rank, size, options), device)
+        return TorchGroup(_dist.ProcessGroupNCCL(store, rank, size, options), device, store)
 
 
 def _listeners() -> set[int]:

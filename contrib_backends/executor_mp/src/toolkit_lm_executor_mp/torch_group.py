@@ -16,9 +16,13 @@ from toolkit_lm_executor_mp.socket_group import together
 class TorchGroup(Group):
     """A process group of torch.distributed. Its calls raise LostRankError once a rank has closed its own."""
 
-    def __init__(self, process_group: Any, device: torch.device) -> None:
-        """`process_group`: a ProcessGroupGloo or ProcessGroupNCCL. `device`: where tensors that are received are put."""
+    def __init__(self, process_group: Any, device: torch.device, store: Any) -> None:
+        """`process_group`: a ProcessGroupGloo or ProcessGroupNCCL. `device`: where tensors that are received are put.
+
+        `store`: by which its ranks meet, which NCCL's do no sooner than they exchange something. The group holds it until it is left.
+        """
         self.rank, self.size = process_group.rank(), process_group.size()
+        self._store = store
         self._process_group = process_group
         self._device = device
         self._sent: list[tuple[Any, Tensor]] = []
@@ -68,3 +72,5 @@ class TorchGroup(Group):
         """Leaves: the other ranks' calls fail. Nothing else may hold what the calls returned, a traceback for instance."""
         self._sent.clear()
         self._process_group = None
+        # Now that nothing reads it any more.
+        self._store = None
