@@ -136,10 +136,23 @@ JSON_FAULTS = {
     "numbers of Python": ('{"a": 1_000, "b": +1, "c": .5, "d": 2., "e": -.5e3}', {"a": 1000, "b": 1, "c": 0.5, "d": 2.0, "e": -500.0}),
     "as a text": ('"{\\"city\\": \\"Oslo\\", \\"days\\": 3}"', OSLO[1]),
     "as a text of Python": ("\"{'city': 'Oslo', 'days': 3}\"", OSLO[1]),
+    "half a character": (r'{"city": "\ud800"}', None),
+    "half a character in a list": (r'{"tags": ["a", "\udc00b"]}', None),
+    "half a character in a key": (r'{"\ud800": 1}', None),
+    "a number that is too large": ('{"days": 1e999}', None),
+    "a number that is too small": ('{"where": {"x": -1e999}}', None),
+    "a number that is too large in a text": ("\"{'days': 1e999}\"", None),
     "null": ("null", {}),
     "an empty text": ('""', {}),
 }
-"""Arguments, for all formats that write them as JSON, and what they are."""
+"""Arguments, for all formats that write them as JSON, and what they are; None: none that every reader of JSON takes, so content."""
+UNREADABLE = {
+    "qwen3_coder": (r'<parameter=where>{"x": "\ud800"}</parameter>', "<parameter=where>{'x': 1e999}</parameter>"),
+    "pythonic": (r"city='\ud800'", "days=1e999"),
+    "gemma": (r'{city:"\ud800"}', "{days:1e999}"),
+    "functiongemma": (r'{city:"\ud800"}', "{days:1e999}"),
+}
+"""As much in the manner of other formats."""
 UNCLOSED = {
     "the last bracket": ('{"city": "Oslo", "days": 3', OSLO[1]),
     "two brackets": ('{"city": "Oslo", "where": {"x": [1', {"city": "Oslo", "where": {"x": [1]}}),
@@ -269,6 +282,19 @@ FIELD = {
         "pythonic", "[get_weather(celsius=true, where={'a': null})]", calls=(("get_weather", {"celsius": True, "where": {"a": None}}),)
     ),
     "no brackets": Fault("pythonic", 'get_weather(city="Paris")', calls=(PARIS,)),
+    "no brackets around two": Fault("pythonic", 'get_weather(city="Paris")\nget_time(city="Oslo", days=3)', calls=(PARIS, OSLO)),
+    "no brackets around the first": Fault("pythonic", 'get_weather(city="Paris"); [get_time(city="Oslo", days=3)]', calls=(PARIS, OSLO)),
+    "a call that is spoken of": Fault("pythonic", 'get_weather(city="x") is how you call it.', 'get_weather(city="x") is how you call it.'),
+    "two calls that are spoken of": Fault(
+        "pythonic", 'get_weather(city="x"); get_time() are calls', 'get_weather(city="x"); get_time() are calls'
+    ),
+    "a second that not all can read": Fault(
+        "pythonic", "get_weather(city='x'); get_time(days=1e999)", "get_weather(city='x'); get_time(days=1e999)"
+    ),
+    "a call and a note": Fault("pythonic", 'get_weather(city="x") [as told]', 'get_weather(city="x") [as told]'),
+    "a call spoken of before JSON that is none": Fault(
+        "llama3_json", 'get_weather(city="x") gives {"a": 1}', 'get_weather(city="x") gives {"a": 1}'
+    ),
     "no closing bracket": Fault("pythonic", 'Well: [get_weather(city="Paris")', "Well:", (PARIS,)),
     "no closing parenthesis": Fault("pythonic", '[get_weather(city="Paris"', calls=(PARIS,)),
     "colons": Fault("pythonic", '[get_weather(city: "Paris")]', calls=(PARIS,)),

@@ -6,7 +6,7 @@ import json
 import random
 
 import pytest
-from malformed import AS_JSON, FIELD, JSON_FAULTS, UNCLOSED, WITH_END, WRITTEN, form_of, of_each
+from malformed import AS_JSON, FIELD, JSON_FAULTS, UNCLOSED, UNREADABLE, WITH_END, WRITTEN, form_of, of_each
 from recorded import OSLO, PARIS
 from test_parsers import PARSERS, cuts, parse
 
@@ -43,7 +43,21 @@ def test_a_fault_loses_no_call_and_shows_no_mark(name, fault):
 def test_arguments_with_known_faults_are_read(name, fault):
     arguments, value = JSON_FAULTS[fault]
     found, calls = checked(form_of(name), WRITTEN[name]._replace(days=arguments).oslo)
-    assert (calls, found.content) == ([("get_time", value)], "")
+    if value is None:
+        assert not calls and arguments in found.content
+    else:
+        assert (calls, found.content) == ([("get_time", value)], "")
+
+
+def test_each_format_has_arguments_that_not_all_can_read():
+    assert {form_of(name) for name in (*AS_JSON, *UNREADABLE)} == set(FORMATS)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_not_every_reader_of_json_takes_is_content(name):
+    for arguments in UNREADABLE[name]:
+        found, calls = checked(form_of(name), WRITTEN[name]._replace(days=arguments).oslo)
+        assert not calls and ("ud800" in found.content or "1e999" in found.content)
 
 
 @pytest.mark.parametrize("fault", UNCLOSED)
@@ -92,3 +106,15 @@ def test_a_call_in_reasoning_that_is_not_ended_is_left_to_others(name, call):
     assert (found.reasoning, found.content) == (f"Hm.\n\n{written.oslo} or so.", written.paris)
     for pieces in ([f"{begun}{written.oslo}"], list(f"{begun}{written.oslo}")):
         assert parse(name, pieces, cut=True).content == ""
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_which_marks_are_content(name):
+    """As docs/tools.md says: of formats in tags, those that only end something, up to the first that begins a call."""
+    written = WRITTEN[name]
+    for mark in written.marks:
+        found, _ = checked(form_of(name), f"ok {mark} done")
+        only_ends = name in ("hermes", "qwen3_coder") and mark not in ("<tool_call>", "<function=")
+        assert (mark in found.content) == only_ends, (mark, found)
+        found, _ = checked(form_of(name), f"{written.paris}\nok {mark} done")
+        assert mark not in found.content

@@ -6,6 +6,7 @@ import json
 import random
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 from recorded import BAR, JSON_PARIS, LOW, RECORDED, TOOLS, Recorded
@@ -152,7 +153,7 @@ def test_nothing_that_a_model_writes_is_an_error_or_read_in_two_ways(name, piece
     whole = parse(name, [text], start, cut=cut)
     assert parse(name, list(text), start, cut=cut) == whole
     assert parse(name, pieces, start, cut=cut) == whole
-    assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole.calls)
+    assert all(isinstance(msgspec.json.decode(arguments), dict) for _, arguments in whole.calls)
     for part in (whole.content, whole.reasoning, *(text for call in whole.calls for text in call)):
         part.encode()
 

@@ -10,7 +10,7 @@ from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import JsonCalls, dumps
 from toolkit_lm_parsers.json_scanner import MAX_DEPTH, literal
-from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.scanning import Reading, is_readable
 from toolkit_lm_parsers.structures import Structure, calls
 
 _PYTHON_TAG, _PYTHON_START, _PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
@@ -42,18 +42,47 @@ class BareCallsParser(JsonCalls):
             self.release()
 
     def _first(self) -> Reading[None]:
-        """A call at the beginning of an answer may lack its brackets."""
+        """Calls at the beginning of an answer may lack their brackets, if nothing but calls follows: else they are spoken of."""
         self.keep()
         yield from self.spaces()
         yield from self.accept_any(_TAGS)
         yield from self.spaces()
-        if not (yield from self.comes((*_BEGINS, *_TAGS))) and (yield from self._python_call()):
-            yield from self._separator()
+        found: list[tuple[str, str]] = []
+        is_next = False
+        while not is_next and not (found and self.at_end):
+            is_next = yield from self.comes((*_BEGINS, *_TAGS))
+            call = None if is_next else (yield from self._python_call())
+            if call is None:
+                break
+            found.append(call)
+            yield from self.spaces()
+            yield from self.accept_any((";", ","))
+            yield from self.spaces()
+            yield from self.peek()
+        is_over = self.at_end and bool(found)
+        is_call = is_next and bool(found) and (yield from self._is_call_next())
+        is_cut = self.is_cut and not is_over and (self.is_begun() or bool(found))
+        if not (is_over or is_call or is_cut):
+            self.go_back()
             return
-        if self.is_cut and self.is_begun():
+        for one in found:
+            self.call(*one)
+        if is_cut:
             self.lacks_call = True
             self.skip()
-        self.go_back()
+        self.release()
+
+    def _is_call_next(self) -> Reading[bool]:
+        """Whether what comes next begins as a call does. It is not read."""
+        text = ""
+        while self._may_begin(text) or not text:
+            character = yield from self.peek()
+            self.at += len(character)
+            text += character
+            if not character or self._has_begun(text):
+                break
+        self.unread(len(text))
+        return self._may_begin(text) or self._has_begun(text)
 
     def _calls_here(self) -> Reading[bool]:
         """One call or several, between which are commas, semicolons or nothing."""
@@ -80,7 +109,7 @@ class BareCallsParser(JsonCalls):
 
     def _python_list(self) -> Reading[bool]:
         """The calls of a list in the manner of Python, whose bracket was read."""
-        while (yield from self._python_call()):
+        while (call := (yield from self._python_call())) is not None and self.call(*call):
             self.keep()
             yield from self.spaces()
             if (yield from self.accept("]")):
@@ -104,14 +133,21 @@ class BareCallsParser(JsonCalls):
 
     def _may_begin(self, text: str) -> bool:
         """Whether a text is the beginning of a call to a function of the request, without white space, which a tag may come before."""
-        plain = "".join(text.split()).replace("'", '"')
+        plain = _plain(text)
         for tag in _TAGS:
             if len(plain) > 1 and tag.startswith(plain):
                 return True
             plain = plain.removeprefix(tag)
+        return bool(plain) and any(call.startswith(plain) for call in self._beginnings())
+
+    def _has_begun(self, text: str) -> bool:
+        """Whether a text has all of the beginning of a call, or a tag."""
+        return _plain(text).startswith((*self._beginnings(), *_TAGS))
+
+    def _beginnings(self) -> list[str]:
         before = ("{", '{"type":"function",')
         names = [f'{opening}{first}"name":"{name}' for name in self.functions for first in before for opening in ("", "[")]
-        return bool(plain) and any(call.startswith(plain) for call in (*names, *(f"[{name}(" for name in self.functions)))
+        return [*names, *(f"[{name}(" for name in self.functions)]
 
     def _known_name(self) -> Reading[str | None]:
         """The name of a function of the request, and what begins its arguments. None: another text comes."""
@@ -126,18 +162,18 @@ class BareCallsParser(JsonCalls):
                 return None
             self.at += 1
 
-    def _python_call(self) -> Reading[bool]:
+    def _python_call(self) -> Reading[tuple[str, str] | None]:
+        """Name and arguments. None: what comes next is no call."""
         self.named = None
         name = yield from self._known_name()
         if name is None:
-            return False
+            return None
         self.named = name
         arguments = yield from self._arguments()
-        if arguments is None:
-            return False
-        self.call(name, arguments)
+        if arguments is None or not is_readable(arguments):
+            return None
         self.named = None
-        return True
+        return name, arguments
 
     def _arguments(self) -> Reading[str | None]:
         """The JSON of the arguments up to the parenthesis that ends them, which the end of an answer may lack. None: they are malformed."""
@@ -244,6 +280,10 @@ class BareCallsParser(JsonCalls):
                 read.append(_ESCAPES.get(character, character))
             else:
                 read.append(f"\\{character}")
+
+
+def _plain(text: str) -> str:
+    return "".join(text.split()).replace("'", '"')
 
 
 class LlamaJsonFormat(AnswerFormat):

@@ -51,9 +51,8 @@ class DeepSeekParser(MarkedCalls):
             yield from self.accept("json")
         yield from self.spaces()
         arguments = yield from self.json_arguments()
-        if arguments is None:
+        if arguments is None or not self.call(name, arguments):
             return False
-        self.call(name, arguments)
         yield from self.spaces()
         yield from self.close(_FENCE)
         yield from self.close(_END_CALL[0])

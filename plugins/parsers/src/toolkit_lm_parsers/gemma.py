@@ -45,9 +45,8 @@ class GemmaParser(MarkedCalls):
             return False
         self._schemas = Schemas(self.functions.get(name, {}).get("parameters"))
         read: list[str] = []
-        if not (yield from self._mapping(read, 0, self._schemas.root)):
+        if not (yield from self._mapping(read, 0, self._schemas.root)) or not self.call(name, "".join(read)):
             return False
-        self.call(name, "".join(read))
         yield from self.spaces()
         yield from self.close(_CLOSES[mark])
         return True

@@ -105,8 +105,7 @@ class HarmonyParser(JsonCalls):
         yield from self.spaces()
         is_empty = (yield from self.comes(_BREAKS)) or (self.at_end and not self.cut)
         arguments = "{}" if is_empty else (yield from self.json_arguments())
-        if arguments is not None:
-            self.call(name, arguments)
+        if arguments is not None and self.call(name, arguments):
             yield from self.spaces()
         elif self.is_cut:
             self.lacks_call = True

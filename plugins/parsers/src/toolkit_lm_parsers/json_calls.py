@@ -92,7 +92,8 @@ class JsonCalls(ScanParser):
             return False
         if name is None:
             return False
-        self.call(name, arguments or "{}")
+        if not self.call(name, arguments or "{}"):
+            return False
         # Some models count their brackets wrong.
         while (yield from self.accept("}")):
             pass

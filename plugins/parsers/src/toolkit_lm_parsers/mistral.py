@@ -37,8 +37,7 @@ class MistralParser(MarkedCalls):
         arguments = yield from self.json_arguments()
         if arguments is None:
             return False
-        self.call(name, arguments)
-        return True
+        return self.call(name, arguments)
 
 
 class MistralFormat(AnswerFormat):

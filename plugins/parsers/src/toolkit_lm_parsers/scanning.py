@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from toolkit_lm.renderer import AnswerDelta, AnswerParser, ToolCallDelta
 
 from toolkit_lm_parsers.json_scanner import JsonScanner
@@ -109,13 +110,16 @@ class ScanParser(AnswerParser):
         """White space between reasoning and content is left out."""
         self.content.starts = not self.content.has_any
 
-    def call(self, name: str, arguments: str) -> None:
-        """A whole call. What was read of it is not read again."""
+    def call(self, name: str, arguments: str) -> bool:
+        """A whole call. What was read of it is not read again. False: it is none, as not every reader of JSON takes its arguments."""
+        if not is_readable(arguments):
+            return False
         self.content.drop_rest()
         self.content.starts = not self.content.has_any
         self._calls.append(ToolCallDelta(self.num_calls, name, arguments))
         self.num_calls += 1
         self._held = None
+        return True
 
     # Reading
 
@@ -316,6 +320,15 @@ def is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
+        return False
+    return True
+
+
+def is_readable(told: str) -> bool:
+    """False: it has halves of characters, or numbers that are too large, which Python alone takes."""
+    try:
+        msgspec.json.decode(told)
+    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         return False
     return True
 

@@ -47,10 +47,7 @@ class ToolCallTagParser(MarkedCalls):
             yield from self.accept(_END_FUNCTION)
         else:
             arguments = yield from self._parameters(name)
-        if arguments is None:
-            return False
-        self.call(name, arguments)
-        return True
+        return arguments is not None and self.call(name, arguments)
 
     def _name(self) -> Reading[str | None]:
         """What comes before the end of a tag, also in quotes."""
