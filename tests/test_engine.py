@@ -498,7 +498,7 @@ class TestBadStart:
         ("change", "message"),
         [
             ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM.*Did you mean 'LlamaForCausalLM'"),
-            ({"architectures": None}, "names no model class"),
+            ({"architectures": None, "model_type": "lama"}, "names no model class"),
             ({"hidden_size": 128}, r"shape|size"),
             ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
             ({"intermediate_size": -4}, "intermediate_size must be an integer of at least 1"),

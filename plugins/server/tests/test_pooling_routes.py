@@ -678,7 +678,7 @@ async def test_special_tokens_leave_no_text(ask):
         assert "1 tokens leave no room for a text beside 1 special tokens" in reply.json()["error"]["message"]
 
 
-async def test_coheres_embed(engine_of, ask):
+async def test_coheres_embed(engine_of, ask, client_of):
     engine = engine_of("embedder")
     texts = ["one", "x" * 500]
     for kind, before in (("search_query", "q: "), ("search_document", "d: "), ("classification", "")):
@@ -689,11 +689,12 @@ async def test_coheres_embed(engine_of, ask):
         decoded = [np.frombuffer(base64.b64decode(one), "<f4") for one in reply["embeddings"]["base64"]]
         np.testing.assert_array_equal(decoded, np.float32(reply["embeddings"]["float"]))
         assert reply["meta"]["billed_units"] == {"input_tokens": len(before) + 3 + 128}
-    reply = (await ask("embedder", "/v2/embed", texts=texts, max_tokens=2, output_dimension=4)).json()
+    async with client_of(create_app(engine_of("matryoshka", convert="embed"))) as client:
+        reply = (await client.post("/v2/embed", json={"texts": texts, "max_tokens": 2, "output_dimension": 8})).json()
     assert (reply["response_type"], list(reply["embeddings"]), np.shape(reply["embeddings"]["float"])) == (
         "embeddings_by_type",
         ["float"],
-        (2, 4),
+        (2, 8),
     )
     assert reply["meta"]["billed_units"] == {"input_tokens": 4}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toolkit_lm_devkit.equality import assert_same_logits, assert_same_tokens
 from toolkit_lm_devkit.forward import encoder_decoder_logits, load_checkpoint
-from toolkit_lm_devkit.generation import Preemptions, logprobs_of
+from toolkit_lm_devkit.generation import Generated, Preemptions, logprobs_of
 from toolkit_lm_devkit.model import BLOCK_SIZE, CHUNK, ModelConformance, Subject
 from toolkit_lm_devkit.thread_ranks import run_ranks
 
@@ -63,6 +63,13 @@ class EncoderDecoderConformance(ModelConformance):
         with LLM(str(subject.folder), plugins=[counter], **made | dict(self.engine_options) | options) as llm:
             outputs = llm.generate(self.both_prompts(subject), params or greedy, use_tqdm=False)
         return outputs, counter.count
+
+    def generate_all(self, subject: Subject, **options: Any) -> Generated:
+        outputs, preemptions = self.run(subject, **options)
+        vocab_size = subject.checkpoint.hf_config["vocab_size"]
+        answers = [output.outputs[0] for output in outputs]
+        logprobs = [logprobs_of(answer, vocab_size) for answer in answers]
+        return Generated([list(answer.token_ids) for answer in answers], logprobs, preemptions)
 
     def check(self, subject: Subject, **options: Any) -> int:
         """Greedy tokens and log probabilities are those of the reference. Returns how often requests were preempted."""

@@ -198,14 +198,13 @@ class ModelConformance(Conformance):
 
             layer.fused = watched
 
-        prompts = self.prompts(subject)
         with monkeypatch.context() as patch:
             patch.setattr(FusibleLayer, "fuse", fuse_and_watch)
-            ours = self.generate(subject, prompts, block_size=FUSED_BLOCK_SIZE)
+            ours = self.generate_all(subject, block_size=FUSED_BLOCK_SIZE)
             if not fused:
                 return
             patch.setattr(FusibleLayer, "fuse", lambda layer, kernels: None)
-            theirs = self.generate(subject, prompts, block_size=FUSED_BLOCK_SIZE)
+            theirs = self.generate_all(subject, block_size=FUSED_BLOCK_SIZE)
         what = f"{', '.join(sorted(fused))}: the layer in one call of kernels, by its `parts`, is not what its modules compute"
         for tokens, others, one, other in zip(ours.token_ids, theirs.token_ids, ours.logprobs, theirs.logprobs, strict=True):
             # After the first other token it is another text.
@@ -245,6 +244,10 @@ class ModelConformance(Conformance):
             {"block_size": BLOCK_SIZE, "max_model_len": self.max_model_len, "num_kv_blocks": 1024} | dict(self.engine_options) | options
         )
         return generate(subject.folder, prompts, vocab_size=vocab_size, max_tokens=self.max_tokens, plugins=subject.plugins, **options)
+
+    def generate_all(self, subject: Subject, **options: Any) -> Generated:
+        """The conformance prompts through the engine."""
+        return self.generate(subject, self.prompts(subject), **options)
 
     def prompts(self, subject: Subject) -> list[list[int]]:
         """Random token ids, of the lengths in `lengths`."""
