@@ -239,6 +239,26 @@ FIELD = {
         "<tool_call><function=get_weather><parameter=city>write <tool_call> here</parameter></function></tool_call>",
         calls=(("get_weather", {"city": "write <tool_call> here"}),),
     ),
+    **{
+        f"in a value: {inner!r}": Fault(
+            "qwen3_coder",
+            f"<tool_call>\n<function=get_weather>\n<parameter=city>\nsee {inner} below\nimportant\n</parameter>\n"
+            "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+            calls=(("get_weather", {"city": f"see {inner} below\nimportant", "days": 3}),),
+        )
+        for inner in (*XML_MARKS[:5], "<parameter=city>", "<parameter=x>", "<parameter=\n", "<function=f>")
+    },
+    "a name that is none in a value without an end": Fault(
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter=city>a <parameter=x> b<parameter=days>3</function></tool_call>",
+        calls=(("get_weather", {"city": "a <parameter=x> b", "days": 3}),),
+    ),
+    "no closing tag of a parameter, before a call": Fault(
+        "qwen3_coder",
+        "<tool_call><function=get_weather><parameter=city>Paris</function>\n<tool_call>\n<function=get_time>\n<parameter=city>\nOslo\n"
+        "</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+        calls=(PARIS, OSLO),
+    ),
     "names in quotes": Fault(
         "qwen3_coder", '<tool_call><function="get_weather"><parameter="city">Paris</parameter></function></tool_call>', calls=(PARIS,)
     ),

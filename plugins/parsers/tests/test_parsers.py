@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import NamedTuple
@@ -254,3 +255,13 @@ def test_long_answers_take_no_longer_than_their_length(name):
             short, long = (work(name, piece * (length // len(piece)), size) for length in (2_000, 4_000))
             assert long <= 2.3 * short + 2_000, (piece, size, short, long)
             assert long <= 150 * 4_000, (piece, size, long)
+
+
+@pytest.mark.parametrize("piece", ["<parameter=city>x", "</function>", "x </function>\n<parameter=days>1", "<parameter=city>x<tool_call>"])
+def test_a_value_without_an_end_is_looked_through_once(piece):
+    for size, end in itertools.product((10**6, 3), ("", "</tool_call>", "</function></tool_call>")):
+        short, long = (
+            work("qwen3_coder", f"<tool_call><function=get_weather><parameter=city>{piece * (length // len(piece))}{end}", size)
+            for length in (2_000, 4_000)
+        )
+        assert long <= 2.3 * short + 2_000, (piece, size, end, short, long)

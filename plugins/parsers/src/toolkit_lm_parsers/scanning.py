@@ -186,6 +186,11 @@ class ScanParser(AnswerParser):
         return "".join(self._held or ()) + self.text[self.at if self._held is None else self._kept :]
 
     @property
+    def position(self) -> int:
+        """Characters of the answer that were read."""
+        return self._base + self.at
+
+    @property
     def at_end(self) -> bool:
         """There is no more text, and none will come."""
         return self._ended and self.at >= len(self.text)

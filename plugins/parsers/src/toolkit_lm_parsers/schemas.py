@@ -170,6 +170,13 @@ class Schemas:
             found = [one for one in others if isinstance(one, Mapping)]
         return found[0] if len(found) == 1 else {"anyOf": found} if found else None
 
+    def may_have(self, schema: Any, name: str) -> bool:
+        """Whether an object has a property of a name, or its schema names none."""
+        named = [
+            part["properties"] for part in self.parts(schema, "allOf", "anyOf", "oneOf") if isinstance(part.get("properties"), Mapping)
+        ]
+        return not named or any(name in one for one in named)
+
     def items(self, schema: Any) -> Any:
         """The schema of a list's items; None: nothing is said of them."""
         items = [part["items"] for part in self.parts(schema, "allOf", "anyOf", "oneOf") if isinstance(part.get("items"), Mapping)]

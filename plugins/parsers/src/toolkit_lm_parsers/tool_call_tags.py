@@ -9,13 +9,15 @@ from typing import Any
 from toolkit_lm.renderer import AnswerFormat, AnswerParser
 
 from toolkit_lm_parsers.json_calls import MarkedCalls, dumps
-from toolkit_lm_parsers.scanning import Reading
+from toolkit_lm_parsers.scanning import MAX_NAME, Reading
 from toolkit_lm_parsers.schemas import Copies, Schemas
 from toolkit_lm_parsers.structures import ANY_TEXT, Structure, calls, choice, json_schema, sequence, tag, text
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _END_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_IN_VALUE = (_END_PARAMETER, _PARAMETER, _END_FUNCTION, _OPEN, _FUNCTION, _CLOSE)
+"""Marks that a parameter's value may end at, or not."""
 
 
 class ToolCallTagParser(MarkedCalls):
@@ -23,6 +25,8 @@ class ToolCallTagParser(MarkedCalls):
 
     opens: tuple[str, ...] = (_OPEN,)
     closes = (_CLOSE, _END_FUNCTION, _END_PARAMETER, _PARAMETER)
+    _unclosed_to = 0
+    """Up to this position of the answer no </parameter> comes."""
 
     def read_calls(self, mark: str) -> Reading[bool]:
         if mark != _FUNCTION:
@@ -65,35 +69,76 @@ class ToolCallTagParser(MarkedCalls):
             if mark == _END_FUNCTION:
                 return f"{{{', '.join(written)}}}"
             key = (yield from self._name()) if mark else None
-            value = None if key is None else (yield from self._value())
+            value = None if key is None else (yield from self._value(schemas))
             if key is None or value is None:
                 return None
             text = value.removeprefix("\n").removesuffix("\n")
             written.append(f"{dumps(key)}: {schemas.argument(text, schemas.property(schemas.root, key))}")
             yield from self.spaces()
 
-    def _value(self) -> Reading[str | None]:
-        """A parameter's text. One that has no end of its own ends where the next thing begins; None: there is none.
+    def _value(self, schemas: Schemas) -> Reading[str | None]:
+        """A parameter's text, up to </parameter>: other marks before it are a part of the text. None: there is none.
 
-        A call that begins in it shows that the model has given this one up.
+        Where no </parameter> comes before the call's end, it ends where the next thing begins. A call that begins in it shows that
+        the model has given this one up.
         """
         read: list[str] = []
-        end = yield from self.until((_END_PARAMETER, _PARAMETER, _END_FUNCTION), read.append)
-        value = "".join(read)
-        if end == _END_PARAMETER:
-            return value
-        if end is not None:
-            self.at -= len(end)
-        elif self.cut:
+        places: dict[str, int] = {}
+        """Where calls begin and end in what was read."""
+        end: int | None = None
+        """Where the next thing begins."""
+        length, is_function = 0, False
+        while True:
+            piece: list[str] = []
+            mark = yield from self.until(_IN_VALUE, piece.append)
+            text = "".join(piece)
+            read += (text, mark or "")
+            length += len(text)
+            if mark == _END_PARAMETER:
+                return "".join(read[:-1])
+            if mark is None:
+                break
+            at = length
+            length += len(mark)
+            if mark == _PARAMETER and is_function and text.count(">") == 1 and text.rstrip().endswith(">"):
+                # Another call has begun.
+                break
+            is_function = mark == _FUNCTION
+            if mark == _PARAMETER:
+                name = yield from self._inner_name()
+                read.append(name)
+                length += len(name)
+                is_end = name.endswith(">") and schemas.may_have(schemas.root, name[:-1].strip("\"' "))
+            else:
+                is_end = mark == _END_FUNCTION
+            if is_end and end is None:
+                end = at
+            if mark in (_OPEN, _FUNCTION, _CLOSE):
+                places.setdefault(mark, at)
+            if end is not None and (_CLOSE in places or self.position <= self._unclosed_to):
+                break
+        if mark is None and self.cut:
             return None
-        places = {mark: at for mark in (_OPEN, _FUNCTION, _CLOSE) if (at := value.find(mark)) >= 0}
-        if not places:
-            return value if end is not None else None
-        first = min(places, key=lambda mark: places[mark])
-        if first != _CLOSE:
+        self._unclosed_to = max(self._unclosed_to, self.position)
+        first = min(places, key=lambda mark: places[mark], default=None)
+        if first is not None and (end is None or places[first] < end):
+            if first != _CLOSE:
+                return None
+            end = places[first]
+        if end is None:
             return None
-        self.unread(len(value) - places[_CLOSE])
-        return value[: places[_CLOSE]]
+        self.unread(length - end)
+        return "".join(read)[:end]
+
+    def _inner_name(self) -> Reading[str]:
+        """What may be a parameter's name, with the bracket that ends it."""
+        name = ""
+        while len(name) < MAX_NAME and (character := (yield from self.peek())) and character not in "<\n":
+            name += character
+            self.at += 1
+            if character == ">":
+                break
+        return name
 
 
 class QwenCoderParser(ToolCallTagParser):
