@@ -21,7 +21,7 @@ from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm_server.app import create_app
 from toolkit_lm_server.peer_fields import PEER_FIELDS
-from toolkit_lm_server.protocol import Body
+from toolkit_lm_server.protocol import TEMPLATES_ALLOWED, Body
 from toolkit_lm_server.request_fields import COMMON, Verdict, renamed
 from toolkit_lm_server.unknown_fields import UNKNOWN, UnknownFields
 
@@ -302,18 +302,19 @@ SAMPLES = {
     "options": {"seed": 3},
     "input_extra": [{"text": "x"}],
     "max_tokens": 9,
+    "images": ["iVBORw0KGgo="],
 }
 ON_SHAPE = {
     "/v1/chat/completions": "tools tool_choice parallel_tool_calls include_reasoning echo return_token_ids return_tokens_as_token_ids "
     "stream_options truncation_side chat_template model",
     "/v1/completions": "suffix encoder_prompt decoder_prompt add_special_tokens echo return_token_ids return_tokens_as_token_ids "
     "stream_options truncation_side model",
-    "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id background enable_response_messages conversation "
-    "prompt stream_options include top_logprobs return_token_ids return_tokens_as_token_ids prompt_logprobs n best_of use_beam_search "
+    "/v1/responses": "tool_choice max_tool_calls metadata store previous_response_id background enable_response_messages "
+    "stream_options include top_logprobs return_token_ids return_tokens_as_token_ids prompt_logprobs n best_of use_beam_search "
     "beam_width length_penalty early_stopping logprob_token_ids truncation_side",
     "/v1/messages": "tool_choice thinking",
-    "/v2/chat": "tool_choice strict_tools documents thinking logprobs",
-    "/api/chat": "logprobs top_logprobs stream",
+    "/v2/chat": "tool_choice strict_tools thinking logprobs",
+    "/api/chat": "stream",
 }
 """Fields that a route reads by itself, for the shape of its answer or to refuse them: tests of the routes have them."""
 BEAMS = {"beam_width", "length_penalty", "early_stopping"}
@@ -325,7 +326,7 @@ def reached(route: str, **fields) -> object:
     match route:
         case "/v1/responses":
             return body.chat([], body.own_messages())
-        case "/v1/messages" | "/v2/chat" | "/api/chat":
+        case "/v1/messages" | "/v2/chat" | "/api/chat" | "/api/generate":
             return body.chat()
     if route == "/infill":
         body = body.completion(BODIES["/v1/completions"], 64)
@@ -355,6 +356,55 @@ def test_each_field_that_is_read_reaches_the_engine(route):
         if reached(route, **beside, **{name: value}) == reached(route, **beside):
             missing.append(name)
     assert not missing
+
+
+@pytest.fixture
+def templates():
+    """Requests may have a chat template."""
+    before = TEMPLATES_ALLOWED.set(True)
+    yield
+    TEMPLATES_ALLOWED.reset(before)
+
+
+NEVER_ASKED = {"/infill": {"prompt_logprobs", "logprob_token_ids", "return_token_ids", "return_tokens_as_token_ids"}}
+NEVER_ASKED["/v1/responses"] = {"prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"}
+"""Fields of all bodies with sampling parameters that a route refuses for the shape of its answers. The page does not list them."""
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/infill", *list(ON_SHAPE)[2:], "/api/generate"])
+def test_what_a_route_always_refuses_is_a_row_of_the_table(route, templates):
+    """Else the page calls it obeyed."""
+    always = set()
+    for name in BODIES[route].model_fields:
+        given = [
+            SAMPLES.get(name, "x"),
+            [{"name": "f", "input_schema": {}}],
+            True,
+            3,
+            0.5,
+            "x",
+            ["x"],
+            {},
+            {"type": "disabled"},
+            "disabled",
+            1,
+        ]
+        beside = {"stream_options": {"stream": True}, "beam_width": {"use_beam_search": True}}.get(name, {})
+        problems = []
+        for value in given:
+            try:
+                reached(route, **beside, **{name: value})
+            except ValidationError:
+                continue
+            except RequestError as error:
+                problems.append(error)
+            else:
+                break
+        else:
+            always |= {name} if any(one.param == name and "only" not in str(one) for one in problems) else set()
+    assert always == NEVER_ASKED.get(route, set())
+    listed = set(" ".join(PEER_FIELDS[route].values()).split())
+    assert not always & listed
 
 
 SHAPE_OF_VECTORS = {"model", "input", "messages", "prompt_name", "truncate_prompt_tokens", "truncation_side", "add_special_tokens"}

@@ -25,7 +25,7 @@ async def test_a_chat(serve):
         refused = await client.post("/v2/chat", json={**ASK, "p": 7.0})
         assert refused.json()["message"].startswith("p must be")
         refused = await client.post("/v2/chat", json={**ASK, "documents": ["a"]})
-        assert refused.status_code == 400 and "documents are not supported" in refused.json()["message"]
+        assert refused.status_code == 400 and "documents is not supported" in refused.json()["message"]
 
 
 async def test_a_stream(serve):

@@ -219,6 +219,8 @@ RESPONSES: Verdicts = {
         "there is no such thing here",
         "access_programs background_options context_management image moderation",
     ),
+    **refused("this server keeps no conversations: send the whole one as input", "conversation"),
+    **refused("this server keeps no prompts: send the whole one as input", "prompt"),
     **refused("input is one answer's: logprobs come by include", "echo"),
     **refused("use max_output_tokens", "max_completion_tokens"),
     **refused("ask /v1/chat/completions", "chat_template mm_processor_kwargs documents"),

@@ -48,7 +48,6 @@ _INCLUDED = (
 """What may be asked for. But for log probabilities it is told anyway, as reasoning is, or there is none of it."""
 _ECHOED = ("input", "instructions", "metadata", "reasoning", "text", "tool_choice", "tools")
 """What is kept of a request, or comes back with its answer."""
-_ABSENT = "this server keeps no {name}: send the whole conversation as input."
 
 
 class ResponsesBody(SamplingBody):
@@ -84,8 +83,6 @@ class ResponsesBody(SamplingBody):
     """The answer is made while nobody waits for it: GET tells how far it is."""
     enable_response_messages: bool = False
     """The answer has the prompt and the output as the model read and drew them, in text and tokens."""
-    conversation: str | dict[str, Any] | None = None
-    prompt: dict[str, Any] | None = None
     stream_options: dict[str, Any] | None = None  # type: ignore[assignment]
     """It has no effect: nothing is obfuscated."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -134,9 +131,6 @@ class ResponsesBody(SamplingBody):
         for name in ("background", "enable_response_messages"):
             if getattr(self, name) and self.stream:
                 raise RequestError(f"{name} is allowed only when stream is false.", name)
-        for name in ("conversation", "prompt"):
-            if getattr(self, name) is not None:
-                raise RequestError(_ABSENT.format(name=f"{name}s"), name)
         if self.n not in (None, 1):
             raise RequestError("n must be 1: a response is one answer.", "n")
         for name in _OF_CHATS:

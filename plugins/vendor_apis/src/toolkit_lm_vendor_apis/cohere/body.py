@@ -20,6 +20,7 @@ NAMES = {
 VERDICTS: Verdicts = {
     **COMMON,
     **sampling_parameters("Cohere's API has no such field: ask /v1/chat/completions"),
+    **refused("put the texts into a message", "documents"),
     **idle("there are no citations", "citation_options"),
     **refused("write the rules into a message", "safety_mode", "CONTEXTUAL", "NONE", "OFF"),
     **refused("prompts go through the chat template: ask /v1/completions", "raw_prompting"),
@@ -50,7 +51,6 @@ class CohereChatBody(EngineBody):
     tools: Items[dict[str, Any]] | None = None
     tool_choice: Literal["REQUIRED", "NONE"] | None = None
     strict_tools: bool | None = None
-    documents: list[str | dict[str, Any]] | None = None
     response_format: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
 
@@ -62,8 +62,6 @@ class CohereChatBody(EngineBody):
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
-        if self.documents:
-            raise RequestError("documents are not supported: put their texts into a message.", "documents")
         fields = {name: value for name in _SAME if (value := getattr(self, name)) is not None}
         fields |= {ours: value for name, ours in _OTHERS.items() if (value := getattr(self, name)) is not None}
         if self.k == 0:

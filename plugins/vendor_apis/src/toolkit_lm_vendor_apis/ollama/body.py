@@ -51,6 +51,7 @@ VERDICTS: Verdicts = {
     **COMMON,
     **sampling_parameters("write it into options"),
     **idle("a prompt that is too long is refused, and an answer that reaches the end has the done_reason length", "truncate shift"),
+    **refused("ask /v1/chat/completions", "logprobs top_logprobs", 0),
     **idle("the model stays", "keep_alive"),
     **refused("answers are texts", "width height steps"),
     **refused("prompts are not told", "_debug_render_only"),
@@ -94,12 +95,8 @@ class _Generating(NamedModel):
     stream: bool = True
     think: bool | str | None = None
     """False: reasoning is not told."""
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
 
     def _fields(self) -> dict[str, Any]:
-        if self.logprobs or self.top_logprobs:
-            raise RequestError("logprobs are not supported here: ask /v1/chat/completions for them.", "logprobs")
         # Whoever does not want a stream wants its durations.
         fields = self.engine_fields() | {"stream": True}
         for theirs, ours in _OPTIONS.items():
@@ -149,6 +146,8 @@ class GenerateBody(_Generating):
 
     model_config = examples({"prompt": "Once upon a time", "options": {"num_predict": 8}}, {"prompt": "Once", "raw": True, "stream": False})
 
+    verdicts = {**VERDICTS, **refused("use /api/chat, or raw", "template context")}
+
     prompt: str = ""
     """Without one, the model is loaded, which it is."""
     system: str | None = None
@@ -157,29 +156,20 @@ class GenerateBody(_Generating):
     """The prompt is taken as it is, without the chat template."""
     suffix: str | None = None
     """What is to come after the answer: of a model that fills in the middle."""
-    template: str | None = None
-    context: list[int] | None = None
 
     def chat(self) -> dict[str, Any]:
         """The fields of a chat completion. Raises RequestError."""
-        self._check()
         messages = [{"role": "system", "content": self.system}] if self.system else []
         user = {"role": "user", "content": self.prompt} | ({"images": self.images} if self.images else {})
         return self._fields() | self._thinking() | {"messages": [*messages, _Calls().message(user, "prompt")]}
 
     def completion(self, longest: int) -> dict[str, Any]:
         """The fields of a plain completion. `longest`: tokens that the model takes. Raises RequestError."""
-        self._check()
         if self.images:
             raise RequestError("images are for prompts that go through the chat template.", "images")
         fields = self._fields()
         # Where nothing is said, Ollama goes on to the end.
         return {"max_tokens": longest, **fields, "prompt": self.prompt} | ({"suffix": self.suffix} if self.suffix else {})
-
-    def _check(self) -> None:
-        for name in ("template", "context"):
-            if getattr(self, name):
-                raise RequestError(f"{name} is not supported: use /api/chat, or raw.", name)
 
 
 class EmbedBody(NamedModel):
