@@ -18,7 +18,7 @@ SHAPES = {
     "models": "toolkit_lm_audio/rules.py toolkit_lm_encdec/rules.py toolkit_lm_vision/qwen2_vl.py toolkit_lm_vision/qwen2_vl_rules.py "
     "toolkit_lm_whisper/formats.py toolkit_lm_whisper/routes.py toolkit_lm_whisper/timestamps.py",
     "plugins": "toolkit_lm_structured_output/params.py toolkit_lm_sentence_transformers/late_interaction.py",
-    "renderers": "audio_processor.py chat_template.py joining.py sampling.py tokens.py video_processor.py",
+    "renderers": "audio_processor.py chat_template.py forms.py joining.py sampling.py tokens.py video_processor.py",
     "server": "answer_parts.py app.py chat.py errors.py infill.py pooled.py protocol.py responses/__init__.py route.py tokens.py",
 }
 """Files that take a peer's names or shapes of answers, or are compared with transformers in tests of their own."""

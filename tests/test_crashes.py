@@ -196,7 +196,7 @@ def test_only_what_people_read_is_told_by_the_wall_clock():
     assert found == {
         ("app.py", "time.time"),
         ("chat.py", "datetime.now"),
-        ("chat_template.py", "datetime.now"),
+        ("environment.py", "datetime.now"),
         ("generation.py", "time.time"),
         ("lifecycle.py", "time.time"),
         ("log.py", "datetime.fromtimestamp"),

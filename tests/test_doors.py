@@ -67,13 +67,15 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def serve(tmp_path):
+def serve(tmp_path_factory):
     servers = []
-    plugin = tmp_path / "plugin"
+    # A short name: paths of sockets have room for no longer one.
+    folder = tmp_path_factory.mktemp("d")
+    plugin = folder / "plugin"
     plugin.mkdir()
 
     def start(*arguments: str, **environ: str) -> Server:
-        servers.append(Server(plugin, tmp_path / f"server{len(servers)}", *arguments, **environ))
+        servers.append(Server(plugin, folder / f"s{len(servers)}", *arguments, **environ))
         return servers[-1]
 
     yield start

@@ -138,7 +138,7 @@ def test_llm_chat_makes_the_same(folder):
 DOCUMENTS = {"documents": [{"text": "of autumn"}]}
 UNREAD = "documents: the chat template does not read them, only: messages, tools. Put their texts into a message."
 NOT_OURS = {
-    "/v2/chat": "documents are not supported: put their texts into a message.",
+    "/v2/chat": "documents is not supported by this server: put the texts into a message.",
     "/v1/responses": "documents is not supported by this server: ask /v1/chat/completions.",
 }
 """Doors that take documents for no template."""

@@ -99,10 +99,13 @@ def test_stored_rotary_frequencies_are_passed_over(theirs, folder):
     assert_same_logits(folder, theirs)
 
 
-def test_the_embedding_counts_where_a_tied_head_is_stored_too(tmp_path):
+def test_a_tied_head_that_is_stored_too_counts_where_it_differs(tmp_path):
     theirs = Reference(LlamaConfig(**SHAPE, tie_word_embeddings=True))
     save_random(tmp_path, theirs)
-    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(50, 32)}))
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
+    assert_same_logits(tmp_path, theirs)
+    edit(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.ones(50, 32)}))
+    theirs.lm_head.weight = torch.nn.Parameter(torch.ones(50, 32))
     assert_same_logits(tmp_path, theirs)
 
 

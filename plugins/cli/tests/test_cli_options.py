@@ -101,7 +101,7 @@ def test_help_tells_bounds_and_default():
     assert helps["temperature"].endswith(". Between 0 and 1000000. Default: 1.0.")
     assert helps["top_p"].endswith(". Above 0 and at most 1. Default: 1.0.")
     assert helps["best_of"].endswith(". At least 1. Default: n.")
-    assert helps["max_tokens"].endswith(". At least 1. none: as many as fit in max_model_len, the default of a chat. Default: 16.")
+    assert helps["max_tokens"].endswith(". At least 0. none: as many as fit in max_model_len, the default of a chat. Default: 16.")
     assert helps["stop"].endswith(". May be given several times.")
     assert helps["early_stopping"].endswith(". Default: false.")
 

@@ -67,7 +67,7 @@ def sort_of(message: Plain) -> Sort:
 
 
 def forms_of(sort: Sort, source: str) -> Iterator[Form]:
-    """The forms that a message of a sort may have, the one to be preferred first: as transformers hands it on.
+    """The forms that a message of a sort may have, the one to be preferred first: the form that apply_chat_template of transformers gets.
 
     `source`: of the template. One that does not name the role developer does not know it: it stands for system.
     """
@@ -148,7 +148,7 @@ def _mapping(arguments: Any) -> Any:
 
 
 def with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message with its reasoning under the names that templates read, as transformers has it."""
+    """A message with its reasoning under the names that templates read."""
     reasoning = next((message[name] for name in REASONING if message.get(name) is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, REASONING[0]: reasoning}
 

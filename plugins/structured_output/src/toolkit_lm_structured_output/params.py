@@ -28,10 +28,10 @@ class StructuredOutputs(ProcessorParams):
     guided_choice: Annotated[list[str] | None, param(f"{_ALIAS[:-1]}.choice.", flag=False)] = None
     guided_grammar: Annotated[str | None, param(f"{_ALIAS[:-1]}.grammar.", flag=False)] = None
     guided_whitespace_pattern: Annotated[str | None, param(f"{_ALIAS[:-1]}.whitespace_pattern.", flag=False)] = None
-    grammar: Annotated[str | None, param("llama.cpp's name of structured_outputs.grammar.", flag=False)] = None
-    json_schema: Annotated[dict[str, Any] | str | None, param("llama.cpp's and SGLang's name of structured_outputs.json.", flag=False)] = (
-        None
-    )
+    grammar: Annotated[str | None, param("A grammar, as structured_outputs.grammar: its name in llama.cpp.", flag=False)] = None
+    json_schema: Annotated[
+        dict[str, Any] | str | None, param("A JSON Schema, as structured_outputs.json: its name in llama.cpp and SGLang.", flag=False)
+    ] = None
     regex: Annotated[str | None, param("SGLang's name of structured_outputs.regex.", flag=False)] = None
     ebnf: Annotated[str | None, param("SGLang's name of structured_outputs.grammar.", flag=False)] = None
 
