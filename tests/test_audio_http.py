@@ -157,7 +157,7 @@ BAD = {
     "audio 1: it is said to be of the format MP3": chat(spoken(sound(0.3), format="mp3")),
     "audio 1: it is said to be of the format AAC": chat(spoken(sound(0.3), format="aac")),
     "audio 1: its format is 'midi'": chat(spoken(sound(0.3), format="midi")),
-    "audio 1: it is a video": chat(b"\0\0\0\x18ftypmp42" + bytes(50)),
+    "audio 1: it is a broken or truncated recording": chat(b"\0\0\0\x18ftypmp42" + bytes(50)),
     "audio 1: input_audio must be": chat({"type": "input_audio", "input_audio": {"format": "wav"}}),
     "audio 1: the host '127.0.0.1:9' is not allowed": chat({"type": "audio_url", "audio_url": {"url": "http://127.0.0.1:9/a.wav"}}),
     "audio 1: it is none of a data URL": chat({"type": "audio_url", "audio_url": {"url": "file:///etc/passwd"}}),
