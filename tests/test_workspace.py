@@ -122,6 +122,7 @@ def test_the_wheel_of_the_kernels_needs_no_compiler(wheels, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # All distributions and what they need are installed first.
 def test_wheels_work_in_a_fresh_environment(fresh_environment, tmp_path):
     """Installed, not editable, with the dependencies that the wheels themselves name."""
     toolkit = fresh_environment / "bin" / "toolkit"

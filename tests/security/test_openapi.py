@@ -177,6 +177,7 @@ def test_answers_are_as_described(engine_of, name):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ENGINES)
 def test_many_answers_are_as_described(engine_of, name):
     check(findings(engine_of(name), name, max_examples=100))
