@@ -1,5 +1,7 @@
 """The backend's contract: refusals, registration; how it calls the kernels that it finds."""
 
+import functools
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +16,11 @@ from toolkit_lm.attention import AttentionSpec, AttentionType, FullSpec, PageTen
 from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
 from toolkit_lm_devkit import AttentionStep
 from toolkit_lm_flash_attn import backend, kernel
+from toolkit_lm_flash_attn.arguments import Arguments
 from toolkit_lm_flash_attn.backend import FlashAttnBackend, lacks
 from toolkit_lm_flash_attn.kernel import Kernel
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import varlen
 
 SPEC = AttentionSpec(
     layer="model.layers.0.self_attn.attn",
@@ -128,19 +133,41 @@ def test_how_the_package_is_called(monkeypatch) -> None:
     assert options == {"max_seqlen_q": 3, "max_seqlen_k": 40, "softmax_scale": 0.25, "causal": True, "window_size": (7, 0), "softcap": 2.0}
 
 
+def varlen_attn_of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    """The signature of PyTorch 2.11, whose attention has no argument for shared KV heads."""
+
+
+@pytest.mark.parametrize("like", [varlen.varlen_attn, varlen_attn_of_2_11], ids=["installed", "2.11"])
 @pytest.mark.parametrize(("window", "given"), [(None, (-1, 0)), (8, (7, 0))])
-def test_how_torch_is_called(monkeypatch, window, given) -> None:
-    calls = []
-    monkeypatch.setattr(
-        "torch.nn.attention.varlen.varlen_attn", lambda q, *rest, **options: calls.append((rest, options)) or torch.zeros_like(q)
-    )
+def test_how_torch_is_called(monkeypatch, like, window, given) -> None:
+    """Whatever the installed PyTorch is, and as the oldest one takes it."""
+    calls, signature = [], inspect.signature(like)
+
+    @functools.wraps(like)
+    def recorded(*arguments, **options):
+        calls.append(signature.bind(*arguments, **options).arguments)
+        return torch.zeros_like(arguments[0])
+
+    monkeypatch.setattr(varlen, "varlen_attn", recorded)
     found = GATHERING._replace(attend=kernel._attend_by_torch)
     AttentionStep(backend_of(found), [(3, 40), (1, 20)], window=window).run()
-    (((keys, _, query_start, key_start, *longest), options),) = calls
+    (call,) = calls
     gathered = [40, 20] if window is None else [10, 8]
-    assert (len(keys), longest) == (sum(gathered), [3, gathered[0]])
-    assert (query_start.tolist(), key_start.tolist()) == ([0, 3, 4], [0, gathered[0], sum(gathered)])
-    assert options == {"scale": 0.25, "window_size": given, "enable_gqa": True}
+    assert (len(call["key"]), call["max_q"], call["max_k"]) == (sum(gathered), 3, gathered[0])
+    assert call["cu_seq_q"].tolist() == [0, 3, 4]
+    assert call["cu_seq_k"].tolist() == [0, gathered[0], sum(gathered)]
+    assert (call["scale"], call["window_size"]) == (0.25, given)
+    assert call.get("enable_gqa", False) is ("enable_gqa" in signature.parameters)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_the_installed_torch_takes_what_it_is_given(kv_heads) -> None:
+    """Its own checks run. Tensors without memory stand for those of a GPU."""
+    with FakeTensorMode():
+        q, k = (torch.empty(4, heads, 16, device="cuda", dtype=torch.bfloat16) for heads in (4, kv_heads))
+        starts = torch.empty(3, dtype=torch.int32, device="cuda")
+        given = Arguments(starts, starts, 3, 40, causal=True, window=(7, 0), keys=None, block_table=None)
+        assert kernel._attend_by_torch(q, k, k, given, 0.25, None).shape == q.shape
 
 
 def test_a_step_without_any_key_gives_zeros() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -78,12 +79,20 @@ def _attend_by_package(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale:
 def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: float, soft_cap: float | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    # PyTorch 2.11 takes shared KV heads as they come. Later ones ask to be told of them.
+    heads = {"enable_gqa": q.shape[1] != k.shape[1]} if _takes(varlen_attn, "enable_gqa") else {}
     # It has no argument of its own for causal attention, which is a window that ends at the query.
     found: Any = varlen_attn(
         *(q, k, v, given.query_start, given.key_start, given.max_queries, given.max_keys),
         scale=scale,
         window_size=given.window,
-        enable_gqa=q.shape[1] != k.shape[1],
+        **heads,
     )
     assert isinstance(found, Tensor)
     return found
+
+
+@functools.cache
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function has an argument of that name."""
+    return name in inspect.signature(function).parameters
