@@ -35,7 +35,17 @@ from toolkit_lm_compile.describe import describe_parts
 from toolkit_lm_compile.graphs import describe as describe_graphs, make_graphs
 from toolkit_lm_compile.key import ingredients, key_of, source_digest
 from toolkit_lm_compile.options import Band, bands_of, options_of
-from toolkit_lm_compile.parts import ANY, NarrowError, check_patches, compile_part, instructions_here, is_kept, load_part, symbols_of
+from toolkit_lm_compile.parts import (
+    ANY,
+    NarrowError,
+    check_patches,
+    compile_part,
+    compiles_bands,
+    instructions_here,
+    is_kept,
+    load_part,
+    symbols_of,
+)
 from toolkit_lm_compile.program import Program
 from toolkit_lm_compile.split import Plan, Split, split
 from toolkit_lm_compile.store import DamagedError, Entry, Manifest, default_root, open_root
@@ -55,6 +65,10 @@ class InductorCompiler(ModelCompiler):
     def refuses(cls, vllm_config: VllmConfig) -> str | None:
         if vllm_config.parallel.pipeline_parallel_size > 1:
             return "it compiles models of one pipeline stage only (--pipeline-parallel-size 1); tensor parallel ranks it can"
+        options = options_of(vllm_config)
+        bands = bands_of(options, vllm_config.compilation.optimization_level)
+        if bands and options.backend == "inductor" and not compiles_bands():
+            return f"compile_sizes and compile_ranges need torch 2.13, and this is {torch.__version__}: level 1 does without"
         return None
 
     @classmethod
