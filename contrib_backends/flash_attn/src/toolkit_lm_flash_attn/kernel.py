@@ -80,7 +80,7 @@ def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, given: Arguments, scale: f
     from torch.nn.attention.varlen import varlen_attn
 
     # PyTorch 2.11 takes shared KV heads as they come. Later ones ask to be told of them.
-    heads = {"enable_gqa": q.shape[1] != k.shape[1]} if _takes(varlen_attn, "enable_gqa") else {}
+    heads: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _takes(varlen_attn, "enable_gqa") else {}
     # It has no argument of its own for causal attention, which is a window that ends at the query.
     found: Any = varlen_attn(
         *(q, k, v, given.query_start, given.key_start, given.max_queries, given.max_keys),
