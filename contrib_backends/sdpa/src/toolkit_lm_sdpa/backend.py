@@ -14,10 +14,10 @@ from toolkit_lm.attention import (
     common_refusal,
 )
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from toolkit_lm_sdpa.equal_length import attend_equal_length
 from toolkit_lm_sdpa.formula import probabilities, scores
+from toolkit_lm_sdpa.kernel import fused_attention
 from toolkit_lm_sdpa.plan import Bucket, Metadata, Row
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -126,7 +126,7 @@ def _attend_fast(layer: LayerParams, q: Tensor, keys: Tensor, values: Tensor, ro
     queries = q[row.tokens].view(-1, *heads, layer.head_size).permute(1, 2, 0, 3)
     # A KV head is a batch entry, so that its query heads share the keys without a copy of them.
     keys, values = keys[:, None].expand(-1, heads[1], -1, -1), values[:, None].expand(-1, heads[1], -1, -1)
-    result = scaled_dot_product_attention(queries, keys, values, attn_mask=row.visible, is_causal=row.causal, scale=layer.scale)
+    result = fused_attention(queries, keys, values, scale=layer.scale, mask=row.visible, causal=row.causal)
     out[row.tokens].view(-1, *heads, layer.head_size).copy_(result.permute(2, 0, 1, 3))
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from toolkit_lm.attention import LayerParams
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from toolkit_lm_sdpa.kernel import fused_attention
 from toolkit_lm_sdpa.plan import EqualLengthRows
 
 _SHORT = 128
@@ -32,7 +32,7 @@ def attend_equal_length(layer: LayerParams, q: Tensor, k: Tensor, v: Tensor, row
         else:
             # Four axes: with five, torch takes its slowest kernel.
             keys, values = (x.unsqueeze(2).expand(queries.shape).flatten(1, 2) for x in (keys, values))
-            result = scaled_dot_product_attention(queries.flatten(1, 2), keys, values, attn_mask=bias, scale=layer.scale)
+            result = fused_attention(queries.flatten(1, 2), keys, values, scale=layer.scale, mask=bias)
         result = result.transpose(1, 2)
         if isinstance(tokens, slice):
             out[tokens].view(result.shape).copy_(result)
