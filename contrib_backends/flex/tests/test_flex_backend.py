@@ -1,10 +1,12 @@
 """The backend's contract: refusals, options, groups, registration; and what only it must do."""
 
+import functools
 import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -163,6 +165,38 @@ def test_the_arguments_of_the_kernel(monkeypatch, fields) -> None:
     with torch.inference_mode():
         found = step.run()
     assert np.abs(found.numpy() - step.naive()).max() <= 1e-5
+
+
+@pytest.fixture
+def compiled_quickly(monkeypatch):
+    """What is traced runs as it was traced. It needs no GPU."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    kernel._compiled.cache_clear()
+    yield
+    kernel._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("compiled_quickly")
+def test_kernels_may_be_many_and_no_step_goes_without(monkeypatch) -> None:
+    """torch's own limit on those of a function, here 1, does not count; past ours it is an error, and not attention without a kernel."""
+    monkeypatch.setattr(FlexBackend, "fuses", property(lambda self: True, lambda self, value: None), raising=False)
+    steps = [make_step(rows, soft_cap=2.0) for rows in ([(1, 20), (1, 30)], [(1, 40)], [(30, 40)])]
+    with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=1):
+        for step in steps:
+            assert np.abs(step.run().numpy() - step.naive()).max() <= 1e-5
+        monkeypatch.setattr(kernel, "_MOST_KERNELS", 2)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            [step.run() for step in steps]
+
+
+def test_a_table_of_biases_is_where_the_step_is() -> None:
+    """A layer may give it on a CPU. Tensors of the device meta stand for those of a GPU."""
+    positions = torch.zeros(1, 4, dtype=torch.int64, device="meta")
+    group = SimpleNamespace(q_positions=positions, k_positions=positions, longest=3)
+    bias = backend._bias(replace(make_step().layer.params, bias=OffsetTable(4)), group)
+    assert {cell.cell_contents.device.type for cell in bias.__closure__} == {"meta"}
 
 
 def test_entry_module_imports_no_torch() -> None:

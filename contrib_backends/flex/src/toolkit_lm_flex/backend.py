@@ -145,7 +145,7 @@ def _bias(layer: LayerParams, group: Group) -> Callable[[Tensor, Tensor, Tensor,
         return None
     if isinstance(given, OffsetBias):
         # One number for each offset that comes up, looked up for each score.
-        table = given.by_offset(group.longest).float()
+        table = given.by_offset(group.longest).float().to(group.k_positions.device)
         queries, keys = group.q_positions - group.longest, group.k_positions
         return lambda piece, head, query, key: table[head, keys[piece, key] - queries[piece, query]]
     pieces = zip(group.q_positions, group.k_positions, strict=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
@@ -18,6 +19,9 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 _WHOLE = 2**30
 """Size of a block that holds all queries, or all keys."""
+_MOST_KERNELS = 512
+"""torch compiles one for each kind of mask, of change to scores and of aux, and for each of three sizes being 1 or not. Past its own limit,
+which is 8, it would compute without a kernel and write all scores to memory; past this one it raises."""
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, mask: MaskMod, change: ScoreMod | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -36,11 +40,12 @@ def fused(
     q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask, change: ScoreMod | None, scale: float, *, logsumexp: bool
 ) -> tuple[Tensor, Tensor | None]:
     """As `formula`, in one kernel, which torch compiles. The logarithm is None unless asked for."""
-    arguments = {"score_mod": change, "block_mask": blocks, "scale": scale, "enable_gqa": True}
-    if not logsumexp:
-        return _compiled()(q, k, v, **arguments), None
-    out, found = _compiled()(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
-    return out, found.lse
+    arguments: dict[str, Any] = {"score_mod": change, "block_mask": blocks, "scale": scale, "enable_gqa": True}
+    with dynamo_config.patch(recompile_limit=_MOST_KERNELS, accumulated_recompile_limit=_MOST_KERNELS):
+        if not logsumexp:
+            return _compiled()(q, k, v, **arguments), None
+        out, found = _compiled()(q, k, v, **arguments, return_aux=AuxRequest(lse=True))
+        return out, found.lse
 
 
 def _one_block(mask: MaskMod, num_queries: int, num_keys: int, device: torch.device) -> BlockMask:
@@ -57,4 +62,4 @@ def _unchanged(score: Tensor, piece: Tensor, head: Tensor, query: Tensor, key: T
 
 @functools.cache
 def _compiled() -> Any:
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
