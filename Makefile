@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 RENDERERS := $(VENV)-renderers
 CLIENTS := $(VENV)-clients
 BENCHMARKS := $(VENV)-benchmarks
+FLOOR := $(VENV)-floor
+PYTHON312 ?= $(or $(lastword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python)),python3.12)
 # Two files of tests at a time, each in one thread; the kernels' tests have all threads to themselves.
 JOBS ?= 2
 TESTS := $(filter-out contrib_backends/cpu/tests,$(wildcard core/tests plugins/*/tests contrib_*/*/tests tests))
@@ -15,7 +17,7 @@ PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-renderers test-clients lint audit bench docs wheels clean
+.PHONY: demo test test-all test-renderers test-clients test-floor test-floor-here lint audit bench docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
@@ -24,7 +26,7 @@ test: lint docs test-renderers
 	$(PYTEST) -m "not slow"
 	$(PYTEST_KERNELS) -m "not slow"
 
-test-all: lint docs test-renderers test-clients
+test-all: lint docs test-renderers test-clients test-floor
 	$(PYTEST)
 	$(PYTEST_KERNELS)
 
@@ -40,6 +42,17 @@ test-clients: $(STAMP) $(CLIENTS)/.installed $(BENCHMARKS)/.installed
 	$(CLIENTS)/bin/python $(PYTEST_CLIENTS) --ignore tests/clients/benchmarks tests/clients
 	$(BENCHMARKS)/bin/python $(PYTEST_CLIENTS) tests/clients/benchmarks
 	$(BIN)/python tests/clients/page.py
+
+# The plugins for GPUs with the oldest torch, triton and transformers that they allow, on a CPU.
+FLOOR_TESTS := $(patsubst %,contrib_backends/%/tests,compile flash_attn flex triton) contrib_backends/sdpa/tests/test_kernel.py
+test-floor:
+	@if $(PYTHON312) -c '' 2>/dev/null; then $(MAKE) --no-print-directory test-floor-here; \
+	else echo "There is no $(PYTHON312): the tests with the oldest versions are left out. PYTHON312 names it."; fi
+
+# The workspace is found where the other environment finds it.
+test-floor-here: $(FLOOR)/.installed $(STAMP)
+	@cp -r $(VENV)/lib/python3*/site-packages/*toolkit_lm* $(FLOOR)/lib/python3.12/site-packages/
+	OMP_NUM_THREADS=1 $(FLOOR)/bin/python -m pytest -q -n $(JOBS) --dist loadfile -m "not slow" $(FLOOR_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -89,5 +102,10 @@ $(BENCHMARKS)/.installed: requirements-benchmarks.txt
 	@$(BENCHMARKS)/bin/pip install --quiet --disable-pip-version-check -r requirements-benchmarks.txt
 	@touch $@
 
+$(FLOOR)/.installed: requirements-floor.txt
+	@rm -rf $(FLOOR) && $(PYTHON312) -m venv $(FLOOR)
+	@$(FLOOR)/bin/pip install --quiet --disable-pip-version-check -r requirements-floor.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) $(BENCHMARKS) site dist build
+	rm -rf $(VENV) $(RENDERERS) $(CLIENTS) $(BENCHMARKS) $(FLOOR) site dist build
