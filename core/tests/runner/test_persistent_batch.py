@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from fake_model import new, row
 from toolkit_lm.attention import BatchLimits, FullSpec
 from toolkit_lm.messages import BlockMove, NewSequence, ScheduledSequence, SequenceInputs, StepPlan
@@ -13,9 +14,9 @@ from toolkit_lm.params import SamplingParams
 from toolkit_lm.runner import PersistentBatch, StepBuffers
 
 
-def make_batch(num_rows: int, block_sizes: list[int], processors=None) -> PersistentBatch:
+def make_batch(num_rows: int, block_sizes: list[int], processors=None, device: str = "cpu") -> PersistentBatch:
     specs = [FullSpec(block_size=size, num_kv_heads=1, head_size=1, dtype="float32") for size in block_sizes]
-    buffers = StepBuffers(BatchLimits(num_rows, 16, 16), [spec.num_blocks(16) for spec in specs], torch.device("cpu"))
+    buffers = StepBuffers(BatchLimits(num_rows, 16, 16), [spec.num_blocks(16) for spec in specs], torch.device(device))
     return PersistentBatch(buffers, specs, 16, processors)
 
 
@@ -152,9 +153,9 @@ def test_a_padded_step_has_rows_without_keys_and_tokens_without_slots(shape, que
     run(batch, StepPlan(new=[new(i, [1, 2, 3], [i]) for i in range(4)], scheduled=[row(i, 3) for i in range(4)]))
     inputs = run(batch, StepPlan(dropped=[0, 1, 2, 3], new=[new(i, [4, 5], [i]) for i in (5, 6)], scheduled=[row(5, 2), row(6, 2)]))
     slots = inputs.groups[0].slots.tolist()
-    [plain] = batch.buffers.views(inputs, None, None)
+    *_, [plain] = batch.buffers.upload(inputs, None, None)
     assert (plain.num_rows, plain.num_tokens, plain.is_fixed, plain.has_padding) == (2, 4, False, False)
-    [view] = batch.buffers.views(inputs, None, shape)
+    *_, [view] = batch.buffers.upload(inputs, None, shape)
     assert view.query_start.tolist() == view.query_start_device.tolist() == query_start
     assert view.seq_lens.tolist() == view.seq_lens_device.tolist() == [2, 2, 0, 0]
     assert view.slot_mapping.tolist() == slots + [-1] * (shape.num_tokens - 4)
@@ -162,3 +163,24 @@ def test_a_padded_step_has_rows_without_keys_and_tokens_without_slots(shape, que
     assert view.block_table.shape == (4, batch.buffers.groups[0].table.host.shape[1]), "tables do not change their shape"
     assert (view.max_query_len, view.max_seq_len) == (shape.max_query_len, batch.buffers.limits.max_model_len)
     assert view.slot_mapping.data_ptr() == plain.slot_mapping.data_ptr() and view.block_table.data_ptr() == plain.block_table.data_ptr()
+
+
+def test_steps_that_nobody_waits_for_have_their_own_inputs():
+    """A prompt in six chunks, on a device that has done nothing of it when the host makes the last one ready."""
+    with FakeCuda() as cuda:
+        batch, seen = make_batch(3, [4], device="cuda"), []
+        plan = StepPlan(new=[new(7, list(range(10, 22)), [5, 2, 8])], scheduled=[row(7, 2, samples=False)])
+        for chunk in range(6):
+            inputs = run(batch, plan)
+            input_ids, positions, [view] = batch.buffers.upload(inputs, None, None)
+            given = input_ids, positions, view.slot_mapping, view.seq_lens_device, view.query_start_device, view.block_table
+            # What kernels would read; nobody waits for them.
+            seen.append([one.clone() for one in given])
+            plan = StepPlan(scheduled=[row(7, 2, samples=False, start=2 * chunk + 2)])
+        waits = set(cuda.waits)
+        slots = [block * 4 + place for block in (5, 2, 8) for place in range(4)]
+        for chunk, step in enumerate(seen):
+            first, end = 2 * chunk, 2 * chunk + 2
+            expected = [[10 + first, 11 + first], [first, first + 1], slots[first:end], [end], [0, 2], [[5, 2, 8][: chunk // 2 + 1]]]
+            assert [one.tolist() for one in step] == expected, f"chunk {chunk}"
+        assert waits == {"event"}

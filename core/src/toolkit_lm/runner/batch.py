@@ -23,17 +23,22 @@ class Buffer:
         """What `host` is a view of."""
         self.host: np.ndarray = self.mirror.numpy()
         self._tensor = self.mirror if device.type == "cpu" else torch.zeros(*shape, dtype=dtype, device=device)
-        self._size, self._views = tuple(shape), (self._tensor, self.mirror)
+        self._size, self._view = tuple(shape), self._tensor
+        self._rows = self._tensor, self.mirror
 
     def upload(self, *size: int) -> Tensor:
-        """What the host holds of it, up to `size` along the first axes, as a view on the device."""
+        """What the host holds of it, up to `size` along the first axes, as a view on the device.
+
+        The copy comes when the device is through with the work before it, and reads the host's memory then.
+        """
         if size != self._size:
-            part = tuple(map(slice, size))
-            self._size, self._views = size, (self._tensor[part], self.mirror[part])
-        tensor, mirror = self._views
+            self._size, self._view = size, self._tensor[tuple(map(slice, size))]
+            self._rows = self._tensor[: size[0]], self.mirror[: size[0]]
         if self._tensor is not self.mirror:
+            # Whole rows: torch copies what has gaps through pageable memory, and waits for that.
+            tensor, mirror = self._rows
             tensor.copy_(mirror, non_blocking=True)
-        return tensor
+        return self._view
 
 
 class GroupBuffers:
@@ -48,7 +53,7 @@ class GroupBuffers:
 class StepBuffers:
     """Made once, for the largest step; each step uses the beginning of them. That is what a captured graph can read.
 
-    The plain arrays stay on the host.
+    A step waits for `uploaded`, writes to the arrays on the host, and calls `upload` once. The plain arrays stay there.
     """
 
     def __init__(self, limits: BatchLimits, table_widths: Sequence[int], device: torch.device) -> None:
@@ -60,6 +65,9 @@ class StepBuffers:
         self.groups = [GroupBuffers(limits, width, device) for width in table_widths]
         self.columns = np.zeros((6, limits.num_rows), np.int64)
         self._index, self._found = np.zeros(limits.num_tokens, np.int64), np.zeros(limits.num_tokens, np.int32)
+        self._device = device
+        self.uploaded = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        """After the last step's copies to the device: what is written before that is copied."""
 
     def gather(self, table: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
         """table[rows, columns] of an int32 table, as int64, until the next call."""
@@ -70,9 +78,19 @@ class StepBuffers:
         index[:] = found
         return index
 
-    def views(self, inputs: StepInputs, spans: np.ndarray | None, shape: GraphShape | None) -> list[BatchView]:
-        """The step as each group sees it, on the device; padded to a shape."""
+    def upload(
+        self,
+        inputs: StepInputs,
+        spans: np.ndarray | None,
+        shape: GraphShape | None,
+    ) -> tuple[Tensor, Tensor, list[BatchView]]:
+        """The step on the device: its T tokens and their positions, [T] int64 each, and views.
+
+        A view is the step as a group sees it, padded to the shape. The two tensors are not padded.
+        """
         num_rows, num_tokens, most_queries = shape or (len(inputs.rows), len(inputs.token_index), int(inputs.num_tokens.max()))
+        input_ids = self.input_ids.upload(len(inputs.token_index))
+        positions = self.positions.upload(len(inputs.token_index))
         if shape is not None:
             self._pad(len(inputs.rows), len(inputs.token_index), shape)
         query_start, views = self.query_start.upload(num_rows + 1), []
@@ -93,7 +111,9 @@ class StepBuffers:
                 spans=spans,
             )
             views.append(view)
-        return views
+        if self.uploaded is not None:
+            self.uploaded.record(torch.cuda.current_stream(self._device))
+        return input_ids, positions, views
 
     def _pad(self, num_rows: int, num_tokens: int, shape: GraphShape) -> None:
         """The rows that are added have no keys, and their tokens no slots. Each has as many tokens as a row may, while there are any."""
@@ -214,6 +234,8 @@ class PersistentBatch:
     def inputs(self, plan: StepPlan) -> StepInputs:
         """The flat batch of a plan, in the buffers."""
         buffers, num_rows, num_sampling, end = self.buffers, len(plan.scheduled), 0, 0
+        if buffers.uploaded is not None:
+            buffers.uploaded.synchronize()
         rows, starts, num_tokens, lengths, sampling, num_drafts = buffers.columns[:, :num_rows]
         query_start = buffers.query_start.host[: num_rows + 1]
         for index, scheduled in enumerate(plan.scheduled):

@@ -252,21 +252,23 @@ class ModelRunner:
             state.groups(inputs)
             arguments |= state.inputs(inputs)
         spans = self._media.spans(inputs) if self._media is not None and self._has_spans else None
-        buffers, num_tokens, shape = self._buffers, len(inputs.token_index), None
+        shape = None
         if self.compiler is not None:
-            shape = self.compiler.begin_step(len(inputs.rows), num_tokens, int(inputs.num_tokens.max()), whole=spans is None)
+            num_rows, num_tokens = len(inputs.rows), len(inputs.token_index)
+            shape = self.compiler.begin_step(num_rows, num_tokens, int(inputs.num_tokens.max()), whole=spans is None)
+        input_ids, positions, views = self._buffers.upload(inputs, spans, shape)
         metadata = []
-        for backend, view in zip(self._backends, buffers.views(inputs, spans, shape), strict=True):
+        for backend, view in zip(self._backends, views, strict=True):
             # Beside layers with a cache, those without are of an encoder.
             metadata.append(None if backend is None or not (view.block_table is not None or self._feeds_uncached) else backend.build(view))
-        arguments.setdefault("positions", buffers.positions.upload(num_tokens))
+        arguments.setdefault("positions", positions)
         pipeline = pipeline_parallel_group(self.config.parallel) if self.config.parallel.pipeline_parallel_size > 1 else None
         if pipeline is not None and pipeline.rank > 0:
             arguments["intermediate"] = pipeline.recv(pipeline.rank - 1)
         if inputs.encoders is not None:
             arguments["encoder_hidden_states"] = self._encode(inputs.encoders)
         with step_context(StepContext(self._bindings, metadata)):
-            out: Tensor | IntermediateTensors = (self.compiler or self.model)(buffers.input_ids.upload(num_tokens), **arguments)
+            out: Tensor | IntermediateTensors = (self.compiler or self.model)(input_ids, **arguments)
         if isinstance(out, Tensor):
             return out
         assert pipeline is not None, "a model of one stage gives hidden states"
