@@ -19,6 +19,8 @@ _FACTORIES = {torch.zeros, torch.empty, torch.ones, torch.full, torch.arange, to
 _TO = {Tensor.to, Tensor.cuda}
 _ON_HOST = {Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__}
 _PROPERTIES = {Tensor.device.__get__: CUDA, Tensor.is_cuda.__get__: True, Tensor.is_meta.__get__: False}
+_WHOLE = {aten.scaled_dot_product_attention, aten.where}
+"""Of several parts, which would make tensors of "meta"."""
 _WAITS = {aten.nonzero, aten.equal, aten.masked_select, aten.unique_consecutive, aten._unique2, aten._local_scalar_dense, aten.item}
 """What no stream can do late: the host needs the numbers, or the result's shape depends on them."""
 
@@ -34,7 +36,8 @@ class CudaTensor(Tensor):
     def __new__(cls, cuda: FakeCuda, meta: Tensor) -> CudaTensor:
         layout = {"strides": meta.stride(), "storage_offset": meta.storage_offset(), "dtype": meta.dtype}
         # A torch without CUDA refuses to slice one of its tensors: this is one of "meta", and says to Python that it is of "cuda".
-        made: CudaTensor = Tensor._make_wrapper_subclass(cls, meta.shape, device="meta", **layout)
+        with torch.inference_mode(False):
+            made: CudaTensor = Tensor._make_wrapper_subclass(cls, meta.shape, device="meta", **layout)
         made.cuda, made.meta = cuda, meta
         return made
 
@@ -87,6 +90,11 @@ class FakeCuda(TorchFunctionMode):
         self._patches.close()
         super().__exit__(*raised)
 
+    @property
+    def num_pending(self) -> int:
+        """Pieces of work that are not done."""
+        return len(self._stream) - self._done
+
     def wait(self, what: str, until: int | None = None) -> None:
         """The host waits, for all or for the first `until` pieces of work."""
         self.waits.append(what)
@@ -137,7 +145,7 @@ class FakeCuda(TorchFunctionMode):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a kernel would do, late."""
-        if (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
+        if func.overloadpacket not in _WHOLE and (parts := func.decompose(*args, **kwargs)) is not NotImplemented:
             return parts
         name = func.name()
         if func is aten._to_copy.default and kwargs.get("device") is not None and not _is_cuda(kwargs["device"]):

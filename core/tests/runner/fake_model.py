@@ -62,7 +62,7 @@ class SumModel(Model):
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """The likeliest is the sum, then those near it."""
-        return -(torch.arange(VOCAB) - hidden_states % VOCAB).abs()
+        return -(torch.arange(VOCAB, device=hidden_states.device) - hidden_states % VOCAB).abs()
 
 
 class Drift(LogitsProcessor):

@@ -243,6 +243,9 @@ class ModelRunner:
                 # Importing it would take seconds, where nobody compiles.
                 num_compiled = dynamo.counters["stats"]["unique_graphs"]
                 result.num_compilations, self._num_compiled = num_compiled - self._num_compiled, num_compiled
+            if not len(inputs.sampling) and self.device.type == "cuda":
+                # A draw waits for the device. Without one a step would seem to take no time, and the next one the time of both.
+                torch.cuda.current_stream(self.device).synchronize()
             return result
 
     def _forward(self, inputs: StepInputs) -> Tensor | None:
