@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -83,6 +84,7 @@ class FakeCuda(TorchFunctionMode):
         super().__enter__()
         stream = SimpleNamespace(synchronize=lambda: self.wait("stream"))
         self._patches.enter_context(mock.patch.object(torch.cuda, "Event", lambda *args, **options: Event(self)))
+        self._patches.enter_context(mock.patch.object(torch.cuda, "device", CurrentDevice))
         self._patches.enter_context(mock.patch.object(torch.cuda, "current_stream", lambda device=None: stream))
         return self
 
@@ -196,6 +198,25 @@ class FakeCuda(TorchFunctionMode):
             self.wait(f"{name} by indices on the host")
             return self._upload(one, late=False)
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+
+
+class CurrentDevice:
+    """As torch.cuda.device: which GPU is each thread's current one."""
+
+    of_thread = threading.local()
+
+    def __init__(self, device: torch.device) -> None:
+        self.index, self.before = device.index, 0
+
+    def __enter__(self) -> None:
+        self.before, self.of_thread.index = self.now(), self.index
+
+    def __exit__(self, *raised: object) -> None:
+        self.of_thread.index = self.before
+
+    @classmethod
+    def now(cls) -> int:
+        return getattr(cls.of_thread, "index", 0)
 
 
 class Event:

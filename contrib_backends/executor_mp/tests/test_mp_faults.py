@@ -294,6 +294,14 @@ def test_more_ranks_than_gpus(folder, monkeypatch):
         executor.MpExecutor(config, Plugins.load())
 
 
+def test_a_gpu_by_its_number_is_refused():
+    """Each worker would take the one of its own rank."""
+    for size in (1, 2):
+        config = VllmConfig.default(tensor_parallel_size=size, device="cuda:1")
+        with pytest.raises(UnsupportedError, match=r"device 'cuda:1' is one device, and each worker takes its own.*CUDA_VISIBLE_DEVICES"):
+            executor.MpExecutor(config, Plugins.load())
+
+
 def test_plugins_from_code_that_workers_need_are_refused(folder):
     class Mine:
         name = "mine"

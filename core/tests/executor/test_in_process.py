@@ -6,10 +6,11 @@ import threading
 
 import pytest
 import torch
+from fake_cuda import CurrentDevice
 from fake_model import NAN, SumModel, make_config, make_plugins, new, next_token, row
 from toolkit_lm.attention import plan_groups
 from toolkit_lm.errors import CheckpointError
-from toolkit_lm.executor import InProcessExecutor
+from toolkit_lm.executor import InProcessExecutor, in_process
 from toolkit_lm.messages import StepPlan
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -114,6 +115,36 @@ def test_a_share_of_the_memory_is_of_what_the_largest_step_leaves(monkeypatch, m
     result = executor.execute(StepPlan(new=[new(0, PROMPT, [0, 1])], scheduled=[row(0, 5)])).result(timeout=10)
     assert result.token_ids == [[next_token(PROMPT)]] and list(executor.runner._batch.row_of) == [0]
     executor.shutdown()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("device, expected", [("cuda:1", 1), ("cuda", 0)])
+def test_all_that_a_runner_does_is_on_its_gpu(monkeypatch, overlap, device, expected):
+    """Kernels may be launched on the thread's current one."""
+    seen = []
+
+    class Runner:
+        def __init__(self, config, plugins) -> None:
+            self.device = torch.device(config.device.device)
+
+        def __getattr__(self, name):
+            return lambda *args: seen.append((name, CurrentDevice.now()))
+
+    monkeypatch.setattr(torch.cuda, "device", CurrentDevice)
+    monkeypatch.setattr(in_process, "ModelRunner", Runner)
+    for name in ("profile", "warm_up"):
+        monkeypatch.setattr(in_process, name, lambda runner, name=name: getattr(runner, name)())
+    executor = InProcessExecutor(make_config(device=device, overlap=overlap), make_plugins())
+    executor.load()
+    executor.init_kv_cache([None])
+    executor.warm_up()
+    for _ in range(2):
+        executor.execute(StepPlan(scheduled=[])).result(timeout=10)
+        executor.warm_up()
+    executor.shutdown()
+    names = ["load", "profile", "init_kv_cache", "warm_up", *["execute", "warm_up"] * 2]
+    assert [one for one in seen if one[0] != "shutdown"] == [(name, expected) for name in names]
+    assert CurrentDevice.now() == 0, "the host program has its own again"
 
 
 def test_shutdown_twice(executor):

@@ -149,6 +149,11 @@ def _check_plugins(plugins: Plugins) -> None:
 
 def _check_devices(config: VllmConfig) -> None:
     parallel, device = config.parallel, torch.device(config.device.device)
+    if device.type == "cuda" and device.index is not None:
+        raise UnsupportedError(
+            f"device {config.device.device!r} is one device, and each worker takes its own: give --device cuda, and choose the GPUs by "
+            "CUDA_VISIBLE_DEVICES."
+        )
     if device.type == "cuda" and (num_devices := torch.cuda.device_count()) < parallel.ranks_per_node:
         over = f" over {parallel.nodes} nodes" if parallel.nodes > 1 else ""
         raise UnsupportedError(

@@ -13,7 +13,7 @@ from toolkit_lm.config.tasks import PoolingTask
 from toolkit_lm.executor.contract import Executor
 from toolkit_lm.messages import PoolingRules, StepPlan, StepResult
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.runner import ModelRunner, free_memory, profile, warm_up
+from toolkit_lm.runner import ModelRunner, free_memory, on_device, profile, warm_up
 
 
 class InProcessExecutor(Executor):
@@ -22,11 +22,14 @@ class InProcessExecutor(Executor):
     def __init__(self, config: VllmConfig, plugins: Plugins) -> None:
         self.runner = ModelRunner(config, plugins)
         self.max_in_flight = 2 if config.engine.overlap else 1
-        self._thread = ThreadPoolExecutor(1, "toolkit_lm-runner") if config.engine.overlap else None
+        self._on_device = on_device(self.runner.device)
+        # The thread stays there.
+        self._thread = ThreadPoolExecutor(1, "toolkit_lm-runner", self._on_device.__enter__) if config.engine.overlap else None
 
     def load(self) -> None:
-        self.runner.load()
-        self._step_memory = profile(self.runner)
+        with self._on_device:
+            self.runner.load()
+            self._step_memory = profile(self.runner)
 
     def kv_cache_specs(self) -> list[dict[str, KVCacheSpec]]:
         return [self.runner.kv_cache_specs()]
@@ -45,17 +48,20 @@ class InProcessExecutor(Executor):
 
     def init_kv_cache(self, kv_caches: Sequence[KVCacheConfig]) -> None:
         (kv_cache,) = kv_caches
-        self.runner.init_kv_cache(kv_cache)
+        with self._on_device:
+            self.runner.init_kv_cache(kv_cache)
 
     def warm_up(self) -> None:
-        warm_up(self.runner)
+        with self._on_device:
+            warm_up(self.runner)
 
     def execute(self, plan: StepPlan) -> Future[StepResult]:
         if self._thread is not None:
             return self._thread.submit(self.runner.execute, plan)
         future: Future[StepResult] = Future()
         try:
-            future.set_result(self.runner.execute(plan))
+            with self._on_device:
+                future.set_result(self.runner.execute(plan))
         except BaseException as error:
             future.set_exception(error)
         return future

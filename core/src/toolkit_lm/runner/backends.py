@@ -13,6 +13,7 @@ from toolkit_lm.errors import CheckpointError, UnsupportedError
 from toolkit_lm.model import EncoderDecoderModel, Model, MultiModalModel
 from toolkit_lm.plugin import AttentionBackendRegistry, Plugins
 from toolkit_lm.plugin.boundary import Boundary
+from toolkit_lm.runner.device import on_device
 
 _DECODER, _ENCODER, _CROSS = AttentionType.DECODER, AttentionType.ENCODER, AttentionType.CROSS
 _FED = {
@@ -37,7 +38,9 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
                 f"Supported: layers of type {' or '.join(type.value for type in _FED[runner])}."
             )
         wanted = config.attention.attention_backend
-        selections[layer.prefix] = layer.select(device, registry, wanted, cached=config.keeps_kv_cache)
+        with on_device(device):
+            # What a GPU can do is asked of the current one.
+            selections[layer.prefix] = layer.select(device, registry, wanted, cached=config.keeps_kv_cache)
     return selections
 
 
