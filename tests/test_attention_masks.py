@@ -20,8 +20,9 @@ import toolkit_lm_xformers
 import torch
 from cross_step import CrossStep
 from toolkit_lm.attention import AttentionType, select_backend
+from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import UnsupportedError
-from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo
+from toolkit_lm.plugin import AttentionBackendRegistry, PluginInfo, Plugins
 from toolkit_lm_cpu.backend import CpuBackend
 from toolkit_lm_devkit import AttentionStep, assert_bf16_error
 from toolkit_lm_flash_attn.backend import FlashAttnBackend
@@ -263,12 +264,27 @@ def registry() -> AttentionBackendRegistry:
     return found
 
 
-def test_the_selector_prefers_what_is_fastest(registry) -> None:
+def test_the_selector_prefers_what_has_run_and_is_fastest(registry) -> None:
     spec = make_step(SdpaBackend, "cross", "plain", 0).spec()
-    order = ["flash_attn", "xformers", "cpu", "sdpa", "triton", "flashinfer", "flex"]
+    order = ["cpu", "sdpa", "flash_attn", "xformers", "triton", "flashinfer", "flex"]
     assert [entry.key for entry in sorted(registry.entries(), key=lambda entry: -entry.priority)] == order
     assert select_backend(spec, registry).name in ("cpu", "sdpa")
     assert select_backend(spec, registry, "flex").backend is FlexBackend
+
+
+def test_nothing_that_no_gpu_has_run_goes_before_the_references() -> None:
+    """Of all that is installed: what does not refuse GPUs altogether, be one here or not."""
+    plugins, spec = Plugins.load(), msgspec.structs.replace(make_step(SdpaBackend, "cross", "plain", 0).spec(), device="cuda")
+    reasons = {entry.key: plugins.attention_backends.ask(entry.key, spec) for entry in plugins.attention_backends.entries()}
+    found = {
+        entry.key: entry.priority for entry in plugins.attention_backends.entries() if reasons[entry.key] != "no kernel for device cuda"
+    }
+    assert found.pop("sdpa") == 0 and found.keys() >= {"flash_attn", "xformers", "triton", "flashinfer", "flex"}
+    on_gpu = VllmConfig.default(device="cuda")
+    refusals = {entry.key: plugins.kernels.load(entry.key).refuses(on_gpu) for entry in plugins.kernels.entries()}
+    kernels = {entry.key: entry.priority for entry in plugins.kernels.entries() if refusals[entry.key] != "it has nothing for device cuda"}
+    assert kernels.pop("torch") == 0 and kernels.keys() >= {"triton"}
+    assert all(priority < 0 for priority in (*found.values(), *kernels.values())), (found, kernels)
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flashinfer", "xformers", "triton"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -10,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from toolkit_lm import VllmConfig
 from toolkit_lm.plugin import Plugins
+from toolkit_lm.resolution import resolve_device
+from toolkit_lm_cli import explanation
 from toolkit_lm_cli.explain import table_of
-from toolkit_lm_cli.explanation import explain
 
 TOOLKIT = Path(sys.executable).with_name("toolkit")
 ROOT = Path(__file__).parents[1]
@@ -126,14 +127,25 @@ def test_a_long_conversation_begins_anew(where, request):
     assert done.stdout.count("7") >= 36 and "forgotten" in done.stderr
 
 
-def test_explain_says_that_no_gpu_has_run_what_it_names():
-    found = explain(VllmConfig.make(model="tiny"), Plugins.load())
-    on_gpu = dataclasses.replace(found, config=found.config.replace(device="cuda"))
-    for one, is_told in ((found, False), (on_gpu, True)):
-        console = Console(width=200)
-        with console.capture() as captured:
-            console.print(table_of(one))
-        assert ("no GPU has run this project's backends and kernels yet" in captured.get()) is is_told
+# xformers warns about itself where it is for another torch.
+@pytest.mark.filterwarnings("ignore:plugin 'xformers'")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_explain_says_that_no_gpu_has_run_what_it_names(monkeypatch, device):
+    """As on a machine with a GPU. What no GPU has run is not chosen there, be it able or not."""
+    monkeypatch.setattr(explanation, "resolve_device", lambda config: resolve_device(config).replace(device=device))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**32, 2**33))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
+    found = explanation.explain(VllmConfig.make(model="tiny"), Plugins.load())
+    told = "no GPU has run this project's backends and kernels yet" if device == "cuda" else None
+    assert found.untried == told
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(table_of(found))
+    assert (f"{told}: " in captured.get()) is (device == "cuda")
+    if device == "cuda":
+        assert {layer.backend for layer in found.layers} == {"sdpa"} and found.kernels == "torch"
+        assert ("triton", None) in found.layers[0].candidates
 
 
 def test_explain_names_every_choice():

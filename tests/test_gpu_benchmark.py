@@ -55,7 +55,7 @@ def gpu():
 
 def test_each_backend_that_is_known_is_in_the_table(gpu, monkeypatch):
     assert [(name, reason) for name, graphs, reason in gpu.cases(gpu.QUICK, None) if graphs == "yes"] == [
-        (name, None) for name in ("flash_attn", "xformers", "sdpa", "triton", "flashinfer", "flex")
+        (name, None) for name in ("sdpa", "flash_attn", "xformers", "triton", "flashinfer", "flex")
     ]
     monkeypatch.setattr(gpu, "KNOWN", ("sdpa", "not_there"))
     missing = "not installed: pip install toolkit-lm-not-there"

@@ -188,5 +188,5 @@ def test_entry_module_imports_no_torch() -> None:
 def test_entry_module_registers_the_backend() -> None:
     backends = AttentionBackendRegistry(owner=PluginInfo("flash_attn"))
     toolkit_lm_flash_attn.toolkit_register_attention_backends(backends)
-    assert [(entry.key, entry.priority) for entry in backends.entries()] == [("flash_attn", 20)]
+    assert [(entry.key, entry.priority) for entry in backends.entries()] == [("flash_attn", -2)]
     assert backends.load("flash_attn") is FlashAttnBackend

@@ -100,5 +100,5 @@ def test_nothing_is_imported_before_it_is_needed() -> None:
 def test_entry_module_registers_the_backend() -> None:
     backends = AttentionBackendRegistry(owner=PluginInfo("xformers"))
     toolkit_lm_xformers.toolkit_register_attention_backends(backends)
-    assert [(entry.key, entry.priority) for entry in backends.entries()] == [("xformers", 15)]
+    assert [(entry.key, entry.priority) for entry in backends.entries()] == [("xformers", -4)]
     assert backends.load("xformers") is XformersBackend

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from toolkit_lm_cli.shares import RankShare
 
 
-UNTRIED_ON_GPUS = "no GPU has run this project's backends and kernels yet"
-
-
 @engine_command()
 def explain(config: VllmConfig, plugins: Plugins, json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show what runs a model, and why each other candidate does not."""
@@ -42,8 +39,8 @@ def table_of(found: Explanation) -> Table:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     table.add_row("model", f"{resolved.model.model} ({resolved.model.dtype} on {resolved.device.device}, {resolved.max_model_len} tokens)")
-    if resolved.device.device.startswith("cuda"):
-        table.add_row("GPU", f"{UNTRIED_ON_GPUS}: {page('gpu.md')}")
+    if found.untried is not None:
+        table.add_row("GPU", f"{found.untried}: {page('gpu.md')}")
     taken, *others = _verdicts(found.architecture, found.models)
     table.add_row("model class", "\n".join([f"{taken}: {found.model_class} (plugin {found.plugin!r})", *others]))
     table.add_row("runner", found.runner if found.convert == "none" else f"{found.runner}, converted: {found.convert}")

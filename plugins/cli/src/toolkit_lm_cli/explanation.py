@@ -14,6 +14,8 @@ from toolkit_lm.runner.backends import graph_supports
 
 from toolkit_lm_cli.shares import Held, RankShare, hold, kv_capacity
 
+UNTRIED_ON_GPUS = "no GPU has run this project's backends and kernels yet"
+
 
 @dataclass(frozen=True)
 class LayerChoice:
@@ -66,6 +68,8 @@ class Explanation:
     """Why it would be refused."""
     without_effect: list[NoEffect]
     """Options that were given and do nothing, with the reasons."""
+    untried: str | None
+    """What no device of this kind has run yet; None: all has run on one."""
 
 
 def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Explanation:
@@ -105,6 +109,7 @@ def explain(config: VllmConfig, plugins: Plugins | Sequence[object] = ()) -> Exp
         kv_tokens=kv_tokens,
         kv_refusal=kv_refusal,
         without_effect=without_effect(config, resolved, plugins),
+        untried=UNTRIED_ON_GPUS if resolved.device.device.startswith("cuda") else None,
     )
 
 
