@@ -157,7 +157,8 @@ class FakeCuda(TorchFunctionMode):
             self.wait(name)
             return args[0].copy_(args[1].held)
         if func is aten.copy_.default and not isinstance(args[1], CudaTensor):
-            late = len(args) > 2 and args[2]
+            # torch copies what has gaps through pageable memory.
+            late = len(args) > 2 and args[2] and args[0].is_contiguous() and args[1].is_contiguous()
             if not late:
                 self.wait(f"{name} of pageable memory")
             source = args[1] if late and self._is_pinned(args[1]) else args[1].clone()

@@ -184,3 +184,37 @@ def test_steps_that_nobody_waits_for_have_their_own_inputs():
             expected = [[10 + first, 11 + first], [first, first + 1], slots[first:end], [end], [0, 2], [[5, 2, 8][: chunk // 2 + 1]]]
             assert [one.tolist() for one in step] == expected, f"chunk {chunk}"
         assert waits == {"event"}
+
+
+def test_a_block_table_is_uploaded_where_it_has_changed():
+    """Whole rows, which torch copies at once; each step's tokens, positions and lengths are always new."""
+    with FakeCuda() as cuda:
+        batch, tables = make_batch(3, [4], device="cuda"), []
+
+        def step(plan: StepPlan, shape: GraphShape | None = None) -> int:
+            """How many tables were copied."""
+            inputs = run(batch, plan)
+            cuda.uploads.clear()
+            *_, [view] = batch.buffers.upload(inputs, None, shape)
+            batch.append_tokens(inputs.rows, [1] * len(inputs.rows))
+            tables.append(view.block_table.clone())
+            copied = [tuple(size) for size in cuda.uploads if len(size) == 2]
+            assert len(cuda.uploads) - len(copied) == 5 and all(size == (view.num_rows, 4) for size in copied)
+            return len(copied)
+
+        first = StepPlan(new=[new(i, [1, 2, 3], [i]) for i in (5, 6)], scheduled=[row(5, 3), row(6, 3)])
+        assert step(first) == 1
+        assert step(StepPlan(scheduled=[row(5, 1, start=3), row(6, 1, start=3)])) == 0
+        assert step(StepPlan(scheduled=[row(5, 1, [9], start=4), row(6, 1, [8], start=4)])) == 1
+        decode = StepPlan(scheduled=[row(5, 1, start=5), row(6, 1, start=5)])
+        run(batch, StepPlan(scheduled=[row(6, 1, start=5)]))
+        # That step has failed before it came to the device.
+        assert step(decode) == 1
+        assert step(decode, GraphShape(3, 3, 1)) == 0
+        assert step(StepPlan(scheduled=[row(6, 1, start=6)])) == 1
+        assert step(StepPlan(scheduled=[row(6, 1, start=7)], moves=[BlockMove(6, 0, 0, 2)])) == 1
+        assert step(StepPlan(dropped=[6], scheduled=[row(5, 1, start=6)])) == 1
+        padded = [[5, 9, 0, 0], [6, 8, 0, 0], [0] * 4]
+        expected = [[[5], [6]], [[5], [6]], *[[[5, 9], [6, 8]]] * 2, padded, [[6, 8]], [[2, 8]], [[5, 9]]]
+        assert [one.tolist() for one in tables] == expected
+        assert set(cuda.waits) <= {"event", "aten::_to_copy"}

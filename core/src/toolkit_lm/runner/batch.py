@@ -26,15 +26,16 @@ class Buffer:
         self._size, self._view = tuple(shape), self._tensor
         self._rows = self._tensor, self.mirror
 
-    def upload(self, *size: int) -> Tensor:
+    def upload(self, *size: int, changed: bool = True) -> Tensor:
         """What the host holds of it, up to `size` along the first axes, as a view on the device.
 
-        The copy comes when the device is through with the work before it, and reads the host's memory then.
+        Nothing is copied where nothing has `changed` since the last call. The copy comes when the device is through with the work before
+        it, and reads the host's memory then.
         """
         if size != self._size:
             self._size, self._view = size, self._tensor[tuple(map(slice, size))]
             self._rows = self._tensor[: size[0]], self.mirror[: size[0]]
-        if self._tensor is not self.mirror:
+        if changed and self._tensor is not self.mirror:
             # Whole rows: torch copies what has gaps through pageable memory, and waits for that.
             tensor, mirror = self._rows
             tensor.copy_(mirror, non_blocking=True)
@@ -48,6 +49,8 @@ class GroupBuffers:
         self.seq_lens = Buffer((limits.num_rows,), torch.int32, device)
         self.slots = Buffer((limits.num_tokens,), torch.int64, device)
         self.table = Buffer((limits.num_rows, table_width), torch.int32, device)
+        self.table_changed = True
+        """The device does not have what the host holds."""
 
 
 class StepBuffers:
@@ -102,7 +105,7 @@ class StepBuffers:
                 starts=self.columns[1, :num_rows],
                 query_start_device=query_start,
                 seq_lens_device=buffer.seq_lens.upload(num_rows),
-                block_table=buffer.table.upload(num_rows, width) if is_cached else None,
+                block_table=buffer.table.upload(num_rows, width, changed=buffer.table_changed) if is_cached else None,
                 slot_mapping=buffer.slots.upload(len(group.slots) if shape is None else num_tokens) if is_cached else None,
                 max_query_len=most_queries,
                 max_seq_len=int(group.seq_lens.max()) if shape is None else self.limits.max_model_len,
@@ -111,6 +114,7 @@ class StepBuffers:
                 spans=spans,
             )
             views.append(view)
+            buffer.table_changed &= not is_cached
         if self.uploaded is not None:
             self.uploaded.record(torch.cuda.current_stream(self._device))
         return input_ids, positions, views
@@ -294,7 +298,7 @@ class PersistentBatch:
             slots *= size
             slots += token_index
             if (gathered := (width, rows.tobytes())) != self._gathered[index]:
-                self._gathered[index] = gathered
+                self._gathered[index], buffer.table_changed = gathered, True
                 step_table = buffer.table.mirror[: len(rows), :width]
                 torch.index_select(torch.from_numpy(table)[:, :width], 0, torch.from_numpy(rows), out=step_table)
             groups.append(GroupInputs(seq_lens, slots, buffer.table.host[: len(rows), :width]))
