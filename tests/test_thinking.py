@@ -133,3 +133,22 @@ async def test_other_vendors_names_of_it(client):
     assert [part["type"] for part in (await asked(client, body, "/v2/chat"))["message"]["content"]] == ["thinking", "text"]
     wrong = {"messages": BODY["messages"], "max_tokens": 60, "temperature": 0.0, "thinking": {"type": "enabled", "budget_tokens": "many"}}
     assert (await client.post("/v1/messages", json=wrong)).status_code == 400
+
+
+async def test_a_stop_text_counts_after_the_reasoning_alone(client):
+    """It comes in the reasoning of all of these answers, and in the content of all."""
+    body = {**BODY, "n": 2, "ignore_eos": True}
+    before = {choice["index"]: choice["message"] for choice in (await asked(client, body))["choices"]}
+    both = set.intersection(*({*one["reasoning_content"]} & {*one["content"]} for one in before.values()))
+    stop = min(both, key=lambda one: min(message["content"].index(one) for message in before.values()))
+    whole = await asked(client, {**body, "stop": stop})
+    messages, usage = await streamed(client, {**body, "stop": stop})
+    assert usage == whole["usage"]
+    for choice in whole["choices"]:
+        message, old, part = choice["message"], before[choice["index"]], messages[choice["index"]]
+        assert message["reasoning_content"] == part["reasoning"] == old["reasoning_content"]
+        assert message["content"] == part["content"] == old["content"].partition(stop)[0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    # Nothing of a text that is completed is reasoning.
+    body = {"prompt": "A:<think>\n", "max_tokens": 20, "seed": 1, "stop": "</think>", "thinking_token_budget": 3}
+    assert (await asked(client, body, "/v1/completions"))["choices"][0]["stop_reason"] == "</think>"

@@ -215,3 +215,11 @@ def test_an_engine_that_pools_needs_what_reads_its_texts():
             make(**options)
     with pytest.raises(RequestError, match="no loaded plugin reads the texts of pooling requests"):
         make().scoring("a", "b")
+
+
+def test_the_option_stop_scope_is_carried_and_checked():
+    made = make_processor().prepare("r", "ab", SamplingParams(stop="a"), {"stop_scope": str})
+    assert made.stop_scope is str
+    with pytest.raises(RequestError, match="stop_scope must be a function") as raised:
+        make_processor().prepare("r", "ab", None, {"stop_scope": "</think>"})
+    assert raised.value.param == "stop_scope"

@@ -13,7 +13,7 @@ from toolkit_lm.params import RequestOutputKind, SamplingParams
 from toolkit_lm.processing import request_state
 from toolkit_lm.processing.request_state import RequestState, SequenceState
 from toolkit_lm.processing.requests import PreparedRequest
-from toolkit_lm.renderer import DecodeStream
+from toolkit_lm.renderer import DecodeStream, StopScope
 
 LETTERS = "ab c"
 
@@ -44,10 +44,31 @@ class LetterRenderer:
     def token_texts(self, token_ids):
         return [LETTERS[token] for token in token_ids]
 
+    def decode(self, token_ids):
+        return "".join(self.token_texts(token_ids))
 
-def make_state(kind=RequestOutputKind.DELTA, **params) -> RequestState:
+
+class AfterSpace(StopScope):
+    """Stop texts count after the first space. It tells of two letters at a time."""
+
+    def __init__(self, prompt_end=""):
+        self.prompt_end, self.text, self.told = prompt_end, "", 0
+
+    def push(self, text):
+        self.text += text
+        return self._parts(len(self.text) // 2 * 2)
+
+    def finish(self):
+        return self._parts(len(self.text))
+
+    def _parts(self, end):
+        begin, self.told = self.told, end
+        return [(1, " " in self.text[:at]) for at in range(begin, end)]
+
+
+def make_state(kind=RequestOutputKind.DELTA, scope=None, **params) -> RequestState:
     request = EngineRequest(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(output_kind=kind, **params))
-    return RequestState(PreparedRequest(request, "ab"), LetterRenderer())
+    return RequestState(PreparedRequest(request, "ab", stop_scope=scope), LetterRenderer())
 
 
 def step(index: int, tokens: list[int], reason=None, **more) -> EngineOutput:
@@ -93,6 +114,29 @@ def test_deltas_add_up_to_the_snapshot(steps, looks, stop, include, min_tokens):
     look()
     assert so_far == state.snapshot().outputs and state.finished
     assert state.take() is None
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.sampled_from(["a", "ab", "b c", "cc"]), st.integers(1, 4))
+def test_a_stop_text_counts_where_its_scope_says(tokens, stop, size):
+    state, made = make_state(stop=stop, max_tokens=99, scope=lambda prompt_end: made.append(prompt_end) or AfterSpace()), []
+    for at in range(0, len(tokens), size):
+        state.apply(step(0, tokens[at : at + size], "length" if at + size >= len(tokens) else None))
+        if state.finished:
+            break
+    text = "".join(LETTERS[token] for token in tokens)
+    before, space, counting = text.partition(" ")
+    [one] = state.snapshot().outputs
+    assert (one.text, one.stop_reason) == (before + space + counting.partition(stop)[0], stop if stop in counting else None)
+    assert made == ["b "]
+
+
+def test_what_a_scope_does_not_know_yet_is_no_less_shown_when_the_request_ends():
+    for end in (lambda state: state.end("timeout"), lambda state: state.apply(step(0, [3], "length"))):
+        state = make_state(stop="c", max_tokens=9, scope=AfterSpace)
+        state.apply(step(0, [0, 3, 0]))
+        assert state.take().outputs[0].text == "ac"
+        end(state)
+        assert state.take().outputs[0].text.startswith("a")
 
 
 def test_log_probabilities_are_nothing_to_the_garbage_collector():

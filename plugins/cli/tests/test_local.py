@@ -47,6 +47,20 @@ def test_thoughts_are_told_from_the_answer(talker):
         assert all(isinstance(piece, Thought) for piece in one.chat(ASKED, flags()) if piece)
 
 
+def test_a_stop_text_ends_the_answer_and_not_the_thought(talker):
+    kind, one = talker
+    budget = {} if kind == "none" else {"thinking_token_budget": 9}
+
+    def said(**given) -> tuple[str, str]:
+        pieces = list(one.chat(ASKED, flags(**budget, **given)))
+        thought = "".join(piece for piece in pieces if isinstance(piece, Thought))
+        return thought, "".join(piece for piece in pieces if not isinstance(piece, Thought))
+
+    thought, answer = said()
+    stop = next(character for character in answer if character in (thought or answer))
+    assert said(stop=stop) == (thought, answer.partition(stop)[0])
+
+
 def test_a_text_that_is_completed_has_no_parts(talker):
     _, one = talker
     assert not any(isinstance(piece, Thought) for piece in one.complete("<think>", flags()))

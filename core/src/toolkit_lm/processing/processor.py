@@ -261,7 +261,8 @@ class Processor:
             check_token_ids([*forced.values(), *chain(*bad_words)], self._vocab_size, "generation_config.json")
             processors, bad_words = {**processors, **inputs.logits_processors}, [*inputs.bad_words, *bad_words]
             message.inputs = structs.replace(inputs, bad_words=bad_words, forced_tokens=forced, logits_processors=processors)
-        return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering)
+        scope = options.get("stop_scope")
+        return PreparedRequest(message, text, rendered.encoder_text, rendered.rendering, scope)
 
     def _keys_of(self, arguments: dict[str, dict[str, Any]]) -> list[CacheKey]:
         """That of what plugins' parameters change in the forward pass. No salt of a client's can be equal to it: those are of one token."""

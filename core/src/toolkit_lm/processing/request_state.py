@@ -15,7 +15,7 @@ from toolkit_lm.params import FinishReason, RequestOutputKind
 from toolkit_lm.processing.requests import PreparedRequest
 from toolkit_lm.processing.sequence_text import SequenceText
 from toolkit_lm.processing.stop import StopTexts
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import Renderer, prompt_end
 
 
 class SequenceState:
@@ -123,15 +123,23 @@ class RequestState:
         """Returns the stop text that ends the sequence, None where there is none."""
         text = sequence.text
         if text is None:
-            text = sequence.text = SequenceText(self._params, self.renderer, self.request.prompt_token_ids, self._stops)
+            text = sequence.text = self._new_text()
             sequence.pieces = text.shown
         # A token that ends the sequence is no part of its text, unless asked for.
         ended_by_token = output.finish_reason == "stop" and not self._params.include_stop_str_in_output
         new = output.token_ids[:-1] if ended_by_token else output.token_ids
-        text.push(new, len(sequence.token_ids) > self._params.min_tokens)
+        may_stop = len(sequence.token_ids) > self._params.min_tokens
+        text.push(new, may_stop)
         if output.finish_reason is not None or text.stopped_by is not None:
-            text.finish()
+            text.finish(may_stop)
         return text.stopped_by
+
+    def _new_text(self) -> SequenceText:
+        prompt, make_scope = self.request.prompt_token_ids, self.prepared.stop_scope
+        scope = None
+        if self._stops is not None and make_scope is not None:
+            scope = make_scope(prompt_end(self.renderer, prompt))
+        return SequenceText(self._params, self.renderer, prompt, self._stops, scope)
 
     def end(self, reason: FinishReason, error: str | None = None) -> None:
         """Ends what is not finished, from outside: "abort", or "error" with what went wrong."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, TypedDict
 
 from toolkit_lm.messages import EncoderInput, EngineRequest, MultiModalFeatureSpec
 from toolkit_lm.processing.pinned_rendering import PinnedRendering
+from toolkit_lm.renderer import StopScope
+
+StopScopeMaker = Callable[[str], StopScope]
 
 
 class RenderedPrompt(NamedTuple):
@@ -32,6 +36,8 @@ class PreparedRequest(NamedTuple):
     """The same of the encoder's prompt."""
     rendering: PinnedRendering | None = None
     """Of a prompt with items of media: it finds what the engine holds of them, or else their data."""
+    stop_scope: StopScopeMaker | None = None
+    """As of RequestOptions."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -45,3 +51,8 @@ class RequestOptions(TypedDict, total=False):
     """Only requests of the same salt share cached prefixes: it keeps tenants from learning what others sent."""
     context: dict[str, str]
     """Attached to the request's events, for plugins that watch: trace headers, say."""
+    stop_scope: StopScopeMaker | None
+    """Makes what tells where in a sequence's text stop texts count, by the prompt's last characters: such as AnswerFormat.stop_scope.
+
+    None: they count everywhere.
+    """

@@ -4,36 +4,66 @@ from __future__ import annotations
 
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.processing.stop import StopFinder, StopTexts
-from toolkit_lm.renderer import Renderer
+from toolkit_lm.renderer import Renderer, StopScope
 
 
 class SequenceText:
     """What is shown is never taken back: the beginning of what could become a stop text is held back."""
 
-    def __init__(self, params: SamplingParams, renderer: Renderer, prompt_token_ids: list[int], stops: StopTexts | None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        renderer: Renderer,
+        prompt_token_ids: list[int],
+        stops: StopTexts | None,
+        scope: StopScope | None = None,
+    ) -> None:
+        """`scope`: where in the text `stops` count; None: everywhere."""
         self.shown: list[str] = []
         """The text so far, in pieces, as they came."""
         self.stopped_by: str | None = None
         self._held = ""
+        """What may be the beginning of a stop text."""
+        self._unsorted = ""
+        """Text after that, of which the scope does not know yet whether stop texts count in it."""
         self._finder = None if stops is None else StopFinder(stops)
+        self._scope = None if stops is None else scope
         self._includes_stop = params.include_stop_str_in_output
         self._stream = renderer.decode_stream(prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
 
     def push(self, token_ids: list[int], may_stop: bool) -> None:
         """Adds tokens; stop texts count only where `may_stop`."""
-        self._add(self._stream.push(token_ids), may_stop)
+        new = self._stream.push(token_ids)
+        if self._scope is None:
+            self._add(new, may_stop)
+        elif new:
+            self._sort(new, self._scope.push(new), may_stop)
 
-    def finish(self) -> None:
-        """The sequence has ended: nothing is held back any more."""
+    def finish(self, may_stop: bool) -> None:
+        """The sequence has ended: nothing is held back any more. `may_stop`: as of the last `push`."""
         if self.stopped_by is None:
-            self._add(self._stream.flush(), may_stop=False)
+            rest = self._stream.flush()
+            if self._scope is None:
+                self._add(rest, may_stop=False)
+            else:
+                self._sort(rest, self._scope.push(rest) + self._scope.finish(), may_stop)
         self.show_all()
 
     def show_all(self) -> None:
         """As `finish`, without asking the renderer again."""
-        if self._held:
-            self.shown.append(self._held)
-            self._held = ""
+        if rest := self._held + self._unsorted:
+            self.shown.append(rest)
+            self._held = self._unsorted = ""
+
+    def _sort(self, new: str, parts: list[tuple[int, bool]], may_stop: bool) -> None:
+        """Adds the parts that the scope knows."""
+        self._unsorted += new
+        for length, counts in parts:
+            part, self._unsorted = self._unsorted[:length], self._unsorted[length:]
+            self._add(part, may_stop and counts)
+            if self.stopped_by is not None:
+                self._unsorted = ""
+                return
 
     def _add(self, new: str, may_stop: bool) -> None:
         if not new:
@@ -41,6 +71,8 @@ class SequenceText:
         num_held = 0
         if self._finder is not None:
             text = self._held + new
+            if not may_stop:
+                self._finder.forget()
             if may_stop and (found := self._finder.find(new)) is not None:
                 end, self.stopped_by = found
                 end += len(self._held)

@@ -48,6 +48,10 @@ class StopFinder:
         """Characters at the text's end that are the beginning of a stop text."""
         return max(self._matched, default=0)
 
+    def forget(self) -> None:
+        """What comes next goes on with nothing that came before."""
+        self._matched = array("I", bytes(4 * len(self._matched)))
+
     def find(self, text: str) -> tuple[int, str] | None:
         """Where in `text`, the next part, the first stop text ends, and which it is; the longest, where several end there."""
         stops, matched = self._texts.stops, self._matched

@@ -33,7 +33,9 @@ def check_options(options: Mapping[str, Any]) -> None:
     for name, texts in (("cache_salt", [salt or ""]), ("context", [*context, *context.values()])):
         if not all(map(_is_unicode, texts)):
             raise RequestError(f"{name} is not a valid text: it has a lone surrogate.", name)
-    known = ("priority", "timeout", "cache_salt", "context")
+    if (scope := options.get("stop_scope")) is not None and not callable(scope):
+        raise RequestError("stop_scope must be a function of the prompt's last characters that makes a StopScope.", "stop_scope")
+    known = ("priority", "timeout", "cache_salt", "context", "stop_scope")
     for name in options:
         if name not in known and options[name] is not None:
             raise RequestError(f"unknown request option {name!r}. {nearest(name, known)}", name)

@@ -1,6 +1,15 @@
 """The renderer contract: all input preparation, and its inverse."""
 
-from toolkit_lm.renderer.answer import AnswerDelta, AnswerFormat, AnswerParser, ReasoningCounter, ToolCallDelta
+from toolkit_lm.renderer.answer import (
+    AnswerDelta,
+    AnswerFormat,
+    AnswerParser,
+    ContentScope,
+    ReasoningCounter,
+    StopScope,
+    ToolCallDelta,
+    prompt_end,
+)
 from toolkit_lm.renderer.contract import DecodeStream, Rendered, RenderedText, Renderer
 from toolkit_lm.renderer.encoder_decoder import EncoderDecoderRules, RenderedPair
 from toolkit_lm.renderer.making import make_renderer
@@ -10,6 +19,7 @@ __all__ = [
     "AnswerDelta",
     "AnswerFormat",
     "AnswerParser",
+    "ContentScope",
     "DecodeStream",
     "EncoderDecoderRules",
     "MultiModalRules",
@@ -19,6 +29,8 @@ __all__ = [
     "RenderedText",
     "Renderer",
     "Replacement",
+    "StopScope",
     "ToolCallDelta",
     "make_renderer",
+    "prompt_end",
 ]

@@ -9,6 +9,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from toolkit_lm.renderer.contract import Renderer
 
+_PROMPT_END = 64
+"""Tokens of the prompt that show what it has begun of the answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
@@ -50,9 +53,78 @@ class AnswerParser(ABC):
         """
 
     @property
+    def num_held_back(self) -> int:
+        """Characters at the end of what was pushed that may begin a mark, and are no part of what was given."""
+        return 0
+
+    @property
     @abstractmethod
     def calls_tools(self) -> bool:
         """After `finish`: there are tool calls, and none was cut."""
+
+
+class StopScope(ABC):
+    """Tells in which parts of one answer's text stop texts count, as the text comes."""
+
+    @abstractmethod
+    def push(self, text: str) -> list[tuple[int, bool]]:
+        """The next parts of which that is known: their lengths in characters, and whether stop texts count in them.
+
+        They follow those that were given before. What is not known yet comes later.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[tuple[int, bool]]:
+        """The last parts. Ends the answer."""
+
+
+class ContentScope(StopScope):
+    """Stop texts count in what a parser calls content, and not in reasoning, marks and white space between them."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        """`parser`: a new one, for the answer."""
+        self._parser = parser
+        self._unknown: list[str] = []
+        """Characters of which it is not known yet what they are."""
+
+    def push(self, text: str) -> list[tuple[int, bool]]:
+        parts: list[tuple[int, bool]] = []
+        # One by one: what the parser gives for a character is the last of its kind in the text, and so its place is known.
+        for character in text:
+            self._unknown.append(character)
+            self._sort(self._parser.push(character), parts)
+        return parts
+
+    def finish(self) -> list[tuple[int, bool]]:
+        parts: list[tuple[int, bool]] = []
+        self._sort(self._parser.finish(cut=False), parts)
+        _add(parts, len(self._unknown), False)
+        return parts
+
+    def _sort(self, delta: AnswerDelta, parts: list[tuple[int, bool]]) -> None:
+        if not any(delta):
+            return
+        end = len(self._unknown) - self._parser.num_held_back
+        text, begin, content = "".join(self._unknown[:end]), -1, delta.content
+        if content:
+            begin = text.rfind(content)
+            if begin < 0:
+                # Between paragraphs, parsers write white space of their own.
+                begin = text.rfind(content := content.lstrip())
+        if begin < 0:
+            _add(parts, end, False)
+        else:
+            end = begin + len(content)
+            _add(parts, begin, False)
+            _add(parts, len(content), True)
+        del self._unknown[:end]
+
+
+def _add(parts: list[tuple[int, bool]], length: int, counts: bool) -> None:
+    if parts and parts[-1][1] is counts:
+        parts[-1] = (parts[-1][0] + length, counts)
+    elif length:
+        parts.append((length, counts))
 
 
 class ReasoningCounter(ABC):
@@ -93,6 +165,10 @@ class AnswerFormat(ABC):
         `prompt_end`: the last characters before the answer, which may begin it.
         """
 
+    def stop_scope(self, prompt_end: str) -> StopScope:
+        """For one answer: stop texts count in its content. `prompt_end`: as of `parser`."""
+        return ContentScope(self.parser(prompt_end, ()))
+
     def structure(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, required: bool = True) -> dict[str, Any] | None:
         """An answer that calls one of `tools`, several where `parallel`: a `format` of structural tags. None: that cannot be stated.
 
@@ -110,3 +186,8 @@ class AnswerFormat(ABC):
         It may take a part of a second, where the whole vocabulary is looked at.
         """
         return None
+
+
+def prompt_end(renderer: Renderer, token_ids: Sequence[int]) -> str:
+    """The last characters of a prompt of these tokens, for `AnswerFormat.parser`."""
+    return renderer.decode(token_ids[-_PROMPT_END:])

@@ -14,14 +14,12 @@ from toolkit_lm.frontend import LLMEngine
 from toolkit_lm.outputs import RequestOutput
 from toolkit_lm.params import RequestOutputKind
 from toolkit_lm.plugin import Plugins
-from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser
+from toolkit_lm.processing.requests import RequestOptions
+from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, prompt_end
 
 from toolkit_lm_cli.sampling import SamplingFlags
 from toolkit_lm_cli.screen import Thought
 from toolkit_lm_cli.talker import Usage
-
-_PROMPT_END = 64
-"""Tokens of the prompt that show what it has begun of the answer."""
 
 
 class LocalTalker:
@@ -53,7 +51,8 @@ class LocalTalker:
         params = flags.params(**{"max_tokens": None} | self._engine.config.sampling_defaults).replace(output_kind=RequestOutputKind.DELTA)
         if self._format is not None and self._format.keeps_special_tokens:
             params = params.replace(skip_special_tokens=False)
-        self._engine.submit(self._engine.processor.prepare_chat(self._next_id(), messages, params))
+        options = RequestOptions(stop_scope=None if self._format is None else self._format.stop_scope)
+        self._engine.submit(self._engine.processor.prepare_chat(self._next_id(), messages, params, options))
         return self._texts() if self._format is None else self._parts(self._format)
 
     def complete(self, prompt: str, flags: SamplingFlags) -> Iterator[str]:
@@ -80,7 +79,7 @@ class LocalTalker:
             for output in outputs:
                 one = output.outputs[0]
                 if parser is None:
-                    parser = form.parser(self._engine.renderer.decode(output.prompt_token_ids[-_PROMPT_END:]), ())
+                    parser = form.parser(prompt_end(self._engine.renderer, output.prompt_token_ids), ())
                 yield from _pieces(parser.push(one.text))
                 if one.finish_reason is not None:
                     yield from _pieces(parser.finish(cut=one.finish_reason != "stop" or isinstance(one.stop_reason, str)))

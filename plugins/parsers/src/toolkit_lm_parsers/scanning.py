@@ -76,6 +76,10 @@ class ScanParser(AnswerParser):
         return delta._replace(content=delta.content + content)
 
     @property
+    def num_held_back(self) -> int:
+        return len(self.text) - self.at
+
+    @property
     def calls_tools(self) -> bool:
         return self.num_calls > 0 and not self.lacks_call
 

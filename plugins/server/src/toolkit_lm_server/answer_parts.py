@@ -11,7 +11,7 @@ from msgspec import structs
 from toolkit_lm.errors import RequestError
 from toolkit_lm.params import SamplingParams
 from toolkit_lm.plugin import ParserRegistry
-from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, ReasoningCounter, ToolCallDelta
+from toolkit_lm.renderer import AnswerDelta, AnswerFormat, AnswerParser, ReasoningCounter, ToolCallDelta, prompt_end
 
 from toolkit_lm_server.generation import Generation, Piece
 from toolkit_lm_server.tools import NO_TOOLS, ToolUse
@@ -26,8 +26,6 @@ Counters = Callable[[Sequence[int]], ReasoningCounter]
 _BARE = "llama3_json"
 """Calls without marks: what a model whose own format is not known can be held to."""
 _SHORT_ID = 16
-_PROMPT_END = 64
-"""Tokens of the prompt that show what it has begun of the answer."""
 BUDGET, _FORMAT = "thinking_token_budget", "thinking_format"
 """Parameters of what ends reasoning, and of whose."""
 _STRUCTURES = (
@@ -227,7 +225,7 @@ class Parts:
         parser = self._parsers.get(piece.index)
         if parser is None:
             token_ids = self._generation.prompt(piece.index).prompt_token_ids or []
-            parser = self._parsers[piece.index] = self._plan.parser(self._renderer.decode(token_ids[-_PROMPT_END:]))
+            parser = self._parsers[piece.index] = self._plan.parser(prompt_end(self._renderer, token_ids))
         deltas = [parser.push(piece.text)] if piece.text else []
         if reason is not None:
             # A stop text may stand in a call, too.

@@ -123,6 +123,8 @@ class Chat:
             # What tools' schemas say is read meanwhile: other requests do not wait for it.
             plan = await asyncio.to_thread(self._parts.plan, body, use) if use.tools else self._parts.plan(body, use)
             params = plan.applied(params)
+            if plan.reasoning is not None:
+                options["stop_scope"] = plan.reasoning.stop_scope
         check_priority(self._engine, options)
         rendering = body.render_options() | self._told(plan.use)
         outputs = self._engine.chat_many(conversations, params, options=options, **rendering)
