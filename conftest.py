@@ -1,14 +1,23 @@
-"""A small checkpoint without weights, for `toolkit`."""
+"""A small checkpoint without weights, for `toolkit`; and how long each test takes, where TOOLKIT_DURATIONS names a file."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Adds a line for each part of each test: seconds, setup or call or teardown, its outcome, its name. tests/durations.py sums them up."""
+    path = os.environ.get("TOOLKIT_DURATIONS")
+    if path and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a") as lines:
+            lines.write(f"{report.duration:.3f}\t{report.when}\t{report.outcome}\t{report.nodeid}\n")
 
 
 @pytest.fixture(scope="session")

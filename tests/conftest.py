@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import venv
 from pathlib import Path
 from typing import Any
 
@@ -139,29 +136,6 @@ def assert_parity():
                     assert_same_logits(ours, reference[row : row + 1])
 
     return check
-
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="session")
-def wheels(tmp_path_factory) -> Path:
-    """A folder with the wheels of all distributions of this repository."""
-    target = tmp_path_factory.mktemp("wheels")
-    folders = [path.parent for pattern in ("", "core/", "plugins/*/", "contrib_*/*/") for path in ROOT.glob(f"{pattern}pyproject.toml")]
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
-    subprocess.run([*pip, "-w", target, *folders], check=True)
-    return target
-
-
-@pytest.fixture(scope="session")
-def fresh_environment(wheels, tmp_path_factory) -> Path:
-    """A virtual environment of its own with the wheels installed, and with what the tutorials need to be built and tested."""
-    environment = tmp_path_factory.mktemp("environment") / "venv"
-    venv.create(environment, with_pip=True)
-    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt"]
-    subprocess.run([*pip, "hatchling", "pytest", *wheels.glob("*.whl")], check=True)
-    return environment
 
 
 @pytest.fixture(scope="session")

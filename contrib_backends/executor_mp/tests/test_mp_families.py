@@ -34,9 +34,12 @@ TIGHT = {
 """Prompts are cut into chunks, and requests must make room for each other."""
 DECODERS = list(decoder_families.VARIANTS)
 SLOW = pytest.mark.slow
+NIGHTLY = pytest.mark.nightly
 BLOCKS = {"MistralForCausalLM": 46, "Phi3ForCausalLM": 46, "Gemma2ForCausalLM": 112, "Gemma3ForCausalLM": 90}
 """Of the pool, where layers have windows; else 30. No fewer than four sequences of a prompt take."""
 QUICK = ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
+PACKED = ("Phi3ForCausalLM", "GPT2LMHeadModel")
+"""Their checkpoints hold several layers in one tensor. The kit cuts those of all families, in one process."""
 SIZES = [(2, 1), (1, 2), (2, 2)]
 
 
@@ -85,7 +88,9 @@ def check(folder: Path, sizes, *arguments, **options) -> int:
     return preemptions
 
 
-@pytest.mark.parametrize("architecture", [pytest.param(one, marks=() if one in QUICK else SLOW) for one in DECODERS])
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(one, marks=() if one in QUICK else SLOW if one in PACKED else NIGHTLY) for one in DECODERS]
+)
 def test_decoders(tmp_path, architecture):
     """Each family: its first variant, over two ranks."""
     fields = next(iter(decoder_families.VARIANTS[architecture].values()))
@@ -97,9 +102,15 @@ def test_decoders(tmp_path, architecture):
     assert preemptions > 0 or architecture in ("MistralForCausalLM", "Phi3ForCausalLM"), "nobody had to make room"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES[1:])
-@pytest.mark.parametrize("variant", ["no window, tied", "window"])
+@pytest.mark.parametrize(
+    ("variant", "sizes"),
+    [
+        pytest.param("no window, tied", (1, 2), marks=SLOW),
+        pytest.param("window", (2, 2), marks=SLOW),
+        pytest.param("no window, tied", (2, 2), marks=NIGHTLY),
+        pytest.param("window", (1, 2), marks=NIGHTLY),
+    ],
+)
 def test_stages(tmp_path, variant, sizes):
     """Three layers in two stages; tied embeddings are on the first and the last."""
     fields = decoder_families.VARIANTS["MistralForCausalLM"][variant]
@@ -109,8 +120,15 @@ def test_stages(tmp_path, variant, sizes):
     check(tmp_path, sizes)
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(one, marks=() if one == (2, 1) else SLOW) for one in SIZES])
-@pytest.mark.parametrize(("family", "variant"), [("mixtral", "2 of 4"), pytest.param("qwen3_moe", "1 of 8, dense between", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("family", "variant", "sizes"),
+    [
+        ("mixtral", "2 of 4", (2, 1)),
+        pytest.param("qwen3_moe", "1 of 8, dense between", (2, 2), marks=SLOW),
+        *(pytest.param("mixtral", "2 of 4", sizes, marks=NIGHTLY) for sizes in SIZES[1:]),
+        *(pytest.param("qwen3_moe", "1 of 8, dense between", sizes, marks=NIGHTLY) for sizes in SIZES[:2]),
+    ],
+)
 def test_mixtures_of_experts(tmp_path, family, variant, sizes):
     model = moe_families.make(family, variant)
     randomize(model)
@@ -128,8 +146,14 @@ def test_whole_experts(tmp_path):
     assert found == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "T5GemmaForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("BartForConditionalGeneration", marks=NIGHTLY),
+        pytest.param("T5ForConditionalGeneration", marks=SLOW),
+        pytest.param("T5GemmaForConditionalGeneration", marks=NIGHTLY),
+    ],
+)
 def test_encoder_decoders(tmp_path, architecture):
     fields = next(iter(encdec_families.VARIANTS[architecture].values()))
     sides = {key: {**fields[key], "vocab_size": VOCAB_SIZE} for key in ("encoder", "decoder") if key in fields}
@@ -148,8 +172,15 @@ def test_encoder_decoders_run_in_one_stage(tmp_path):
     assert "on rank " in str(caught.value)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=SLOW), pytest.param((2, 2), marks=SLOW)])
-@pytest.mark.parametrize("family", ["llava", pytest.param("gemma3", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llava", (2, 1)),
+        pytest.param("gemma3", (2, 2), marks=SLOW),
+        *(pytest.param("llava", sizes, marks=NIGHTLY) for sizes in SIZES[1:]),
+        *(pytest.param("gemma3", sizes, marks=NIGHTLY) for sizes in SIZES[:2]),
+    ],
+)
 def test_vision(tmp_path, family, sizes):
     subject = vision_checkpoints.make_subject(tmp_path, family)
     images = vision_checkpoints.drawings(3)
@@ -161,8 +192,15 @@ def test_vision(tmp_path, family, sizes):
     check(tmp_path, sizes, prompts, max_model_len=128, num_kv_blocks=120, max_num_batched_tokens=40)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), pytest.param((1, 2), marks=SLOW)])
-@pytest.mark.parametrize("family", ["Bert", pytest.param("ModernBert", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Bert", (2, 1)),
+        pytest.param("ModernBert", (1, 2), marks=SLOW),
+        pytest.param("Bert", (1, 2), marks=NIGHTLY),
+        pytest.param("ModernBert", (2, 1), marks=NIGHTLY),
+    ],
+)
 def test_encoders(tmp_path, family, sizes):
     """What is pooled of whole prompts, without a KV cache."""
     fields = next(iter(encoder_families.VARIANTS[family].values()))
@@ -172,8 +210,7 @@ def test_encoders(tmp_path, family, sizes):
     check_vectors(tmp_path, sizes)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [*(pytest.param(one, marks=NIGHTLY) for one in SIZES[:2]), pytest.param((2, 2), marks=SLOW)])
 def test_pooled_decoders(tmp_path, sizes):
     """In chunks, whose state the last stage keeps."""
     fields = next(iter(decoder_families.VARIANTS["Qwen3ForCausalLM"].values()))
