@@ -265,7 +265,7 @@ class TestEnds:
             await asyncio.sleep(0.05)
             start = time.monotonic()
             await llm.shutdown()
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 8
             await llm.shutdown()
             llm.close()
             answers = await asyncio.gather(*tasks, return_exceptions=True)

@@ -283,7 +283,7 @@ def test_a_hang_is_told_and_dumps_all_stacks(serve):
         server.process.send_signal(signal.SIGTERM)
         start = time.monotonic()
         assert server.end()[0] == 128 + signal.SIGTERM
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 8
         with pytest.raises(httpx.TransportError):
             hanging.result()
     wait_for(server.has_left_nothing, 5)
@@ -295,7 +295,7 @@ def test_health_stays_good_under_load(server):
         checks = []
         while not all(load.done() for load in loads):
             start = time.monotonic()
-            checks.append((server.status("/health"), server.status("/ready"), time.monotonic() - start < 2))
+            checks.append((server.status("/health"), server.status("/ready"), time.monotonic() - start < 5))
         assert set(checks) == {(200, 200, True)}
         assert {load.result().status_code for load in loads} == {200}
 

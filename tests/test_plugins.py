@@ -341,7 +341,7 @@ def test_a_silent_and_slow_entry_module(toolkit):
     assert re.search(r"importing plugin 'slow' \(slow-plugin 0.1, .*slow_plugin.py\) \.\.\.", done.stderr)
     assert "is slow" not in done.stderr
     row = rows(toolkit("plugins", "list", "--json", plugins=["slow"]))["slow"]
-    assert (row["status"], row["import_seconds"] < 1) == ("ok", True)
+    assert (row["status"], row["import_seconds"] < 3) == ("ok", True)
 
 
 def test_an_import_that_is_interrupted_is_named(installed):

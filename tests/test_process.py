@@ -246,7 +246,7 @@ class TestStart:
         llm = AsyncLLM(VllmConfig.make(**SMALL), wait=False)
         pid, start = llm.engine.client.process.pid, time.monotonic()
         llm.close()
-        assert time.monotonic() - start < 2
+        assert time.monotonic() - start < 8
         wait_until_gone(pid)
 
     def test_a_temporary_folder_with_a_long_name(self, tmp_path, monkeypatch):
@@ -413,7 +413,7 @@ class TestKills:
             start = time.monotonic()
             with pytest.raises(EngineDeadError, match="killed by SIGKILL; perhaps the machine ran out of memory"):
                 await asked
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 8
             assert llm.health().status == "dead" and (phase in ("serving", "starting") or phase in llm.health().reason)
             await llm.abort("any")
             await llm.shutdown()
@@ -572,7 +572,7 @@ class TestStall:
                     await asyncio.sleep(0.05)
                 await asyncio.sleep(0.5)
                 start = time.monotonic()
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < 8
             with pytest.raises(EngineDeadError, match="shut down"):
                 await asked
 

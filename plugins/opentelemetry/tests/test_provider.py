@@ -206,7 +206,7 @@ def test_an_unreachable_collector_does_not_hold_up_the_end(monkeypatch):
         trace_a_request(listener)
         start = time.monotonic()
         listener.close()
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 2.8
 
 
 def test_an_exporter_that_is_not_installed(monkeypatch):

@@ -342,12 +342,12 @@ def test_a_video_that_the_engine_holds_is_not_decoded(watching, monkeypatch):
     ids=lambda value: repr(value)[:30],
 )
 def test_videos_that_are_refused(watching, source, reason):
-    start = time.perf_counter()
+    start = time.process_time()
     for part, name in ((of(source), "messages"),):
         with pytest.raises(RequestError, match=f"video 2: .*{reason}") as caught:
             watching.render_conversation(chat(of(frames_of(2)), part))
         assert caught.value.param == name
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 5
 
 
 def test_bounds(make_watching):

@@ -147,12 +147,12 @@ _MANY = 2_000_000
 def test_bombs_take_neither_time_nor_memory(made):
     bomb = made()
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(WrongAnswerError):
         bomb.prompt(1)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 1
+    assert seconds < 2
     # Copies of the answer's own bytes, and no object for each item.
     assert peak < 40 * 2**20

@@ -192,7 +192,7 @@ def test_no_answer_is_read_without_an_end(odd, path, kind, ask):
     start = time.perf_counter()
     with pytest.raises(kind):
         ask(RenderServers([odd], timeout=1), path, most=2**20)
-    assert time.perf_counter() - start < 3
+    assert time.perf_counter() - start < 8
 
 
 def test_its_key_is_sent(ask):

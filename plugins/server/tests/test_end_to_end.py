@@ -454,7 +454,7 @@ sys.meta_path.insert(0, Slow())"""
         start = time.monotonic()
         server.process.send_signal(number)
         code, errors = server.end()
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 20
         assert (code, errors) == (0, "")
     finally:
         server.process.kill()
@@ -565,7 +565,7 @@ def test_more_connections_than_file_descriptors(checkpoint):
             assert httpx.get(f"{url}{path}").status_code == 200
             times.append(time.monotonic() - start)
         time.sleep(1)
-        assert sorted(times)[5] < 0.1 and max(times) < 1
+        assert sorted(times)[5] < 0.5 and max(times) < 5
         assert cpu_seconds(stat) - before < 1
         server.process.send_signal(signal.SIGTERM)
         code, errors = server.end()
