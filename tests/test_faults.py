@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from faulty_server import DIES, HANGS, NANS, RAISES, Server, good, wait_for
 from toolkit_lm_server.protocol import ChatBody, CompletionBody
@@ -318,9 +319,13 @@ def test_sigterm_drains(serve):
     with server.stream() as response:
         lines = response.iter_lines()
         next(lines)
+        # The answer does not end before the server has refused another request.
+        [engine] = psutil.Process(server.process.pid).children()
+        engine.suspend()
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: server.status("/ready") == 503)
         late = server.post(TEXT)
+        engine.resume()
         assert (late.status_code, late.json()["error"]["code"], "retry-after" in late.headers) == (503, "server_stopping", True)
         *_, last, _, done, _ = lines
     assert (done, json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"]) == ("data: [DONE]", "length")
