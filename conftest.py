@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Adds a line for each part of each test: seconds, setup or call or teardown, its outcome, its name. tests/durations.py sums them up."""
+    """Adds a line for each part of each test: seconds, part, outcome, name. tests/durations.py sums them up."""
     path = os.environ.get("TOOLKIT_DURATIONS")
     if path and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(path, "a") as lines:
