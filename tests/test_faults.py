@@ -353,11 +353,20 @@ def test_nothing_survives_the_server(serve, number, phase):
     wait_for(server.has_left_nothing, 5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--no-engine-process",), ("--data-parallel-size", "2"), ("--tensor-parallel-size", "2")])
-def test_sigterm_at_any_moment_of_the_start_is_an_end_without_error(serve, arguments):
+MOMENTS = (0.2, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 7)
+"""Seconds of a start."""
+TOPOLOGIES = [(), ("--no-engine-process",), ("--data-parallel-size", "2"), ("--tensor-parallel-size", "2")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moments"),
+    # Each moment of some topology, and a third of the moments of each; all of all at night.
+    [pytest.param(one, MOMENTS[number % 3 :: 3], marks=pytest.mark.slow) for number, one in enumerate(TOPOLOGIES)]
+    + [pytest.param(one, MOMENTS, marks=pytest.mark.nightly) for one in TOPOLOGIES],
+)
+def test_sigterm_at_any_moment_of_the_start_is_an_end_without_error(serve, arguments, moments):
     """From the first of our own code on. Before it, Python itself has no handler yet."""
-    for seconds in (0.2, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 7):
+    for seconds in moments:
         server = serve(*arguments)
         wait_for(lambda server=server: b"serve" in Path(f"/proc/{server.process.pid}/cmdline").read_bytes(), 10)
         wait_for(lambda server=server: _handles(server.process.pid, signal.SIGTERM), 20)

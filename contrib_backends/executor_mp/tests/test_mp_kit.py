@@ -20,6 +20,6 @@ class TestMp(Kit):
     ranks = ((2, 1), (1, 2))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestMpOfOtherSizes(Kit):
     ranks = ((1, 1), (2, 2))
