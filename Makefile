@@ -17,18 +17,22 @@ PYTEST_KERNELS := $(BIN)/python -m pytest contrib_backends/cpu/tests
 
 DISTRIBUTIONS := ./ $(dir $(wildcard core/pyproject.toml plugins/*/pyproject.toml contrib_*/*/pyproject.toml))
 
-.PHONY: demo test test-all test-renderers test-clients test-floor test-floor-here lint audit bench docs wheels clean
+.PHONY: demo test test-all test-nightly test-renderers test-clients test-floor test-floor-here lint audit bench docs wheels clean
 
 demo: $(STAMP)
 	@$(BIN)/python docs/examples/demo.py
 
 test: lint docs test-renderers
-	$(PYTEST) -m "not slow"
-	$(PYTEST_KERNELS) -m "not slow"
+	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST_KERNELS) -m "not slow and not nightly"
 
 test-all: lint docs test-renderers test-clients test-floor
-	$(PYTEST)
-	$(PYTEST_KERNELS)
+	$(PYTEST) -m "not nightly"
+	$(PYTEST_KERNELS) -m "not nightly"
+
+# What is left of matrices of which test-all takes a part.
+test-nightly: test-all
+	$(PYTEST) -m nightly
 
 # mistral-common needs an older numpy than the workspace has: an environment of its own, over that of the workspace.
 # litellm carries the vocabulary of gpt-oss, and is not run.
