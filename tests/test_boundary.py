@@ -40,7 +40,7 @@ def backend(*names: str) -> type:
     return type("Failing", (SdpaBackend,), {name: classmethod(m) if name in CLASSMETHODS else m for name, m in methods.items()})
 
 
-CLASSMETHODS = ("refuses", "page_layout")
+CLASSMETHODS = ("refuses", "page_layout", "graphs")
 
 
 class Failing:
@@ -81,6 +81,12 @@ def test_a_backend_that_fails_while_the_engine_starts(method):
     with pytest.raises(PluginError, match=NAMED + r".*boom: RuntimeError: boom") as caught:
         LLM("tiny", plugins=[plugin], **SMALL)
     assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_backend_that_cannot_say_what_graphs_hold():
+    plugin = Failing("backend", backend("graphs"), priority=50)
+    with pytest.raises(PluginError, match=NAMED + r"graphs\(\) of attention backend 'failing': RuntimeError: boom"):
+        LLM("tiny", plugins=[plugin], **SMALL)
 
 
 def test_a_backend_that_cannot_be_asked_is_passed_over():

@@ -9,7 +9,10 @@ from toolkit_lm_sdpa.backend import SdpaBackend
 
 
 class StaticBackend(SdpaBackend):
-    graph_support = GraphSupport.ALWAYS
+    @classmethod
+    def graphs(cls, spec):
+        return GraphSupport.ALWAYS
+
     seen = []
     """Of each step, the view."""
 
@@ -40,11 +43,15 @@ class StaticBackend(SdpaBackend):
 
 
 class DecodeBackend(StaticBackend):
-    graph_support = GraphSupport.DECODE
+    @classmethod
+    def graphs(cls, spec):
+        return GraphSupport.DECODE
 
 
 class UniformBackend(StaticBackend):
-    graph_support = GraphSupport.UNIFORM
+    @classmethod
+    def graphs(cls, spec):
+        return GraphSupport.UNIFORM
 
 
 class StaticBackends:

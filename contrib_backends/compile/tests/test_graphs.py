@@ -230,7 +230,9 @@ def test_a_mode_that_attention_cannot_do_is_told_once(folder, recorder, caplog):
     # A share of the memory: the cache is made twice.
     llm = make_llm(folder, "full", options={"num_kv_blocks": None, "kv_cache_memory": "0.0001"})
     assert caplog.text.count("cudagraph_mode full: ") == 1
-    assert "'sdpa' are not possible" in caplog.text and "It is piecewise." in caplog.text
+    assert (
+        "'sdpa' are not possible (what it launches depends on the rows of each step)" in caplog.text and "It is piecewise." in caplog.text
+    )
     assert runner_of(llm).compiler.graphs.mode is Mode.PIECEWISE
 
 
@@ -247,6 +249,12 @@ def test_a_device_without_graphs_is_told_and_runs_without(folder, expected, capl
         ({}, "cuda", GraphSupport.NEVER, "CUDA graphs: none"),
         ({"cudagraph_mode": "piecewise"}, "cuda", GraphSupport.NEVER, "CUDA graphs: piecewise"),
         ({"cudagraph_mode": "full"}, "cuda", GraphSupport.NEVER, "CUDA graphs: piecewise, not full: graphs of the attention backend 'one'"),
+        (
+            {"cudagraph_mode": "full"},
+            "cuda",
+            "it is slow",
+            "CUDA graphs: piecewise, not full: graphs of the attention backend 'one' are not possible (it is slow), so",
+        ),
         ({"cudagraph_mode": "full"}, "cuda", GraphSupport.DECODE, "CUDA graphs: full_and_piecewise, not full: the attention backend 'one'"),
         ({"cudagraph_mode": "full"}, "cpu", GraphSupport.ALWAYS, "CUDA graphs: none, not full: there are no CUDA graphs on cpu"),
         ({"cudagraph_mode": "full", "splitting_ops": []}, "cuda", GraphSupport.ALWAYS, "CUDA graphs: none, not full: graphs need"),

@@ -189,7 +189,7 @@ def test_a_page_holds_keys_and_values() -> None:
 
 
 def test_graphs_hold_decodes() -> None:
-    assert FlashInferBackend.graph_support is GraphSupport.DECODE
+    assert FlashInferBackend.graphs(SPEC) is GraphSupport.DECODE
 
 
 @pytest.mark.parametrize(("module", "heavy"), [("toolkit_lm_flashinfer", "torch"), ("toolkit_lm_flashinfer.backend", "flashinfer")])

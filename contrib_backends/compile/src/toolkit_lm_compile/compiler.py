@@ -72,7 +72,7 @@ class InductorCompiler(ModelCompiler):
         return None
 
     @classmethod
-    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport]) -> list[str]:
+    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport | str]) -> list[str]:
         return [*describe_parts(vllm_config), describe_graphs(options_of(vllm_config), vllm_config, supports)]
 
     def __init__(self, model: Model, vllm_config: VllmConfig, plugins: Plugins) -> None:
@@ -106,7 +106,7 @@ class InductorCompiler(ModelCompiler):
             out: Tensor | IntermediateTensors = self.graphs(form, given, program, partial(self._compute, program))
             return out
 
-    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport]) -> None:
+    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:
         if self.graphs is not None:
             self.graphs.bind(limits, supports)
 

@@ -57,13 +57,15 @@ def default_sizes(limits: BatchLimits) -> list[int]:
     return sorted(size for size in {1, 2, 4, *range(8, 257, 8), *range(272, _MOST_DEFAULT + 1, 16), most} if size <= most)
 
 
-def settle(asked: Mode, supports: Mapping[str, GraphSupport]) -> tuple[Mode, str | None]:
+def settle(asked: Mode, supports: Mapping[str, GraphSupport | str]) -> tuple[Mode, str | None]:
     """The mode that these attention backends allow, and why it is not the one that was asked for; None: it is."""
-    backend, support = min(supports.items(), key=lambda one: one[1], default=("none", GraphSupport.NEVER))
+    backend, answer = min(supports.items(), key=lambda one: GraphSupport.of(one[1]), default=("none", GraphSupport.NEVER))
+    support = GraphSupport.of(answer)
     if asked in (Mode.NONE, Mode.PIECEWISE) or support is GraphSupport.ALWAYS:
         return asked, None
     if support is GraphSupport.NEVER:
-        return Mode.PIECEWISE, f"graphs of the attention backend {backend!r} are not possible, so attention stays outside"
+        why = f" ({answer})" if isinstance(answer, str) else ""
+        return Mode.PIECEWISE, f"graphs of the attention backend {backend!r} are not possible{why}, so attention stays outside"
     if asked is Mode.FULL:
         return Mode.FULL_AND_PIECEWISE, f"the attention backend {backend!r} can be in graphs of decode steps only"
     return asked, None

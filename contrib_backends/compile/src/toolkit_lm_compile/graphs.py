@@ -108,7 +108,7 @@ def make_graphs(model: Model, options: CompilationOptions, config: VllmConfig) -
     return Graphs(model, options, mode, recorder, device) if recorder is not None and mode is not Mode.NONE else None
 
 
-def describe(options: CompilationOptions, config: VllmConfig, supports: Mapping[str, GraphSupport]) -> str:
+def describe(options: CompilationOptions, config: VllmConfig, supports: Mapping[str, GraphSupport | str]) -> str:
     """What `toolkit explain` tells of the graphs."""
     mode, reason = asked_for(options, config, can_record=torch.device(config.device.device).type == "cuda")
     if mode is not Mode.NONE:
@@ -141,7 +141,7 @@ class Graphs:
         self._forced: Run | None = None
         self._forget()
 
-    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport]) -> None:
+    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:
         """Chooses the mode. What was captured is forgotten: the KV cache is another one."""
         self._forget()
         if not self._whole_is_possible:
@@ -152,7 +152,7 @@ class Graphs:
         if reason is not None and reason != self._reason:
             logger.warning("cudagraph_mode %s: %s. It is %s.", self.asked, reason, self.mode)
         self._reason = reason
-        support = min(supports.values(), default=GraphSupport.NEVER)
+        support = min(map(GraphSupport.of, supports.values()), default=GraphSupport.NEVER)
         self._dispatcher = Dispatcher(self.mode, support, sizes_for(self._options, limits), limits, self._options.cudagraph_query_len)
 
     def estimate(self, step: Callable[[], object]) -> int:

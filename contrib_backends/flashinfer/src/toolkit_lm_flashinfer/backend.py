@@ -64,7 +64,6 @@ class FlashInferBackend(AttentionBackend):
     nothing is cached, each token is a page. Plans are made in `build`, for all layers that are alike, so that CUDA graphs may hold decodes.
     """
 
-    graph_support = GraphSupport.DECODE
     dtypes: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     head_sizes: ClassVar[tuple[int, ...]] = (64, 128, 256)
     workspace_bytes: ClassVar[int] = 128 * 2**20
@@ -93,6 +92,10 @@ class FlashInferBackend(AttentionBackend):
     def page_layout(cls, spec: KVCacheSpec) -> list[PageTensor]:
         assert isinstance(spec, FullSpec)
         return [PageTensor((2, spec.block_size, spec.num_kv_heads, spec.head_size), spec.dtype)]
+
+    @classmethod
+    def graphs(cls, spec: AttentionSpec | None) -> GraphSupport:
+        return GraphSupport.DECODE
 
     def __init__(self, setup: GroupSetup) -> None:
         super().__init__(setup)

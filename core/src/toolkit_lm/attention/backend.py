@@ -141,14 +141,25 @@ class GraphSupport(IntEnum):
     """Steps of equally many tokens for each row, too."""
     ALWAYS = 3
 
+    @classmethod
+    def of(cls, answer: GraphSupport | str) -> GraphSupport:
+        """What `CacheBackend.graphs` answers, as one of these. A reason is NEVER."""
+        return cls.NEVER if isinstance(answer, str) else answer
+
 
 class CacheBackend(ABC):
     """How layers use the KV cache. One instance serves all layers of one KV group."""
 
-    graph_support: GraphSupport = GraphSupport.NEVER
-
     def __init__(self, setup: GroupSetup) -> None:
         self.setup = setup
+
+    @classmethod
+    def graphs(cls, spec: AttentionSpec | None) -> GraphSupport | str:
+        """The steps in which a CUDA graph may hold such a layer; a text: why in none. Must not allocate.
+
+        It is asked of layers that cache something, and that the backend does not refuse. `spec` is None where the layer is no attention.
+        """
+        return "what it launches depends on the rows of each step"
 
     @classmethod
     @abstractmethod

@@ -43,7 +43,7 @@ class CacheLayer(Bypassable):
 
     def select(self, device: torch.device, registry: AttentionBackendRegistry, wanted: str, *, cached: bool) -> Selection:
         """The class of its backend, and why. `wanted` is the option `attention_backend`; `cached`: the engine has a cache."""
-        return Selection(type(self).__name__, self.backend, [])
+        return Selection(type(self).__name__, self.backend, [], graphs=self.backend.graphs(None))
 
 
 class Attention(CacheLayer):

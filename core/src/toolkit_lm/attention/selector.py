@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from toolkit_lm.attention.backend import CacheBackend
+from toolkit_lm.attention.backend import CacheBackend, GraphSupport
 from toolkit_lm.attention.spec import AttentionSpec, AttentionType
 from toolkit_lm.errors import ConfigError, nearest
 from toolkit_lm.plugin import AttentionBackendRegistry
@@ -21,6 +21,8 @@ class Selection(NamedTuple):
     candidates: list[tuple[str, str | None]]
     plugin: str | None = None
     """Name of the plugin that registered it; None: the layer brings it."""
+    graphs: GraphSupport | str = GraphSupport.NEVER
+    """Of the layer, as `CacheBackend.graphs` has it."""
 
 
 def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, wanted: str = "auto") -> Selection:
@@ -32,7 +34,10 @@ def select_backend(spec: AttentionSpec, registry: AttentionBackendRegistry, want
     wanted = _wanted_for(spec, wanted)
     what = f"run {spec.type} layer {spec.layer!r} on {spec.device}"
     name, candidates = registry.choose(what, lambda entry, by_name: registry.ask(entry.key, spec, by_name=by_name), wanted)
-    return Selection(name, registry.load(name), candidates, registry.get(name).plugin)
+    entry, backend = registry.get(name), registry.load(name)
+    with entry.owner.boundary(f"graphs() of attention backend {name!r}", target=backend):
+        graphs = backend.graphs(spec)
+    return Selection(name, backend, candidates, entry.plugin, graphs)
 
 
 def _wanted_for(spec: AttentionSpec, wanted: str) -> str:

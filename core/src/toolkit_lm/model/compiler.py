@@ -32,7 +32,7 @@ class ModelCompiler(ABC):
         return None
 
     @classmethod
-    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport]) -> list[str]:
+    def describe(cls, vllm_config: VllmConfig, supports: Mapping[str, GraphSupport | str]) -> list[str]:
         """What `toolkit explain` tells of it. `supports`: of the model's attention backends, by name. Must not compile."""
         return []
 
@@ -44,7 +44,7 @@ class ModelCompiler(ABC):
     def __call__(self, input_ids: Tensor, **arguments: Tensor) -> Tensor | IntermediateTensors:
         """The model's `forward`."""
 
-    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport]) -> None:  # noqa: B027
+    def bind(self, limits: BatchLimits, supports: Mapping[str, GraphSupport | str]) -> None:  # noqa: B027
         """The layers have a KV cache, another one than before. `supports`: of the backends, by name."""
 
     def estimate(self, step: Callable[[], object]) -> int:

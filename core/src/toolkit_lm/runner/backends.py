@@ -44,12 +44,16 @@ def select_backends(model: nn.Module, device: torch.device, config: VllmConfig, 
     return selections
 
 
-def graph_supports(selections: Mapping[str, Selection], cached: Container[str], feeds_uncached: bool) -> dict[str, GraphSupport]:
-    """By backend. `selections` and `cached` are of layers. `feeds_uncached`: the forward pass runs layers that cache nothing, too."""
-    supports: dict[str, GraphSupport] = {}
-    for layer, (name, backend, *_) in selections.items():
+def graph_supports(selections: Mapping[str, Selection], cached: Container[str], feeds_uncached: bool) -> dict[str, GraphSupport | str]:
+    """By backend, the least that its layers allow; a text says why they allow nothing.
+
+    `selections` and `cached` are of layers. `feeds_uncached`: the forward pass runs layers that cache nothing, too.
+    """
+    supports: dict[str, GraphSupport | str] = {}
+    for layer, selection in selections.items():
         if layer in cached or feeds_uncached:
-            supports[name] = min(supports.get(name, GraphSupport.ALWAYS), backend.graph_support if layer in cached else GraphSupport.NEVER)
+            found = selection.graphs if layer in cached else f"{layer} caches nothing"
+            supports[selection.name] = min(supports.get(selection.name, GraphSupport.ALWAYS), found, key=GraphSupport.of)
     return supports
 
 
