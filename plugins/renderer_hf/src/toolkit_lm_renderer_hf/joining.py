@@ -13,9 +13,9 @@ from typing import NamedTuple
 from tokenizers import Encoding, Tokenizer
 from toolkit_lm.renderer import RenderedText
 
+from toolkit_lm_renderer_hf.pieces import PIECE, Cutter
+
 _SAMPLE = "a"
-_BATCH = 1 << 18
-"""Characters that are tokenized at a time: encodings are larger than token ids."""
 
 
 class Frame(NamedTuple):
@@ -37,11 +37,39 @@ class Joiner:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
+        self._cutter = Cutter(tokenizer)
         self._frames: dict[bool, Frame] = {}
 
     def token_ids(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """Of each text, once, without special tokens."""
-        return {text: ids for batch in _batches(dict.fromkeys(texts)) for text, ids in zip(batch, self._tokenize(batch), strict=True)}
+        found: dict[str, list[int]] = {text: [] for text in texts}
+        for batch in _batches((text, piece) for text in found for piece in self._cutter.pieces(text)):
+            for (text, _), ids in zip(batch, self._tokenize([piece for _, piece in batch]), strict=True):
+                found[text] += ids
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        if len(text) <= PIECE:
+            [ids] = self._tokenize([text], add_special_tokens)
+            return ids
+        ids = self.token_ids([text])[text]
+        return self.join(ids, None, None).token_ids if add_special_tokens else ids
+
+    def cut(self, text: str, max_tokens: int) -> str:
+        """The beginning of a text that has so many tokens at most, without special tokens; at least its first character."""
+        start, room = 0, max_tokens
+        for piece in self._cutter.pieces(text):
+            # One at a time: an encoding is larger than its text.
+            [encoding] = self._tokenizer.encode_batch([piece], add_special_tokens=False)
+            if len(encoding) > room:
+                return text[: start + _end(encoding, room)]
+            start, room = start + len(piece), room - len(encoding)
+        return text
+
+    def at_once(self, text: str) -> int:
+        """Bytes of a text, in UTF-8, that are tokenized at a time."""
+        return max(len(piece.encode(errors="surrogatepass")) for piece in self._cutter.pieces(text))
 
     def join(self, first: list[int], second: list[int] | None, max_tokens: int | None) -> RenderedText:
         """What is too long is cut at the end; of a pair the longer text gives way first, as transformers' "longest_first"."""
@@ -79,18 +107,29 @@ class Joiner:
     def _token_text(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id])
 
-    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    def _tokenize(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
+        # encode() would hold the interpreter meanwhile. Without offsets, it takes two thirds of the memory.
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(pieces: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Pieces, each with its text, of the length of one together: encodings are larger than token ids."""
+    batch: list[tuple[str, str]] = []
     size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH:
+    for text, piece in pieces:
+        batch.append((text, piece))
+        size += len(piece)
+        if size >= PIECE:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _end(encoding: Encoding, most: int) -> int:
+    """Where a text of more tokens is cut."""
+    if not most:
+        return 0
+    end, next_start = encoding.offsets[most - 1][1], encoding.offsets[most][0]
+    # A character of several tokens is left out when not all of them fit, unless it is the first one.
+    return min(end, next_start) or end

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 from toolkit_lm.config import VllmConfig
 from toolkit_lm.errors import CheckpointError, ContextLengthError, RequestError, UnsupportedError, nearest
 from toolkit_lm.prompts import Conversation, SingletonPrompt, parse_prompt
@@ -18,7 +18,7 @@ from toolkit_lm_renderer_hf.chat_template import ChatTemplate, find_chat_templat
 from toolkit_lm_renderer_hf.detokenizer import Detokenizer, TextStream
 from toolkit_lm_renderer_hf.end_tokens import end_tokens, text_config
 from toolkit_lm_renderer_hf.joining import Joiner
-from toolkit_lm_renderer_hf.panic import is_panic, panics_as
+from toolkit_lm_renderer_hf.panic import panics_as
 from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ class HfRenderer(Renderer):
         for text in texts:
             self._check_text(text, "input", where="the text")
         with panics_as(_unable("input")):
-            # One at a time: an encoding is larger than its text.
-            return [_cut(text, self._tokenizer.encode_batch([text], add_special_tokens=False)[0], room) for text in texts]
+            return [self._joiner.cut(text, room) for text in texts]
 
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self._detokenizer, skip_special_tokens, prompt_token_ids)
@@ -225,14 +224,9 @@ class HfRenderer(Renderer):
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool, tokenizer: Tokenizer | None = None) -> list[int]:
         self._check_text(text, param)
-        try:
-            # encode() would hold the interpreter meanwhile. Without offsets, it takes two thirds of the memory.
-            [encoding] = (tokenizer or self._tokenizer).encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except BaseException as error:
-            if is_panic(error):
-                raise _unable(param)(str(error)) from error
-            raise
-        return _not_empty(encoding.ids, param)
+        joiner = self._joiner if tokenizer is None else Joiner(tokenizer)
+        with panics_as(_unable(param)):
+            return _not_empty(joiner.encode(text, add_special_tokens=add_special_tokens), param)
 
     def _check_text(self, text: str, param: str, *, where: str = "the prompt") -> None:
         if not isinstance(text, str):
@@ -256,11 +250,3 @@ def _not_empty(token_ids: list[int], param: str) -> list[int]:
     if not token_ids:
         raise RequestError("the prompt is empty.", param)
     return token_ids
-
-
-def _cut(text: str, encoding: Encoding, most: int) -> str:
-    if len(encoding) <= most:
-        return text
-    end, next_start = encoding.offsets[most - 1][1], encoding.offsets[most][0]
-    # A character of several tokens is left out when not all of them fit, unless it is the first one.
-    return text[: min(end, next_start) or end]
