@@ -30,6 +30,8 @@ NO_BODIES = re.compile(r"/ping|/reset_prefix_cache|.*/cancel")
 # A token for each byte, four bytes a character: as much as one request may cost, and more than that.
 LARGE, TOO_LARGE = "\U0001f600" * 560_000, "\U0001f600" * 3_900_000
 SPACED = "a b " * 260_000
+# Nearly a token for each byte, tokenized in pieces: of as many characters as one text may have.
+PIECES = "\u0436\u0449 \u0439\u044a " * 170_000
 MANY = 43_000
 
 
@@ -39,14 +41,14 @@ def talk(text: str) -> list[dict[str, Any]]:
 
 def bodies() -> dict[str, list[dict[str, Any]]]:
     """By route: a long text, texts or messages that are many, and what is refused for its size."""
-    texts = [LARGE, SPACED, TOO_LARGE]
+    texts = [LARGE, SPACED, PIECES, TOO_LARGE]
     many, parts = talk("a") * MANY, [{"role": "user", "content": [{"type": "text", "text": "a"}] * MANY}]
     chats = [{"messages": one, "max_tokens": 1} for one in (*map(talk, texts), many, parts)]
-    named = [{**one, "model": "tiny"} for one in (chats[0], chats[3])]
+    named = [{**one, "model": "tiny"} for one in (chats[0], chats[4])]
     inputs = [{"input": one, "truncate_prompt_tokens": 10} for one in (*texts, ["a b"] * 2000, [LARGE[i:] for i in range(3)])]
-    documents = [{"query": "a", "documents": one} for one in ([LARGE], [SPACED], [TOO_LARGE], ["a b"] * 2000)]
+    documents = [{"query": "a", "documents": one} for one in ([LARGE], [PIECES], [TOO_LARGE], ["a b"] * 2000)]
     prompts = [{"prompt": one, "max_tokens": 1} for one in (*texts, ["a b"] * 256, [5] * 200_000)]
-    scores = [{"text_1": "a", "text_2": one} for one in (LARGE, [SPACED], TOO_LARGE, ["a b"] * 2000)]
+    scores = [{"text_1": "a", "text_2": one} for one in (LARGE, [PIECES], TOO_LARGE, ["a b"] * 2000)]
     cohere = [{"model": "tiny", "texts": one, "input_type": "search_document"} for one in ([LARGE], ["a b"] * 90)]
     ollama = [{"model": "tiny", "prompt": LARGE, "stream": False}]
     return {

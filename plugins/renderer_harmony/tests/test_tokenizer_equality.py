@@ -6,10 +6,13 @@ import importlib.util
 import json
 import random
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
+from toolkit_lm_renderer_hf.pieces import Cutter
 from toolkit_lm_renderer_hf.renderer import HfRenderer
+from toolkit_lm_renderer_hf.tokenizer import load_tokenizer
 
 TIKTOKEN = {"cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4", "o200k": "fb374d419588a4632f3f557e76b4b70aebbca790"}
 VOCABULARIES = ["anthropic", "deepseek", *TIKTOKEN, "tekken", "tiny"]
@@ -71,6 +74,7 @@ def save(vocabulary, tmp_path_factory):
     """save(name): a folder with the tokenizer.json of a real vocabulary."""
     pytest.importorskip("mistral_common")
 
+    @cache
     def saved(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         if name in TIKTOKEN:
@@ -116,3 +120,34 @@ def test_ids_are_equal(save, resolved, name):
                 ours = renderer.render_prompt(text, add_special_tokens=special).token_ids
                 theirs = tokenizer(text, add_special_tokens=special)["input_ids"]
                 assert ours == theirs, (title, text, special)
+
+
+LONG = {
+    "spaces": "a" + " " * 3000 + "b c" * 500,
+    "one word": "x" * 3000,
+    "two words": "x" * 2000 + " " + "y" * 2000 + " z",
+    "no spaces": "北京大学。москва，" * 400,
+    "emoji": "😀\u200d🔥 é" * 500,
+    "marks": "e\u0301 o\u0308 n\u0303a " * 400,
+    "lines": "Some words,\r\nand more \r\n\r\n of them\t\n" * 100,
+    "special": "a<|endoftext|> b <s> c</s> <|extra|> d<EOT> <｜▁pad▁｜>e " * 100,
+    "digits": "1234567 89 a1 2b " * 300,
+    "code": "def f(x):\n    return x + 1  # don't\n\n" * 150,
+    "thai": "กิน ข้าว " * 400,
+}
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_pieces_have_the_ids_of_the_whole(save, name):
+    """Of real vocabularies, all of which split words."""
+    folder, chosen = save(name), random.Random(7)
+    (folder / "tokenizer_config.json").unlink(missing_ok=True)
+    tokenizer = load_tokenizer(folder).tokenizer
+    texts = ["".join(part + chosen.choice(" " * 9 + "\n") for part in chosen.choices(PARTS, k=400)) for _ in range(10)]
+    numbers = []
+    for text in (*texts, *LONG.values()):
+        pieces = list(Cutter(tokenizer, 64).pieces(text))
+        parts, [whole] = [tokenizer.encode_batch_fast(one, add_special_tokens=False) for one in (pieces, [text])]
+        assert [token for part in parts for token in part.ids] == whole.ids, text[:100]
+        numbers.append(len(pieces))
+    assert min(numbers[: len(texts)]) > 5 and numbers[len(texts)] > 10, numbers

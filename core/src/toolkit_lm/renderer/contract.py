@@ -103,6 +103,13 @@ class Renderer(ABC):
         """
         return None
 
+    def tokenized_at_once(self, text: str) -> int:
+        """Bytes of a text, in UTF-8, that are tokenized at a time, at most: of what a tokenizer holds meanwhile, for each token.
+
+        It is asked before any work is done for a request, on the event loop. This one tells all of them.
+        """
+        return len(text.encode(errors="surrogatepass"))
+
     @property
     def has_text(self) -> bool:
         """It makes text of tokens. False: what it makes is empty, and stop texts are refused."""

@@ -198,6 +198,9 @@ class HfRenderer(Renderer):
         with panics_as(_unable("input")):
             return [self._joiner.cut(text, room) for text in texts]
 
+    def tokenized_at_once(self, text: str) -> int:
+        return self._joiner.at_once(text)
+
     def decode_stream(self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> DecodeStream:
         return TextStream(self._detokenizer, skip_special_tokens, prompt_token_ids)
 

@@ -31,13 +31,15 @@ Cost = Mapping[str, int]
 """Bytes of memory in front and engine together, by what asks for them."""
 HoldRendering = Callable[[Sequence[object], Mapping[str, Any]], AbstractContextManager[None]]
 """BudgetedLLM.hold_rendering."""
+AtOnce = Callable[[str], int]
+"""Renderer.tokenized_at_once."""
 
 _CHARACTER = 24
 """Bytes of memory for each byte of a text, in UTF-8, or token id, while it is read, checked and rendered."""
 _TOKENIZING = 160
-"""Bytes more while it is tokenized, where each of its bytes is a token: what the package tokenizers keeps of them."""
-_AT_A_TIME = 2**20
-"""Bytes of short texts that are tokenized together."""
+"""Bytes more for each that is tokenized at a time, where each is a token: what the package tokenizers keeps of them."""
+_AT_A_TIME = 2**19
+"""Bytes of short texts, or pieces of long ones, that are tokenized together."""
 _SEQUENCE = 4096
 _LOGPROB = 256
 _NUMBER = 40
@@ -52,8 +54,17 @@ _REQUESTS = 3
 """So many times the cost that one request may have is what all of them together may."""
 
 
-def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model_len: int, measure: Measure | None = None) -> Cost:
-    """Of prompts that generate, in one call. `measure`: tells what items of media take."""
+def generation_cost(
+    prompts: Sequence[object],
+    params: SamplingParams,
+    max_model_len: int,
+    measure: Measure | None = None,
+    at_once: AtOnce | None = None,
+) -> Cost:
+    """Of prompts that generate, in one call.
+
+    `measure`: tells what items of media take. `at_once`: how much of a text is tokenized at a time; None: all.
+    """
     sizes = [_size(prompt) for prompt in prompts]
     of_prompts = sum(sizes)
     name, width = params.widest
@@ -65,7 +76,7 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     entries = _entries(ranked) + len(params.logprob_token_ids or ())
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
-        "prompt": of_prompts * (_CHARACTER + _ENTRY * width) + _tokenizing(prompts, sizes),
+        "prompt": of_prompts * (_CHARACTER + _ENTRY * width) + _tokenizing(prompts, sizes, at_once),
         f"prompts x {name}": sequences * _SEQUENCE,
         f"prompts x {name} x max_tokens": sequences * most * _ENTRY,
         f"prompts x {name} x max_tokens x logprobs": sequences * most * entries * _LOGPROB,
@@ -77,16 +88,19 @@ def generation_cost(prompts: Sequence[object], params: SamplingParams, max_model
     }
 
 
-def rendering_cost(prompts: Sequence[object], measure: Measure | None = None) -> Cost:
+def rendering_cost(prompts: Sequence[object], measure: Measure | None = None, at_once: AtOnce | None = None) -> Cost:
     """Of prompts, or conversations with their options, that are rendered only: side by side."""
     sizes = [_size(prompt) for prompt in prompts]
+    tokenizing = sum(_tokenizing([one], [size], at_once) for one, size in zip(prompts, sizes, strict=True))
     return {
         _MEDIA: sum(media_cost(prompt, measure) for prompt in prompts if _may_hold_media(prompt)),
-        "prompt": sum(sizes) * (_CHARACTER + _ENTRY) + sum(_tokenizing([one], [size]) for one, size in zip(prompts, sizes, strict=True)),
+        "prompt": sum(sizes) * (_CHARACTER + _ENTRY) + tokenizing,
     }
 
 
-def pooling_cost(prompts: Sequence[object], *, cut: bool, size: int, per_token: bool, max_model_len: int) -> Cost:
+def pooling_cost(
+    prompts: Sequence[object], *, cut: bool, size: int, per_token: bool, max_model_len: int, at_once: AtOnce | None = None
+) -> Cost:
     """Of prompts that are pooled, in one call.
 
     `cut`: they are cut to max_model_len at most. `size`: numbers of a result, or, with `per_token`, of each token's.
@@ -96,7 +110,7 @@ def pooling_cost(prompts: Sequence[object], *, cut: bool, size: int, per_token: 
     lengths = [min(length, max_model_len) if cut else length for length in map(_size, prompts)]
     vectors = sum(min(length, max_model_len) for length in lengths) if per_token else len(prompts)
     return {
-        "text": sum(sizes) * (_CHARACTER + _ENTRY) + _tokenizing(list(distinct.values()), sizes),
+        "text": sum(sizes) * (_CHARACTER + _ENTRY) + _tokenizing(list(distinct.values()), sizes, at_once),
         "inputs x text": len(prompts) * _SEQUENCE + sum(lengths) * _ENTRY,
         "inputs x result": vectors * size * _NUMBER,
     }
@@ -107,10 +121,39 @@ def _entries(asked: int | None) -> int:
     return 0 if asked is None else asked + 1
 
 
-def _tokenizing(given: Sequence[object], sizes: Sequence[int]) -> int:
+def _tokenizing(given: Sequence[object], sizes: Sequence[int], at_once: AtOnce | None) -> int:
     """Bytes of memory that it takes to tokenize prompts one after the other. Token ids take nothing."""
-    texts = [size for one, size in zip(given, sizes, strict=True) if not _is_tokens(one)]
-    return min(sum(texts), max([_AT_A_TIME, *texts])) * _TOKENIZING
+    texts = [(one, size) for one, size in zip(given, sizes, strict=True) if not _is_tokens(one)]
+    longest = max((_longest(one, size, at_once) for one, size in texts), default=0)
+    return min(sum(size for _, size in texts), max(_AT_A_TIME, longest)) * _TOKENIZING
+
+
+def _longest(given: object, size: int, at_once: AtOnce | None) -> int:
+    """Bytes of a prompt of this size that are tokenized at a time."""
+    if at_once is None or size <= _AT_A_TIME:
+        return size
+    # Texts of a conversation meet in its template. What else is in it is not looked into: it may be written in another way.
+    texts = list(_texts(given))
+    whole = sum(map(_utf8, texts))
+    return min(size, max(0, size - whole) + at_once("\0".join(texts)))
+
+
+def _texts(given: object) -> Iterator[str]:
+    """The prompt, both sides of it, or the contents of a conversation."""
+    if isinstance(given, str):
+        yield given
+    elif isinstance(given, tuple):
+        for one in given:
+            yield from _texts(one)
+    elif isinstance(given, Mapping):
+        for name in ("prompt", "encoder_prompt", "decoder_prompt"):
+            yield from _texts(given.get(name))
+    elif isinstance(given, list):
+        for message in given:
+            content = message.get("content") if isinstance(message, Mapping) else None
+            parts = [content] if isinstance(content, str) else content if isinstance(content, list) else []
+            texts = (part.get("text") if isinstance(part, Mapping) else part for part in parts)
+            yield from (text for text in texts if isinstance(text, str))
 
 
 def _is_tokens(given: object) -> bool:
@@ -251,10 +294,13 @@ class BudgetedLLM:
 
     def hold_rendering(self, prompts: Sequence[object], options: Mapping[str, Any]) -> AbstractContextManager[None]:
         """What it takes to render prompts, or conversations with their options, on a route that makes no request of them."""
-        return self._budget.spend(rendering_cost(prompts, self._measure), _client(options), 0)
+        return self._budget.spend(rendering_cost(prompts, self._measure, self._at_once), _client(options), 0)
 
     def _measure(self, part: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[int, int] | None:
         return self._engine.renderer.media_size(part, options)
+
+    def _at_once(self, text: str) -> int:
+        return self._engine.renderer.tokenized_at_once(text)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncGenerator[RequestOutput, None]:
         outputs = self._engine.generate(prompt, params, **options)
@@ -303,6 +349,7 @@ class BudgetedLLM:
             size=max((limits.rules(task).size or 1 for task in tasks), default=1),
             per_token=any(task.startswith("token_") for task in tasks),
             max_model_len=self._engine.config.max_model_len,
+            at_once=self._at_once,
         )
 
     def _account(self, options: Mapping[str, Any] | None) -> Account | None:
@@ -322,7 +369,7 @@ class BudgetedLLM:
         account, max_model_len = self._account(options), self._engine.config.model.max_model_len
         assert max_model_len is not None, "the config is not resolved"
         with ExitStack() as paid:
-            cost = generation_cost(prompts, params, max_model_len, self._measure)
+            cost = generation_cost(prompts, params, max_model_len, self._measure, self._at_once)
             paid.enter_context(self._budget.spend(cost, _client(options), len(prompts)))
             if account is not None:
                 paid.enter_context(account.run(len(prompts) * params.num_sequences))
